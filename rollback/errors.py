@@ -1,0 +1,77 @@
+"""Errors that a user can act on, and the exit codes that scripts may rely on.
+
+Every error says what was being done, to what, why it failed and what to do next. A bug of ours is never one of these:
+it surfaces as the ordinary Python exception that it is.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """Exit status of `rollback` commands; the numbers follow sysexits.h where it has a word for the case."""
+
+    DONE = 0
+    FAILED = 1
+    USAGE = 2
+    NO_CHECKPOINT = 65
+    IN_USE = 73
+    IO = 74
+    RESUMABLE = 75
+    STRUCTURAL = 76
+    UNFIT = 78
+
+
+class RollbackError(Exception):
+    """Base of all errors meant for the reader. `hint` says what to do next."""
+
+    exit_code = ExitCode.FAILED
+
+    def __init__(self, message: str, *, hint: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+class UsageError(RollbackError):
+    """The command or the call is wrong; nothing was started or written."""
+
+    exit_code = ExitCode.USAGE
+
+
+class RunInUse(RollbackError):
+    """Another live process holds the run directory."""
+
+    exit_code = ExitCode.IN_USE
+
+
+class RunDirectoryError(RollbackError):
+    """The run directory cannot be read or written."""
+
+    exit_code = ExitCode.IO
+
+
+class JournalDamaged(RunDirectoryError):
+    """A journal line other than the last is not what was written."""
+
+
+class RunDoesNotFit(RollbackError):
+    """The run directory belongs to another job: other model, optimizer, world size or data."""
+
+    exit_code = ExitCode.UNFIT
+
+
+class NoUsableCheckpoint(RollbackError):
+    """The run has a record but no checkpoint that verifies."""
+
+    exit_code = ExitCode.NO_CHECKPOINT
+
+
+class CheckpointDamaged(RollbackError):
+    """A checkpoint fails verification: it is quarantined and an older one is used."""
+
+    exit_code = ExitCode.NO_CHECKPOINT
