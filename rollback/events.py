@@ -1,0 +1,309 @@
+"""The facts that a run's journals hold, one class for each kind of line.
+
+A fact says what happened; it is never edited or taken back. State is what folding the facts gives
+(`rollback.rundir.history`). The fields are documented here and only here: docs/format.md's table is made from this file.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal, Union
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed"]
+Action = Literal["rollback", "retry", "stop", "observe"]
+
+
+class Window(BaseModel):
+    """Inclusive range of batches, `first` to `last`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    first: int = Field(ge=0)
+    last: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Window:
+        if self.last < self.first:
+            raise ValueError(f"window ends ({self.last}) before it begins ({self.first})")
+        return self
+
+    def __contains__(self, batch: int) -> bool:
+        return self.first <= batch <= self.last
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
+
+class Fact(BaseModel):
+    """Base of all facts. `kind` names the line, `writer` the journal it belongs to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    writer: ClassVar[Literal["train", "supervisor"]] = "train"
+    kind: str
+
+
+class Attached(Fact):
+    """The ranks of an attempt have agreed on where to begin."""
+
+    kind: Literal["attached"] = "attached"
+    world_size: int
+    host: str
+    pid: int
+    supervised: bool
+    checkpoint: str | None
+    step: int
+    batch: int
+    torch: str
+    settings: dict[str, Any]
+
+
+class Committed(Fact):
+    """A checkpoint exists: all shards and the manifest are on disk under its final name."""
+
+    kind: Literal["committed"] = "committed"
+    checkpoint: str
+    step: int
+    batch: int
+    timeline: int
+    bytes: int
+    seconds: float
+
+
+class BecameGood(Fact):
+    """A candidate has survived probation."""
+
+    kind: Literal["good"] = "good"
+    checkpoint: str
+    step: int
+
+
+class Dropped(Fact):
+    """A snapshot did not become a checkpoint; training went on."""
+
+    kind: Literal["dropped"] = "dropped"
+    checkpoint: str
+    step: int
+    reason: str
+
+
+class Evicted(Fact):
+    """A checkpoint left the ring."""
+
+    kind: Literal["evicted"] = "evicted"
+    checkpoint: str
+    reason: str
+
+
+class Quarantined(Fact):
+    """A checkpoint failed verification and was moved to quarantine."""
+
+    kind: Literal["quarantined"] = "quarantined"
+    checkpoint: str
+    reason: str
+
+
+class Noticed(Fact):
+    """Something out of the ordinary that the sentinel saw and left alone."""
+
+    kind: Literal["noticed"] = "noticed"
+    first_step: int
+    last_step: int
+    peak: float
+    threshold: float
+    rule: str
+    fate: str
+
+
+class ScalerSkipped(Fact):
+    """The gradient scaler dropped this update because of a non-finite gradient, as it does now and then."""
+
+    kind: Literal["scaler_skipped"] = "scaler_skipped"
+    step: int
+    batch: int
+
+
+class Incident(Fact):
+    """A verdict that demands action, with its evidence."""
+
+    kind: Literal["incident"] = "incident"
+    incident: int
+    verdict: Literal["spike", "nonfinite"]
+    cause: str
+    rule: str
+    value: float | None
+    threshold: float | None
+    explanation: str
+    window: tuple[float, ...]
+    ranks: tuple[int, ...]
+    onset_step: int
+    onset_batch: int
+    detection_step: int
+    detection_batch: int
+    step: int
+    timeline: int
+
+
+class Planned(Fact):
+    """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done."""
+
+    kind: Literal["plan"] = "plan"
+    incident: int
+    action: Action
+    escalation: int
+    checkpoint: str | None
+    step: int | None
+    batch: int | None
+    skip: Window | None
+    discards: tuple[str, ...]
+    timeline: int
+    reason: str
+
+
+class Restored(Fact):
+    """The plan was carried out on every rank; `steps_lost` updates will not count."""
+
+    kind: Literal["restored"] = "restored"
+    incident: int
+    checkpoint: str
+    step: int
+    batch: int
+    steps_lost: int
+    seconds: float
+    route: Literal["in_process", "relaunch"]
+
+
+class Concluded(Fact):
+    """How an incident ended."""
+
+    kind: Literal["outcome"] = "outcome"
+    incident: int
+    outcome: Outcome
+    step: int
+
+
+class SkipAdded(Fact):
+    """A skip window that no incident gave: the user's."""
+
+    kind: Literal["skip_added"] = "skip_added"
+    window: Window
+    who: str
+    why: str
+
+
+class PassedOver(Fact):
+    """Batches of a skip window were passed over."""
+
+    kind: Literal["skipped"] = "skipped"
+    first: int
+    last: int
+    step: int
+    timeline: int
+
+
+class Advice(Fact):
+    """A likely mistake in how the script uses the guard; said once."""
+
+    kind: Literal["advice"] = "advice"
+    code: str
+    text: str
+
+
+class Trouble(Fact):
+    """Something of ours failed and training went on without it."""
+
+    kind: Literal["trouble"] = "trouble"
+    doing: str
+    error: str
+
+
+class Stopped(Fact):
+    """The ranks stopped together before the end of the data."""
+
+    kind: Literal["stopped"] = "stopped"
+    reason: Literal["preempted", "structural"]
+    step: int
+    batch: int
+    checkpoint: str | None
+    account: str
+
+
+class Finished(Fact):
+    """The training loop ended by itself."""
+
+    kind: Literal["finished"] = "finished"
+    step: int
+    batch: int
+
+
+class AttemptStarted(Fact):
+    """torchrun was started."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["attempt_started"] = "attempt_started"
+    command: tuple[str, ...]
+    host: str
+    pid: int
+
+
+class AttemptEnded(Fact):
+    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    status: int
+    cause: str
+    step: int | None
+    seconds: float
+
+
+class RestartScheduled(Fact):
+    """The supervisor will start another attempt."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["restart_scheduled"] = "restart_scheduled"
+    delay: float
+    budget_left: int
+    reason: str
+
+
+class Signalled(Fact):
+    """The supervisor was told to stop and passed it on to the ranks."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["signalled"] = "signalled"
+    signal: str
+
+
+class RunEnded(Fact):
+    """The supervisor is done with this run for now; `exit_code` is what it exited with."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["run_ended"] = "run_ended"
+    exit_code: int
+    reason: str
+
+
+AnyFact = Annotated[
+    Union[
+        Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, Incident, Planned, Restored,
+        Concluded, SkipAdded, PassedOver, Advice, Trouble, Stopped, Finished,
+        AttemptStarted, AttemptEnded, RestartScheduled, Signalled, RunEnded,
+    ],
+    Field(discriminator="kind"),
+]  # fmt: skip
+
+
+class Record(BaseModel):
+    """A journal line: a fact and its place in the record."""
+
+    model_config = ConfigDict(frozen=True)
+    seq: int
+    at: str
+    attempt: int
+    fact: AnyFact
+
+
+parse_fact: TypeAdapter[Any] = TypeAdapter(AnyFact)

@@ -1,0 +1,113 @@
+"""run.json: which job a run directory belongs to, and whether another job is the same."""
+
+from __future__ import annotations
+
+import json
+import uuid
+from datetime import datetime, timezone
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollback.errors import RunDirectoryError, RunDoesNotFit
+from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.paths import FORMAT, RunPaths
+
+_LIMIT = 64 << 20
+_SHOWN = 6  # differences that are spelt out; the rest is counted
+
+
+class Job(BaseModel):
+    """What must stay the same over all attempts of a run."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    world_size: int
+    model: list[tuple[str, str, list[int]]]
+    optimizer: dict[str, Any]
+    objects: list[str]
+    data: dict[str, Any]
+
+
+class Identity(BaseModel):
+    """Content of run.json."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int
+    run_id: str
+    created: str
+    job: Job
+
+
+def new_identity(job: Job) -> Identity:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Identity(format=FORMAT, run_id=uuid.uuid4().hex, created=now, job=job)
+
+
+def write_identity(paths: RunPaths, identity: Identity) -> None:
+    write_file(paths.identity, identity.model_dump_json(indent=1).encode())
+
+
+def read_identity(paths: RunPaths) -> Identity | None:
+    """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError where it cannot be believed."""
+    path = paths.identity
+    try:
+        body = json.loads(read_small_file(path, _LIMIT))
+        if isinstance(body, dict) and body.get("format") != FORMAT:
+            raise RunDoesNotFit(
+                f"{path} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
+                hint="use the version of rollback that wrote it, or another run directory",
+            )
+        return Identity.model_validate(body)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise RunDirectoryError(f"reading {path}: {error.strerror or error}") from error
+    except (ValueError, ValidationError) as error:
+        raise RunDirectoryError(
+            f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
+            hint="restore the file from a copy, or use another run directory",
+        ) from error
+
+
+def require_same_job(paths: RunPaths, recorded: Job, present: Job) -> None:
+    """Raise RunDoesNotFit, with the differences, unless the present job is the recorded one."""
+    differences = [*_model_differences(recorded, present), *_field_differences(recorded, present)]
+    if not differences:
+        return
+    shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
+    more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    raise RunDoesNotFit(
+        f"the run directory {paths.root} belongs to another job:{shown}{more}",
+        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed",
+    )
+
+
+def _field_differences(recorded: Job, present: Job) -> list[str]:
+    lines = []
+    if recorded.world_size != present.world_size:
+        lines.append(f"world size: the run has {recorded.world_size} ranks, this job {present.world_size}")
+    for what, old, new in (("optimizer", recorded.optimizer, present.optimizer), ("data", recorded.data, present.data)):
+        for key in sorted({*old, *new}):
+            if old.get(key) != new.get(key):
+                lines.append(f"{what}, {key}: the run has {old.get(key)!r}, this job {new.get(key)!r}")
+    if recorded.objects != present.objects:
+        lines.append(f"objects: the run has {recorded.objects}, this job {present.objects}")
+    return lines
+
+
+def _model_differences(recorded: Job, present: Job) -> list[str]:
+    old = {name: (dtype, shape) for name, dtype, shape in recorded.model}
+    new = {name: (dtype, shape) for name, dtype, shape in present.model}
+    lines = []
+    for name in sorted({*old, *new}):
+        if name not in new:
+            lines.append(f"model: this job has no {name!r} {_tensor(*old[name])}")
+        elif name not in old:
+            lines.append(f"model: the run has no {name!r} {_tensor(*new[name])}")
+        elif old[name] != new[name]:
+            lines.append(f"model: {name!r} is {_tensor(*old[name])} in the run, {_tensor(*new[name])} in this job")
+    return lines
+
+
+def _tensor(dtype: str, shape: list[int]) -> str:
+    return f"{dtype}{shape}"

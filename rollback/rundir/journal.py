@@ -1,0 +1,153 @@
+"""Append-only journals: one writer each, a fact a line, a hash chain through the lines.
+
+The rules for torn tails and damage are those of docs/format.md, "Journals".
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from rollback.errors import JournalDamaged, RunDirectoryError
+from rollback.events import Fact, Record, parse_fact
+from rollback.rundir.durable import append_line, sync_directory
+
+_GENESIS = "0" * 32
+_LIMIT = 1 << 30  # no journal of a sane run comes near it; a hostile one is not read into memory
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a journal file holds: its records, how many bytes of them, and what a crash left behind them."""
+
+    records: list[Record]
+    sound_bytes: int
+    torn_bytes: int
+    chain: str
+
+
+def _chain(previous: str, body: dict[str, Any]) -> str:
+    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256((previous + text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+
+
+def read_journal(path: Path) -> Reading:
+    """All records of a journal; an absent file is an empty journal.
+
+    Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
+    RunDirectoryError where the file cannot be read.
+    """
+    try:
+        if path.exists() and path.stat().st_size > _LIMIT:
+            raise JournalDamaged(f"reading the journal {path}: it is larger than {_LIMIT} bytes")
+        data = path.read_bytes() if path.exists() else b""
+    except OSError as error:
+        raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
+    records: list[Record] = []
+    chain, position = _GENESIS, 0
+    while position < len(data):
+        end = data.find(b"\n", position)
+        line = data[position:] if end < 0 else data[position:end]
+        last = end < 0 or end + 1 == len(data)
+        try:
+            if end < 0:
+                raise ValueError("the line has no end")
+            record, chain = _parse(line, len(records), chain)
+        except ValueError as error:
+            if last:
+                return Reading(records, position, len(data) - position, chain)
+            raise JournalDamaged(
+                f"reading the journal {path}: line {len(records) + 1} is not what was written: {error}",
+                hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
+                "from a checkpoint in its ring",
+            ) from error
+        records.append(record)
+        position = end + 1
+    return Reading(records, position, 0, chain)
+
+
+def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:
+    """The record of a line and its chain value. Raises ValueError (also ValidationError, which is one)."""
+    body = json.loads(line)
+    if not isinstance(body, dict):
+        raise ValueError("not a JSON object")
+    stated = body.pop("chain", None)
+    if body.get("seq") != seq:
+        raise ValueError(f"sequence number {body.get('seq')!r} where {seq} should stand")
+    expected = _chain(chain, body)
+    if stated != expected:
+        raise ValueError("the hash chain is broken")
+    envelope = {key: body.pop(key, None) for key in ("seq", "at", "attempt")}
+    try:
+        return Record(**envelope, fact=parse_fact.validate_python(body)), expected
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+class Journal:
+    """The writing end of a journal. One process holds it at a time; the caller's lock on the run directory sees to that.
+
+    Opening cuts off a torn last line. Raises JournalDamaged or RunDirectoryError.
+    """
+
+    def __init__(self, path: Path, attempt: int) -> None:
+        self.path = path
+        self.attempt = attempt
+        reading = read_journal(path)
+        self.records = reading.records
+        self.torn_bytes = reading.torn_bytes
+        self._chain = reading.chain
+        self._next = len(reading.records)
+        self._backlog: list[bytes] = []
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            if reading.torn_bytes:
+                os.ftruncate(self._fd, reading.sound_bytes)
+            os.fsync(self._fd)
+            sync_directory(path.parent)
+        except OSError as error:
+            raise RunDirectoryError(
+                f"opening the journal {path}: {error.strerror or error}",
+                hint="check the permissions and free space of the run directory",
+            ) from error
+
+    def append(self, fact: Fact) -> Record:
+        """Append a fact; it is on disk when this returns.
+
+        Raises OSError where the disk refuses. The fact is then kept in memory and written before the next one, so that
+        a disk that was full for an hour costs no line.
+        """
+        at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
+        body = {"seq": self._next, "at": at, "attempt": self.attempt, **json.loads(fact.model_dump_json())}
+        self._chain = _chain(self._chain, body)
+        line = json.dumps({**body, "chain": self._chain}, ensure_ascii=True, separators=(",", ":")) + "\n"
+        record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)  # type: ignore[arg-type]
+        self._next += 1
+        self.records.append(record)
+        self._backlog.append(line.encode())
+        self.flush()
+        return record
+
+    def flush(self) -> None:
+        """Write and sync what earlier failures left in memory. Raises OSError."""
+        while self._backlog:
+            append_line(self._fd, self._backlog[0])
+            del self._backlog[0]
+        os.fsync(self._fd)
+
+    @property
+    def unwritten(self) -> int:
+        """Facts that are still only in memory."""
+        return len(self._backlog)
+
+    def close(self) -> None:
+        os.close(self._fd)

@@ -1,0 +1,78 @@
+"""One process at a time runs a run directory.
+
+The kernel's lock on RUN/lock is what counts: it is gone the moment its holder is, however that died. holder.json beside
+it only says to people who the holder is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from datetime import datetime, timezone
+
+import filelock
+
+from rollback.errors import RunDirectoryError, RunInUse
+from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.paths import RunPaths
+
+
+class RunLock:
+    """Holds a run directory from construction until `release` or the process's death.
+
+    Makes the directory if it does not exist. Raises RunInUse naming the holder, or RunDirectoryError.
+    """
+
+    def __init__(self, paths: RunPaths, role: str) -> None:
+        self._paths = paths
+        try:
+            paths.root.mkdir(parents=True, exist_ok=True)
+            self._lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
+            self._lock.acquire()
+        except filelock.Timeout as error:
+            raise RunInUse(
+                f"the run directory {paths.root} is in use by {_describe_holder(paths)}",
+                hint="wait for it, stop it, or give this job another run directory (--run DIR)",
+            ) from error
+        except OSError as error:
+            raise RunDirectoryError(
+                f"taking the lock {paths.lock}: {error.strerror or error}",
+                hint="the run directory must be a directory that this user can write to",
+            ) from error
+        since = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "role": role}
+        try:
+            write_file(paths.holder, json.dumps(holder).encode(), durable=False)
+        except OSError as error:
+            self._lock.release()
+            raise RunDirectoryError(
+                f"writing {paths.holder}: {error.strerror or error}",
+                hint="the run directory must be writable and its disk not full",
+            ) from error
+
+    def release(self) -> None:
+        self._paths.holder.unlink(missing_ok=True)
+        self._lock.release()
+
+
+def read_holder(paths: RunPaths) -> dict[str, object] | None:
+    """What holder.json says, or None. It may be out of date: only the lock itself tells whether the holder lives."""
+    try:
+        body = json.loads(read_small_file(paths.holder, 1 << 16))
+    except (OSError, ValueError):
+        return None
+    return body if isinstance(body, dict) else None
+
+
+def _describe_holder(paths: RunPaths) -> str:
+    holder = read_holder(paths)
+    if holder is None:
+        return "another process (which has not said yet who it is)"
+    try:
+        age = datetime.now(timezone.utc) - datetime.fromisoformat(str(holder.get("since")))
+        minutes, seconds = divmod(max(0, int(age.total_seconds())), 60)
+        since = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
+    except ValueError:
+        since = "an unknown time"
+    return f"{holder.get('role')} with pid {holder.get('pid')} on host {holder.get('host')}, since {since}"

@@ -1,0 +1,94 @@
+"""Every file name in a run directory is spelt here and nowhere else."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+FORMAT = 1
+
+_CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
+
+
+def checkpoint_name(seq: int, step: int) -> str:
+    return f"c{seq:06d}-s{step:08d}"
+
+
+def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
+    """`(seq, step)` of a checkpoint's name, or None for any other name."""
+    match = _CHECKPOINT_NAME.fullmatch(name)
+    return (int(match[1]), int(match[2])) if match else None
+
+
+def shard_name(rank: int) -> str:
+    return f"rank-{rank:05d}.safetensors"
+
+
+def shard_note_name(rank: int) -> str:
+    return f"rank-{rank:05d}.json"
+
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class RunPaths:
+    """Paths of one run directory. Making it touches nothing."""
+
+    root: Path
+
+    @property
+    def identity(self) -> Path:
+        return self.root / "run.json"
+
+    @property
+    def lock(self) -> Path:
+        return self.root / "lock"
+
+    @property
+    def holder(self) -> Path:
+        return self.root / "holder.json"
+
+    @property
+    def train_journal(self) -> Path:
+        return self.root / "journal" / "train.jsonl"
+
+    @property
+    def supervisor_journal(self) -> Path:
+        return self.root / "journal" / "supervisor.jsonl"
+
+    @property
+    def metrics(self) -> Path:
+        return self.root / "metrics" / "train.jsonl"
+
+    @property
+    def ranks(self) -> Path:
+        return self.root / "ranks"
+
+    def heartbeat(self, rank: int) -> Path:
+        return self.ranks / f"rank-{rank:05d}.json"
+
+    @property
+    def skips(self) -> Path:
+        return self.root / "skips"
+
+    def skip_record(self, rank: int) -> Path:
+        return self.skips / f"rank-{rank:05d}.jsonl"
+
+    @property
+    def ring(self) -> Path:
+        return self.root / "ring"
+
+    def checkpoint(self, name: str) -> Path:
+        return self.ring / name
+
+    def writing(self, name: str) -> Path:
+        return self.ring / f".writing-{name}"
+
+    def evicting(self, name: str) -> Path:
+        return self.ring / f".evicting-{name}"
+
+    @property
+    def quarantine(self) -> Path:
+        return self.root / "quarantine"
