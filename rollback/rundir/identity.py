@@ -86,7 +86,10 @@ def _field_differences(recorded: Job, present: Job) -> list[str]:
     lines = []
     if recorded.world_size != present.world_size:
         lines.append(f"world size: the run has {recorded.world_size} ranks, this job {present.world_size}")
-    for what, old, new in (("optimizer", recorded.optimizer, present.optimizer), ("data", recorded.data, present.data)):
+    for what, old, new in (
+        ("optimizer", recorded.optimizer, present.optimizer),
+        ("data", recorded.data, present.data),
+    ):
         for key in sorted({*old, *new}):
             if old.get(key) != new.get(key):
                 lines.append(f"{what}, {key}: the run has {old.get(key)!r}, this job {new.get(key)!r}")

@@ -130,7 +130,7 @@ class Journal:
         body = {"seq": self._next, "at": at, "attempt": self.attempt, **json.loads(fact.model_dump_json())}
         self._chain = _chain(self._chain, body)
         line = json.dumps({**body, "chain": self._chain}, ensure_ascii=True, separators=(",", ":")) + "\n"
-        record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)  # type: ignore[arg-type]
+        record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)
         self._next += 1
         self.records.append(record)
         self._backlog.append(line.encode())

@@ -1,0 +1,111 @@
+"""Settings of the guard: what they mean, what they default to, and which of them contradict each other.
+
+A setting may come from the script (keyword arguments of `Guard`) and from the command line (`rollback launch`, passed
+down in one environment variable). The command line wins: at three in the morning the operator has no editor open.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollback.errors import UsageError
+from rollback.events import Window
+
+Sensitivity = Literal["low", "normal", "high"]
+PresetName = Literal["balanced", "palm", "surgical"]
+
+
+class Reach(BaseModel):
+    """How far a rollback reaches back and ahead.
+
+    rewind: the restored checkpoint is at least this many steps before the onset.
+    skip_from: where the skip window begins: at the restored checkpoint, or at the onset's first batch.
+    skip_after: batches skipped after the last one of the detection step.
+    skip_min: the window has at least this many batches.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    rewind: int
+    skip_from: Literal["checkpoint", "onset"]
+    skip_after: int
+    skip_min: int
+
+
+# palm: Chowdhery et al. 2022, section 5.1: restart about 100 steps before the spike, skip roughly 200-500 batches.
+# surgical: only what the sentinel saw; for those who trust its onset and cannot spare data.
+# balanced: the first moment of Adam with beta1 = 0.9 forgets in about 10 steps, so 20 steps before the onset the
+# optimizer had not yet felt what led to it, and an onset estimate that is a few steps late is covered; bad data comes
+# in stretches, so 20 batches beyond the detection are cheaper than a second rollback.
+PRESETS: Mapping[PresetName, Reach] = {
+    "balanced": Reach(rewind=20, skip_from="checkpoint", skip_after=20, skip_min=0),
+    "palm": Reach(rewind=100, skip_from="checkpoint", skip_after=0, skip_min=200),
+    "surgical": Reach(rewind=0, skip_from="onset", skip_after=0, skip_min=0),
+}
+
+
+class Settings(BaseModel):
+    """All settings of a guard, valid together. Steps are optimizer updates, batches positions in the data stream."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    policy: PresetName = Field("balanced", description="preset for the four settings below")
+    rewind: int | None = Field(None, ge=0, description="restore at least this many steps before the onset")
+    skip_from: Literal["checkpoint", "onset"] | None = Field(None, description="where a skip window begins")
+    skip_after: int | None = Field(None, ge=0, description="batches skipped beyond the detection step")
+    skip_min: int | None = Field(None, ge=0, description="least number of batches in a skip window")
+    horizon: int = Field(100, ge=1, description="an incident this few steps after a skip window repeats the last one")
+    max_rollbacks: int = Field(3, ge=1, description="rollbacks for one trouble before it is called structural")
+    retry_first: bool = Field(False, description="replay once without skipping, to tell data from transient faults")
+    observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
+    sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
+    snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
+    keep: int = Field(6, ge=2, description="capacity of the ring in checkpoints")
+    probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
+    skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Settings:
+        if self.snapshot_every == 0 and not self.observe_only:
+            raise ValueError("snapshot_every=0 leaves nothing to restore: allowed with observe_only=True only")
+        return self
+
+    @property
+    def reach(self) -> Reach:
+        """The preset with what was set by hand in its place."""
+        own = {name: value for name in Reach.model_fields if (value := getattr(self, name)) is not None}
+        return PRESETS[self.policy].model_copy(update=own)
+
+
+# Down to the ranks: set by the supervisor, read by the guard.
+ENV_RUN = "ROLLBACK_RUN"
+ENV_ATTEMPT = "ROLLBACK_ATTEMPT"
+ENV_SETTINGS = "ROLLBACK_SETTINGS"
+ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
+ENV_REFUSAL = "ROLLBACK_REFUSAL"
+
+
+def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
+    """Settings of the script overridden by those of the command line. Raises UsageError naming the setting at fault."""
+    try:
+        given = environment.get(ENV_SETTINGS)
+        operator = Settings.model_validate_json(given).model_dump(exclude_unset=True) if given else {}
+        return Settings.model_validate({**script, **operator})
+    except ValidationError as error:
+        raise UsageError(
+            explain(error), hint="rollback launch --help and help(rollback.Guard) list the settings"
+        ) from error
+
+
+def explain(error: ValidationError) -> str:
+    """A validation error of Settings in one line for people."""
+    first = error.errors()[0]
+    name = ".".join(str(part) for part in first["loc"])
+    return (
+        f"setting {name}: {first['msg']} (got {first['input']!r})"
+        if name
+        else first["msg"].removeprefix("Value error, ")
+    )

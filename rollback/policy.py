@@ -1,0 +1,141 @@
+"""What to do about an incident: a pure function from evidence and record to a plan.
+
+The rules, in order:
+
+1. *Observe only*: plan what would be done, mark it `observe`.
+2. *Repeat*: the incident begins at most `horizon` steps after the window that the last plan skipped (or replayed).
+   A repeat of a retry shows that the trouble comes from data or state: roll back. A repeat of a rollback escalates:
+   an older good checkpoint and a window twice as long. After `max_rollbacks` rollbacks for one trouble the cause is
+   structural and the run stops: BigScience's 104B run skipped 750, 1,849 and 2,850 iterations in turn and diverged
+   all the same.
+3. *Retry first*, where asked for: restore and replay without skipping.
+4. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset, skip through the
+   detection step and `skip_after` batches more.
+
+A window covers whole optimizer steps, so that gradient accumulation keeps its phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollback.config import Settings
+from rollback.events import Action, Incident, Planned, Window
+
+
+@dataclass(frozen=True)
+class Held:
+    """A committed checkpoint of the present timeline."""
+
+    name: str
+    step: int
+    batch: int
+    good: bool
+
+
+def plan(
+    incident: Incident, previous: Planned | None, held: Sequence[Held], settings: Settings, batches_per_step: int = 1
+) -> Planned:
+    """Plan the answer to an incident.
+
+    previous: the last plan of the run that was carried out, or None. held: checkpoints of the present timeline, oldest
+    first. The result's `timeline` is the one that begins when it is carried out. Same arguments, same plan: every rank
+    may compute it.
+    """
+    repeated = previous is not None and _repeats(incident, previous, settings.horizon * batches_per_step)
+    escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
+    action = _action(repeated, escalation, settings)
+    target, why = _target(incident, previous if repeated and escalation else None, held, settings)
+    if action == "stop" or target is None:
+        reason = why if target is None else _structural(escalation)
+        return _planned(incident, "stop", escalation, None, None, held, reason)
+    window = None
+    if action != "retry":
+        window = _window(incident, target, previous if repeated else None, settings, batches_per_step)
+    reason = f"{'the trouble came back' if repeated else 'first answer to this trouble'}; {why}"
+    return _planned(incident, action, escalation, target, window, held, reason)
+
+
+def _repeats(incident: Incident, previous: Planned, horizon: int) -> bool:
+    if previous.action not in ("rollback", "retry") or previous.batch is None:
+        return False
+    end = previous.skip.last if previous.skip else previous.batch
+    return previous.batch <= incident.onset_batch <= end + horizon
+
+
+def _action(repeated: bool, escalation: int, settings: Settings) -> Action:
+    if settings.observe_only:
+        return "observe"
+    if escalation >= settings.max_rollbacks:
+        return "stop"
+    if settings.retry_first and not repeated:
+        return "retry"
+    return "rollback"
+
+
+def _target(
+    incident: Incident, escalated_from: Planned | None, held: Sequence[Held], settings: Settings
+) -> tuple[Held | None, str]:
+    """The checkpoint to restore, and in words why this one."""
+    before = [point for point in held if point.good and point.step <= incident.onset_step]
+    if not before:
+        return None, "no good checkpoint from before the onset is left"
+    if escalated_from is not None:
+        older = [point for point in before if escalated_from.checkpoint and point.name < escalated_from.checkpoint]
+        return (
+            (older[-1], "an older good checkpoint than last time")
+            if older
+            else (before[0], "the oldest good checkpoint")
+        )
+    rewind = settings.reach.rewind
+    enough = [point for point in before if point.step <= incident.onset_step - rewind]
+    if enough:
+        return enough[-1], f"the newest good checkpoint at least {rewind} steps before the onset"
+    return before[0], f"the oldest good checkpoint; none is {rewind} steps before the onset"
+
+
+def _window(
+    incident: Incident, target: Held, previous: Planned | None, settings: Settings, batches_per_step: int
+) -> Window:
+    reach = settings.reach
+    first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
+    length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min, 1)
+    if previous is not None and previous.skip is not None:
+        first = min(first, previous.skip.first)
+        length = max(incident.detection_batch + reach.skip_after - first + 1, 2 * len(previous.skip))
+    whole_steps = -(-length // batches_per_step)
+    return Window(first=first, last=first + whole_steps * batches_per_step - 1)
+
+
+def _structural(escalation: int) -> str:
+    return (
+        f"{escalation} rollbacks with wider and wider windows did not cure it, so the cause is not in the skipped data: "
+        "look at the learning rate, the precision, the model or the code"
+    )
+
+
+def _planned(
+    incident: Incident,
+    action: Action,
+    escalation: int,
+    target: Held | None,
+    window: Window | None,
+    held: Sequence[Held],
+    reason: str,
+) -> Planned:
+    carried_out = action in ("rollback", "retry")
+    last_kept = target.step if target is not None else incident.onset_step
+    discards = [] if action == "observe" else [p.name for p in held if p.step > last_kept and p != target]
+    return Planned(
+        incident=incident.incident,
+        action=action,
+        escalation=escalation,
+        checkpoint=target.name if target else None,
+        step=target.step if target else None,
+        batch=target.batch if target else None,
+        skip=window,
+        discards=tuple(discards),
+        timeline=incident.timeline + carried_out,
+        reason=reason,
+    )

@@ -1,0 +1,122 @@
+"""What the journals amount to: the state of a run as a fold over its facts.
+
+Pure: records in, a `History` out. Ranks fold the train journal to know what to resume; the audit folds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from rollback.events import (
+    BecameGood,
+    Committed,
+    Concluded,
+    Evicted,
+    Incident,
+    Planned,
+    Quarantined,
+    Record,
+    Restored,
+    SkipAdded,
+    Window,
+)
+
+
+@dataclass
+class Case:
+    """An incident with what was planned and done about it, in order."""
+
+    incident: Incident
+    plan: Planned | None = None
+    restored: Restored | None = None
+    outcome: Concluded | None = None
+
+    @property
+    def carried_out(self) -> bool:
+        return self.restored is not None
+
+    @property
+    def pending(self) -> bool:
+        """Planned, and no rank has gone on from it: a crash came in between."""
+        return self.plan is not None and self.plan.action in ("rollback", "retry") and self.restored is None
+
+
+@dataclass
+class History:
+    """State of a run after a number of facts."""
+
+    cases: list[Case] = field(default_factory=list)
+    added: list[SkipAdded] = field(default_factory=list)
+    committed: dict[str, Committed] = field(default_factory=dict)
+    good: set[str] = field(default_factory=set)
+    discarded: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
+    timeline: int = 0
+    last_attempt: int = 0
+
+    @property
+    def pending(self) -> Planned | None:
+        """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
+        return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def skip_list(self) -> list[Window]:
+        """All windows in force: the user's and those of plans, also of a pending one."""
+        planned = [
+            case.plan.skip for case in self.cases if case.plan and case.plan.action == "rollback" and case.plan.skip
+        ]
+        return [fact.window for fact in self.added] + planned
+
+
+def fold(records: Iterable[Record], history: History | None = None) -> History:
+    """Add records to a history (a new one by default) and return it."""
+    history = history or History()
+    for record in records:
+        history.last_attempt = max(history.last_attempt, record.attempt)
+        _apply(history, record)
+    return history
+
+
+def _apply(history: History, record: Record) -> None:
+    match record.fact:
+        case Committed() as fact:
+            history.committed[fact.checkpoint] = fact
+            if fact.step == 0:
+                history.good.add(fact.checkpoint)
+        case BecameGood() as fact:
+            history.good.add(fact.checkpoint)
+        case Evicted() | Quarantined() as fact:
+            history.gone.add(fact.checkpoint)
+            history.good.discard(fact.checkpoint)
+        case Incident() as fact:
+            history.cases.append(Case(fact))
+        case Planned() as fact:
+            _case(history, fact.incident).plan = fact
+            if fact.action in ("rollback", "retry"):
+                history.discarded.update(fact.discards)
+                history.good.difference_update(fact.discards)
+                history.timeline = fact.timeline
+        case Restored() as fact:
+            _case(history, fact.incident).restored = fact
+        case Concluded() as fact:
+            _case(history, fact.incident).outcome = fact
+        case SkipAdded() as fact:
+            history.added.append(fact)
+        case _:
+            pass
+
+
+def _case(history: History, incident: int) -> Case:
+    return next(case for case in reversed(history.cases) if case.incident.incident == incident)
+
+
+def merge_windows(windows: Iterable[Window]) -> list[Window]:
+    """The same batches as sorted windows that neither touch nor overlap."""
+    merged: list[Window] = []
+    for window in sorted(windows, key=lambda item: item.first):
+        if merged and window.first <= merged[-1].last + 1:
+            merged[-1] = Window(first=merged[-1].first, last=max(merged[-1].last, window.last))
+        else:
+            merged.append(window)
+    return merged

@@ -1,0 +1,82 @@
+"""manifest.json: the record that makes a directory of shards a checkpoint. Written last, believed only if it checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollback.errors import CheckpointDamaged
+from rollback.rundir.durable import read_small_file
+from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
+from rollback.rundir.shard import Written
+
+_LIMIT = 16 << 20
+
+
+class ShardRecord(BaseModel):
+    """One shard as it was written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    file: str
+    size: int = Field(ge=8)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+    @property
+    def written(self) -> Written:
+        return Written(self.size, self.xxh3_128)
+
+
+class Manifest(BaseModel):
+    """Content of manifest.json; the fields are those of docs/format.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    name: str
+    seq: int = Field(ge=0)
+    step: int = Field(ge=0)
+    batch: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    timeline: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    created: str
+    world_size: int = Field(ge=1)
+    shards: tuple[ShardRecord, ...]
+
+    def to_json(self) -> bytes:
+        body = self.model_dump(mode="json")
+        return json.dumps({**body, "check": _check(body)}, indent=1).encode()
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.size for shard in self.shards)
+
+
+def _check(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless it is whole and consistent with its name."""
+    path = directory / MANIFEST
+    try:
+        body = json.loads(read_small_file(path, _LIMIT))
+        stated = body.pop("check", None)
+        if stated != _check(body):
+            raise ValueError("its check value does not match its content")
+        manifest = Manifest.model_validate(body)
+    except OSError as error:
+        raise CheckpointDamaged(f"reading the manifest {path}: {error.strerror or error}") from error
+    except (ValueError, ValidationError, AttributeError, RecursionError) as error:
+        raise CheckpointDamaged(f"the manifest {path} is damaged: {str(error).splitlines()[0]}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointDamaged(f"the manifest {path} has format {manifest.format}; this version reads {FORMAT}")
+    if manifest.name != directory.name or manifest.name != checkpoint_name(manifest.seq, manifest.step):
+        raise CheckpointDamaged(f"the manifest {path} is that of another checkpoint, {manifest.name!r}")
+    expected = [shard_name(rank) for rank in range(manifest.world_size)]
+    if [shard.file for shard in manifest.shards] != expected:
+        raise CheckpointDamaged(f"the manifest {path} does not list one shard for each of {manifest.world_size} ranks")
+    return manifest

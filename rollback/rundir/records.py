@@ -1,0 +1,143 @@
+"""The small files that ranks keep beside the journal: metrics, skip records, heartbeats. Losing them loses no run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterator
+from io import TextIOWrapper
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollback.rundir.durable import read_small_file, write_file
+
+
+class Metric(BaseModel):
+    """A line of metrics/train.jsonl."""
+
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+    step: int
+    batch: int
+    loss: float | None
+    grad_norm: float | None
+    verdict: str
+    attempt: int
+    timeline: int
+
+
+class SkippedBatch(BaseModel):
+    """A line of skips/rank-NNNNN.jsonl."""
+
+    model_config = ConfigDict(frozen=True)
+    batch: int
+    epoch: int
+    offset: int
+    indices: list[int] | None
+    timeline: int
+
+
+class Heartbeat(BaseModel):
+    """ranks/rank-NNNNN.json."""
+
+    model_config = ConfigDict(frozen=True)
+    pid: int
+    host: str
+    attempt: int
+    step: int
+    batch: int
+    doing: str
+    monotonic: float
+    created: float
+
+
+class LineWriter:
+    """Appends JSON lines; buffered, so that a line a step costs microseconds. A torn tail is cut off on opening.
+
+    Raises OSError from the constructor, `write` and `flush`.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        _cut_torn_tail(path)
+        self._file: TextIOWrapper = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+
+    def write(self, line: str) -> None:
+        self._file.write(line + "\n")
+
+    def flush(self, *, durable: bool = False) -> None:
+        self._file.flush()
+        if durable:
+            os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _cut_torn_tail(path: Path) -> None:
+    if not path.exists():
+        return
+    with open(path, "rb+") as file:
+        end = file.seek(0, os.SEEK_END)
+        while end > 0:
+            start = max(0, end - 4096)
+            file.seek(start)
+            found = file.read(end - start).rfind(b"\n")
+            if found >= 0:
+                end = start + found + 1
+                break
+            end = start
+        file.truncate(end)
+
+
+def metric_line(metric: Metric) -> str:
+    """The line of a metric, several times faster than pydantic's own dump: it is written at every step."""
+    body = {
+        "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss), "grad_norm": _number(metric.grad_norm),
+        "verdict": metric.verdict, "attempt": metric.attempt, "timeline": metric.timeline,
+    }  # fmt: skip
+    return json.dumps(body)
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _lines(path: Path, model: type[BaseModel]) -> Iterator[Any]:
+    """Sound lines of a file, in order; a last line without its end is a torn tail and dropped."""
+    if not path.exists():
+        return
+    with open(path, "rb") as file:
+        for line in file:
+            if line.endswith(b"\n"):
+                yield model.model_validate_json(line)
+
+
+def read_metrics(path: Path) -> Iterator[Metric]:
+    """Raises OSError, or ValueError (ValidationError) at a damaged line."""
+    yield from _lines(path, Metric)
+
+
+def read_skipped(path: Path) -> Iterator[SkippedBatch]:
+    """Raises OSError, or ValueError (ValidationError) at a damaged line."""
+    yield from _lines(path, SkippedBatch)
+
+
+def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
+    """Replace a rank's heartbeat. Not synced: it is for the living. Raises OSError."""
+    write_file(path, heartbeat.model_dump_json().encode(), durable=False)
+
+
+def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
+    """The readable heartbeats by rank; one that is absent, damaged or being replaced is left out."""
+    found: dict[int, Heartbeat] = {}
+    for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
+        try:
+            found[int(path.stem.removeprefix("rank-"))] = Heartbeat.model_validate_json(read_small_file(path, 1 << 16))
+        except (OSError, ValueError, ValidationError):
+            continue
+    return found

@@ -1,0 +1,152 @@
+"""The ring: the bounded sequence of checkpoints in the run directory.
+
+Protocol and invariants are those of docs/format.md. What is on disk is the truth about which checkpoints exist; what
+the journal says of them (good, discarded) is `rollback.rundir.history`'s.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Collection, Sequence
+from pathlib import Path
+
+from rollback.errors import CheckpointDamaged
+from rollback.rundir.durable import read_small_file, sync_directory, write_file
+from rollback.rundir.manifest import Manifest, ShardRecord, read_manifest
+from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name, shard_name, shard_note_name
+from rollback.rundir.shard import ShardReader, Written
+
+
+def begin_writing(paths: RunPaths, name: str) -> Path:
+    """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
+    directory = paths.writing(name)
+    directory.mkdir(parents=True, exist_ok=True)
+    return directory
+
+
+def leave_note(directory: Path, rank: int, written: Written) -> None:
+    """Tell the committing rank what was written. Called by each rank after its shard is synced. Raises OSError."""
+    record = ShardRecord(file=shard_name(rank), size=written.size, xxh3_128=written.digest)
+    write_file(directory / shard_note_name(rank), record.model_dump_json().encode())
+
+
+def commit(paths: RunPaths, manifest: Manifest) -> None:
+    """Make a checkpoint exist. Rank 0 only, after every rank's note is there; `manifest.shards` is filled in from them.
+
+    Raises OSError or CheckpointDamaged where notes and files disagree; the checkpoint then does not exist.
+    """
+    directory = paths.writing(manifest.name)
+    shards = tuple(_noted_shard(directory, rank) for rank in range(manifest.world_size))
+    write_file(directory / MANIFEST, manifest.model_copy(update={"shards": shards}).to_json())
+    for rank in range(manifest.world_size):
+        (directory / shard_note_name(rank)).unlink()
+    sync_directory(directory)
+    os.rename(directory, paths.checkpoint(manifest.name))
+    sync_directory(paths.ring)
+
+
+def _noted_shard(directory: Path, rank: int) -> ShardRecord:
+    try:
+        record = ShardRecord.model_validate_json(read_small_file(directory / shard_note_name(rank), 1 << 16))
+    except ValueError as error:
+        raise CheckpointDamaged(f"the note of rank {rank} in {directory} is damaged") from error
+    size = os.stat(directory / record.file, follow_symlinks=False).st_size
+    if record.file != shard_name(rank) or size != record.size:
+        raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; rank {rank} wrote {record.size}")
+    return record
+
+
+def abandon(paths: RunPaths, name: str) -> None:
+    """Remove what was written of a checkpoint that will not be committed. Rank 0 only. Raises OSError."""
+    directory = paths.writing(name)
+    if directory.exists():
+        shutil.rmtree(directory)
+
+
+def names(paths: RunPaths) -> list[str]:
+    """Names of all committed checkpoints, oldest first, whether or not they verify."""
+    try:
+        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    parsed = [(parse_checkpoint_name(name), name) for name in found]
+    return [name for key, name in sorted((key, name) for key, name in parsed if key is not None)]
+
+
+def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
+    """Manifests of all committed checkpoints, oldest first, and the reason for each one that cannot be believed."""
+    sound: list[Manifest] = []
+    damaged: dict[str, str] = {}
+    for name in names(paths):
+        try:
+            sound.append(read_manifest(paths.checkpoint(name)))
+        except CheckpointDamaged as error:
+            damaged[name] = error.message
+    return sound, damaged
+
+
+def open_shards(paths: RunPaths, manifest: Manifest) -> list[ShardReader]:
+    """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
+    opened: list[ShardReader] = []
+    try:
+        for record in manifest.shards:
+            opened.append(ShardReader(paths.checkpoint(manifest.name) / record.file, record.written))
+    except BaseException:
+        for reader in opened:
+            reader.close()
+        raise
+    return opened
+
+
+def choose_evictions(
+    held: Sequence[str], good: Collection[str], discarded: Collection[str], keep: int
+) -> list[tuple[str, str]]:
+    """Which checkpoints leave a ring of capacity `keep`, with the reason, given all names oldest first.
+
+    Discarded ones go at once. Beyond capacity the oldest goes first, except that the newest good one always stays, and
+    so does the newest of all, which is on probation: a ring that evicted it could never gain a good one.
+    """
+    leaving = [(name, "beyond a restored checkpoint") for name in held if name in discarded]
+    staying = [name for name in held if name not in discarded]
+    newest_good = next((name for name in reversed(staying) if name in good), None)
+    protected = {newest_good, *staying[-1:]}
+    surplus = len(staying) - keep
+    for name in staying:
+        if surplus <= 0:
+            break
+        if name not in protected:
+            leaving.append((name, "the ring is full"))
+            surplus -= 1
+    return leaving
+
+
+def evict(paths: RunPaths, name: str) -> None:
+    """Remove a committed checkpoint: gone from sight by one rename, then deleted. Rank 0 only. Raises OSError."""
+    doomed = paths.evicting(name)
+    os.rename(paths.checkpoint(name), doomed)
+    sync_directory(paths.ring)
+    shutil.rmtree(doomed)
+
+
+def quarantine(paths: RunPaths, name: str) -> None:
+    """Move a damaged checkpoint out of the ring, where it can be looked at. Rank 0 only. Raises OSError.
+
+    Only the latest is kept: quarantine must not fill the disk that the ring needs.
+    """
+    if paths.quarantine.exists():
+        shutil.rmtree(paths.quarantine)
+    paths.quarantine.mkdir()
+    os.rename(paths.checkpoint(name), paths.quarantine / name)
+    sync_directory(paths.ring)
+
+
+def sweep(paths: RunPaths) -> list[str]:
+    """Remove what a crash left half written or half evicted. Rank 0 only, before any rank writes. Raises OSError."""
+    swept = []
+    if paths.ring.exists():
+        for entry in sorted(os.scandir(paths.ring), key=lambda item: item.name):
+            if entry.name.startswith((".writing-", ".evicting-")) and entry.is_dir(follow_symlinks=False):
+                shutil.rmtree(entry.path)
+                swept.append(entry.name)
+    return swept
