@@ -1,0 +1,173 @@
+"""The random states of a process: read, written, kept through a piece of work, and split in two.
+
+Four generators decide what a training process draws: Python's `random`, NumPy's global one, torch's CPU one and one
+for each CUDA device. `capture` gives them as a tree of JSON values and CPU tensors, which a checkpoint can hold.
+NumPy is optional: where nobody has imported it there is no NumPy state to keep.
+"""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+
+
+class _CpuStates(NamedTuple):
+    """The CPU random states as the libraries give them: quick to swap, no form to be written down in."""
+
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...] | None
+    torch: torch.Tensor
+
+
+def capture(cuda: bool = True) -> dict[str, Any]:
+    """The random states of this process, as a tree of JSON values and CPU tensors that nothing else refers to.
+
+    Keys: `python`, `numpy` (None where NumPy has not been imported), `torch` (uint8 tensor) and `cuda` (one uint8
+    tensor for each visible device; empty when `cuda` is False or CUDA was never initialised). Reading a CUDA
+    state waits for its device.
+    """
+    on_devices = cuda and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    return {**_to_tree(_cpu_states()), "cuda": torch.cuda.get_rng_state_all() if on_devices else []}
+
+
+def restore(state: dict[str, Any]) -> None:
+    """Puts back what `capture` gave, in this process or another; CUDA states to the devices of the same number."""
+    _set_cpu_states(_from_tree(state))
+    for device, cuda_state in enumerate(state["cuda"]):
+        torch.cuda.set_rng_state(cuda_state, device)
+
+
+@contextmanager
+def preserved() -> Iterator[None]:
+    """Keeps the CPU random states: whatever is drawn or seeded inside, they are afterwards what they were before."""
+    before = _cpu_states()
+    try:
+        yield
+    finally:
+        _set_cpu_states(before)
+
+
+class Stream:
+    """CPU random states beside those of the process: what is drawn inside `with stream:` comes from the stream.
+
+    The data have such a stream of their own where they are drawn while training goes on, so that batch b is the same
+    data whatever the model has drawn before it.
+    """
+
+    def __init__(self, states: _CpuStates) -> None:
+        self._states = states
+        self._outside: _CpuStates | None = None
+
+    @classmethod
+    def take_over(cls) -> Stream:
+        """The process's own states become the stream; the process goes on from seeds drawn from a copy of them.
+
+        Whatever draws in the stream sees the numbers it would have seen without us, as long as nothing else drew,
+        and never the numbers that the process draws from now on.
+        """
+        stream = cls(_cpu_states())
+        _reseed()
+        return stream
+
+    @classmethod
+    def split_off(cls) -> Stream:
+        """A stream with seeds drawn from a copy of the process's states, which stay as they are."""
+        with preserved():
+            _reseed()
+            return cls(_cpu_states())
+
+    def __enter__(self) -> None:
+        self._outside = _cpu_states()
+        _set_cpu_states(self._states)
+
+    def __exit__(self, *_: object) -> None:
+        assert self._outside is not None
+        self._states = _cpu_states()
+        _set_cpu_states(self._outside)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The stream's states in the form of `capture`."""
+        return {**_to_tree(self._states), "cuda": []}
+
+    @classmethod
+    def from_state_dict(cls, state: dict[str, Any]) -> Stream:
+        return cls(_from_tree(state))
+
+
+def seed_all(key: str) -> None:
+    """Seeds the CPU random states as a pure function of `key`, the same in every process and on every platform."""
+    source = random.Random(key)
+    random.seed(source.getrandbits(64))
+    torch.default_generator.manual_seed(source.getrandbits(63))
+    words = [source.getrandbits(32) for _ in range(4)]
+    if numpy := _numpy():
+        numpy.random.seed(words)
+
+
+def _reseed() -> None:
+    """Seeds each library from its own next numbers, so that one that was seeded alone is still reproducible."""
+    random.seed(random.getrandbits(64))
+    torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+    if numpy := _numpy():
+        numpy.random.seed(numpy.random.randint(0, 2**32, size=4, dtype=numpy.uint32))
+
+
+def _numpy() -> Any:
+    """The numpy module if this process has imported it: a module that nobody imported has drawn nothing."""
+    return sys.modules.get("numpy")
+
+
+def _cpu_states() -> _CpuStates:
+    numpy = _numpy()
+    return _CpuStates(
+        random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
+    )
+
+
+def _set_cpu_states(states: _CpuStates) -> None:
+    random.setstate(states.python)
+    torch.default_generator.set_state(states.torch)
+    if states.numpy is not None:
+        import numpy as np
+
+        np.random.set_state(states.numpy)
+
+
+def _to_tree(states: _CpuStates) -> dict[str, Any]:
+    version, words, gauss_next = states.python
+    tree: dict[str, Any] = {
+        "python": {"version": version, "words": torch.tensor(words), "gauss_next": gauss_next},
+        "numpy": None,
+        "torch": states.torch.clone(),
+    }
+    if states.numpy is not None:
+        algorithm, words, position, has_gauss, gauss = states.numpy
+        tree["numpy"] = {
+            "algorithm": str(algorithm),
+            "words": torch.tensor(words.tolist()),
+            "position": int(position),
+            "has_gauss": int(has_gauss),
+            "gauss": float(gauss),
+        }
+    return tree
+
+
+def _from_tree(tree: dict[str, Any]) -> _CpuStates:
+    python, numpy = tree["python"], tree["numpy"]
+    return _CpuStates(
+        (python["version"], tuple(python["words"].tolist()), python["gauss_next"]),
+        numpy
+        and (
+            numpy["algorithm"],
+            numpy["words"].tolist(),
+            numpy["position"],
+            numpy["has_gauss"],
+            numpy["gauss"],
+        ),
+        tree["torch"],
+    )
