@@ -56,7 +56,7 @@ class Stream:
     """CPU random states beside those of the process: what is drawn inside `with stream:` comes from the stream.
 
     The data have such a stream of their own where they are drawn while training goes on, so that batch b is the same
-    data whatever the model has drawn before it.
+    data whatever the model has drawn before it. Work that raises leaves the stream where it was.
     """
 
     def __init__(self, states: _CpuStates) -> None:
@@ -85,9 +85,10 @@ class Stream:
         self._outside = _cpu_states()
         _set_cpu_states(self._states)
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         assert self._outside is not None
-        self._states = _cpu_states()
+        if error is None:
+            self._states = _cpu_states()
         _set_cpu_states(self._outside)
 
     def state_dict(self) -> dict[str, Any]:

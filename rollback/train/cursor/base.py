@@ -1,0 +1,157 @@
+"""What every cursor is: a position in the data stream that can be read, written down and gone back to."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from typing import Any, ClassVar
+
+from rollback.errors import RunDoesNotFit
+
+Indices = tuple[int, ...] | None
+"""The dataset indices of one batch on this rank, in order; None where the loader has none."""
+
+
+class Cursor(ABC):
+    """A position in the data stream of one loader, on one rank.
+
+    Batches count from 0. A cursor begins before batch 0 with no epoch open. Whoever drives it opens an epoch, asks
+    for batches or passes over them until StopIteration, and opens the next:
+
+        cursor.open_epoch()
+        while True:
+            try:
+                batch = cursor.next()          # or cursor.skip()
+            except StopIteration:
+                cursor.open_epoch()
+
+    `state_dict` describes the position after the batches handed out or passed over; batches that workers have read
+    ahead do not count. `load_state_dict` goes there, forwards or back, in the same process or a fresh one.
+    """
+
+    kind: ClassVar[str]
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        """The epoch of the next batch."""
+        self.offset = 0
+        """Batches of this epoch already handed out or passed over."""
+        self.batch = 0
+        """Batches of all epochs handed out or passed over since the run began: the position, the same on all ranks."""
+        self.opened = False
+        """Whether `epoch` has been begun. False before the first batch, and after each StopIteration."""
+        self._sought = False
+
+    def open_epoch(self) -> None:
+        """Begins `epoch` at its first batch, after the user's own `set_epoch` for it.
+
+        Draws from the random states of the process what the loader itself would have drawn. An epoch that
+        `load_state_dict` has just gone back to the beginning of is open already: it is not begun (and its order not
+        drawn) a second time.
+        """
+        if self._sought and self.opened and self.offset == 0:
+            return
+        self._sought, self.offset = False, 0
+        self._open()
+        self.opened = True
+
+    def next(self) -> Any:
+        """The batch at the position. StopIteration at the epoch's end: then no epoch is open and `epoch` is one more.
+
+        If reading the batch raises, the position stays before it: it can be read again or passed over.
+        """
+        self._check_open()
+        try:
+            data = self._fetch()
+        except StopIteration:
+            self._end_epoch()
+            raise
+        self._advance()
+        return data
+
+    def skip(self) -> Indices:
+        """Passes over the batch at the position and tells which dataset indices this rank would have read.
+
+        Reads no data where the data set is map-style. StopIteration at the epoch's end, as `next`.
+        """
+        self._check_open()
+        try:
+            indices = self._pass_over()
+        except StopIteration:
+            self._end_epoch()
+            raise
+        self._advance()
+        return indices
+
+    def plan_skips(self, first: int, last: int) -> None:  # noqa: B027 - most kinds read nothing ahead
+        """Announces that batches `first` to `last` (inclusive) will be passed over, so that no worker reads them.
+
+        Only a hint that saves work: `skip` must still be called for each, and works without it.
+        """
+
+    def indices(self) -> Indices:
+        """The dataset indices of the batch last returned by `next`, where the loader has any."""
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """The position, as a tree of JSON values and CPU tensors that later batches do not change."""
+        return {
+            "kind": self.kind,
+            "epoch": self.epoch,
+            "offset": self.offset,
+            "batch": self.batch,
+            "opened": self.opened,
+            **self._state(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Goes to the position that `state_dict` described; the random states of the process stay as they are.
+
+        RunDoesNotFit where the state is that of another kind of loader, or the data are no longer in that order.
+        """
+        if state["kind"] != self.kind:
+            raise RunDoesNotFit(
+                f"cannot go to batch {state['batch']} of the data: the checkpoint was taken with a loader of kind "
+                f"'{state['kind']}', this one is '{self.kind}'",
+                hint="hand the guard the same kind of loader as before, or start a new run directory",
+            )
+        self.epoch, self.offset, self.batch = state["epoch"], state["offset"], state["batch"]
+        self.opened = state["opened"]
+        self._sought = True
+        self._seek(state)
+
+    @abstractmethod
+    def describe(self) -> dict[str, Any]:
+        """JSON that identifies the data: kept with the run, so that a changed data set is refused."""
+
+    def close(self) -> None:  # noqa: B027 - most kinds hold nothing
+        """Ends what the cursor started (worker processes). It can be used again afterwards."""
+
+    @abstractmethod
+    def _open(self) -> None: ...
+
+    @abstractmethod
+    def _fetch(self) -> Any: ...
+
+    @abstractmethod
+    def _pass_over(self) -> Indices: ...
+
+    @abstractmethod
+    def _state(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def _seek(self, state: dict[str, Any]) -> None:
+        """Goes where `state` says; `epoch`, `offset`, `batch` and `opened` are set already."""
+
+    def _check_open(self) -> None:
+        if not self.opened:
+            raise RuntimeError("no epoch is open: call open_epoch() first")
+
+    def _advance(self) -> None:
+        self._sought = False
+        self.offset += 1
+        self.batch += 1
+
+    def _end_epoch(self) -> None:
+        self.epoch += 1
+        self.offset = 0
+        self.opened = False

@@ -1,0 +1,49 @@
+"""Which cursor a loader gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+
+from rollback.errors import UsageError
+from rollback.train.cursor.base import Cursor
+from rollback.train.cursor.drawn import DrawnCursor
+from rollback.train.cursor.mapstyle import MapStyleCursor
+from rollback.train.cursor.reiterated import ReiteratedCursor
+from rollback.train.cursor.stateful import StatefulCursor
+
+_ACCEPTED = (
+    "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "
+    "or an iterator that draws its batches from the global random states; an iterable that begins anew each time"
+)
+
+
+def cursor_for(loader: Any) -> Cursor:
+    """The cursor of `loader`. UsageError, with what is accepted, where there is no way to go back in it."""
+    if isinstance(loader, type):
+        raise UsageError(
+            f"cannot read batches from the class {loader.__name__}",
+            hint=f"hand over an instance of it; {_ACCEPTED}",
+        )
+    if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return StatefulCursor(loader)
+    if _is_plain_map_style(loader):
+        return MapStyleCursor(loader)
+    if hasattr(loader, "__next__"):
+        return DrawnCursor(loader.__next__, name=type(loader).__name__)
+    if hasattr(loader, "__iter__") and not isinstance(loader, (str, bytes, dict)):
+        return ReiteratedCursor(loader)
+    if callable(loader):
+        return DrawnCursor(loader, name=getattr(loader, "__name__", type(loader).__name__))
+    raise UsageError(f"cannot read batches from a {type(loader).__name__}", hint=_ACCEPTED)
+
+
+def _is_plain_map_style(loader: Any) -> bool:
+    """Whether the loader reads by index in torch's own way; a subclass that iterates in its own way does not."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+        and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+    )

@@ -1,0 +1,328 @@
+"""The cursor of a map-style DataLoader: sought by index, never drained.
+
+The order of an epoch is a pure function of the random states at its opening (and of what `set_epoch` was given), so
+these are what a checkpoint keeps. Going to batch b makes the order anew and moves along it; the data are read by a
+clone of the user's loader whose batch sampler begins at the position.
+
+With worker processes each batch is read under random states seeded from (base seed, epoch, offset), so that random
+augmentation, too, is a function of the position alone, whatever the number of workers and however far they have read
+ahead. Without workers it draws from the random states of the process, as ever. A data set that keeps a generator of
+its own (`self.rng = np.random.default_generator()`) is outside of both.
+
+The clone keeps the batches in order (`in_order=False` would make "batch b" mean nothing). A sampler's own
+`state_dict` is not used: the sampler is run again from the opening. One whose order depends on anything else, such as
+the losses it was shown, cannot be sought; a replay that finds other indices than before is refused, never passed on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections import deque
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+import xxhash
+from torch.utils.data import DataLoader
+
+from rollback.errors import RunDoesNotFit
+from rollback.train import rng
+from rollback.train.cursor.base import Cursor, Indices
+from rollback.train.cursor.epochs import EpochSetters
+from rollback.train.cursor.order import Order, order_of
+from rollback.train.cursor.workers import Keyed, KeyedDataset
+
+
+class MapStyleCursor(Cursor):
+    """See the module's docstring. `loader` itself is never iterated."""
+
+    kind = "map-style"
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__()
+        self._loader = loader
+        self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        samplers = _samplers(self._index_sampler)
+        self._generators = _generators([loader, *samplers])
+        self._epoch_setters = EpochSetters([*samplers, loader.dataset])
+        self._opening: dict[str, Any] = {}
+        self._base_seed: int | None = None
+        self._feed = _Feed(self)
+        self._clone: DataLoader[Any] | None = None
+        self._clone_epoch = 0
+        self._reader: Iterator[Any] | None = None
+        self._indices: Indices = None
+
+    def request(self, indices: Any, ahead: int) -> Any:
+        """What the reader is asked for to get the batch of these indices, `ahead` positions from here."""
+        if self._loader.num_workers == 0:
+            return indices
+        return Keyed(f"{self._base_seed}/{self.epoch}/{self.offset + ahead}", indices)
+
+    def indices(self) -> Indices:
+        return self._indices
+
+    def plan_skips(self, first: int, last: int) -> None:
+        self._feed.planned.append(range(first, last + 1))
+        self._reader = None
+
+    def describe(self) -> dict[str, Any]:
+        batching = self._loader.batch_sampler
+        sampler = getattr(batching, "sampler", batching or self._loader.sampler)
+        return {
+            "kind": self.kind,
+            "length": _length(self._loader.dataset),
+            "batch_size": getattr(batching, "batch_size", None),
+            "drop_last": getattr(batching, "drop_last", None),
+            "sampler": type(sampler).__name__,
+            "batches": _length(self._loader),
+        }
+
+    def close(self) -> None:
+        if self._clone is not None and self._clone._iterator is not None:
+            self._clone._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        self._clone = self._reader = None
+
+    def _open(self) -> None:
+        epochs = self._epoch_setters.at_opening(self.epoch)
+        self._end_workers_of_epoch()
+        self._opening = {
+            "rng": rng.capture(cuda=False),
+            "generators": _states(self._generators),
+            "epochs": epochs,
+            "base_seed": self._base_seed if self._loader.persistent_workers else None,
+        }
+        self._begin(self._make_order(), None)
+
+    def _end_epoch(self) -> None:
+        super()._end_epoch()
+        self._end_workers_of_epoch()
+
+    def _end_workers_of_epoch(self) -> None:
+        """As the loader itself: new workers each epoch, with the data set as it is then, unless they persist."""
+        if not self._loader.persistent_workers:
+            self.close()
+
+    def _fetch(self) -> Any:
+        if self._feed.is_planned(self.batch):  # said to be skipped, and wanted after all
+            self._feed.planned.clear()
+            self._reader = None
+        reader = self._start_reading() if self._reader is None else self._reader
+        try:
+            data = next(reader)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._reader = None  # it is a batch further than we are: the next read begins at the position again
+            raise
+        self._indices = _as_indices(self._feed.pop())
+        return data
+
+    def _pass_over(self) -> Indices:
+        indices = _as_indices(self._feed.peek())
+        if self._feed.reading and not self._feed.is_planned(self.batch):
+            self._reader = None  # workers are at it: they are told to begin again behind it
+            self._feed.reading = 0
+        self._feed.pop()
+        return indices
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "opening": self._opening if self.opened else None,
+            "base_seed": self._base_seed,
+            # Between two epochs nothing will draw the order again: the generators are all there is to put back.
+            "generators": None if self.opened else _states(self._generators),
+            "last_indices": _fingerprint(self._feed.last) if self.offset else None,
+        }
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        self._reader, self._indices = None, None
+        self._base_seed = state["base_seed"]
+        with rng.preserved():
+            if not self.opened:
+                _set_states(self._generators, state["generators"])
+                self._epoch_setters.leave()
+                return
+            self._opening = state["opening"]
+            rng.restore(self._opening["rng"])
+            _set_states(self._generators, self._opening["generators"])
+            self._epoch_setters.give(self._opening["epochs"])
+            order = self._make_order()
+        last = None
+        if self.offset:
+            order.seek(self.offset - 1)
+            try:
+                last = order.take()
+            except StopIteration:
+                raise self._does_not_fit("the epoch is shorter") from None
+            if _fingerprint(last) != state["last_indices"]:
+                raise self._does_not_fit("the order is another")
+        self._begin(order, last)
+
+    def _begin(self, order: Order, last: Any) -> None:
+        self._reader = None
+        self._feed.begin(order, last)
+
+    def _make_order(self) -> Order:
+        """Draws the epoch's order as the loader does: what it draws, when, and from which generator."""
+        loader = self._loader
+        lookahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
+        order = order_of(self._index_sampler, lookahead)
+        if self._opening["base_seed"] is None:  # else the workers live on, and so does their seed
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            self._base_seed = int(drawn.item())
+            if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
+                order = order_of(self._index_sampler, lookahead)
+        order.begin()
+        return order
+
+    def _start_reading(self) -> Iterator[Any]:
+        if self._clone_epoch != self.epoch:
+            self._end_workers_of_epoch()
+        if self._clone is None:
+            self._clone = self._make_clone()
+            self._clone_epoch = self.epoch
+        # With workers this drops what they had read ahead and sets them to work at the position. They are not started
+        # anew, as the clone's workers always persist: only the cursor ends them.
+        self._reader = iter(self._clone)
+        return self._reader
+
+    def _make_clone(self) -> DataLoader[Any]:
+        loader = self._loader
+        dataset: Any = loader.dataset
+        in_workers: dict[str, Any] = {}
+        if loader.num_workers > 0:
+            dataset = KeyedDataset(dataset)
+            in_workers = {
+                "prefetch_factor": loader.prefetch_factor,
+                "persistent_workers": True,
+                "multiprocessing_context": loader.multiprocessing_context,
+            }
+        batches: dict[str, Any] = {"batch_sampler": self._feed}
+        if loader.batch_sampler is None:
+            batches = {"sampler": self._feed, "batch_size": None}
+        return DataLoader(
+            dataset,
+            num_workers=loader.num_workers,
+            collate_fn=loader.collate_fn,
+            pin_memory=loader.pin_memory,
+            pin_memory_device=loader.pin_memory_device,
+            timeout=loader.timeout,
+            worker_init_fn=loader.worker_init_fn,
+            generator=torch.Generator(),  # the seed it draws for itself is not used, and costs no one a draw
+            **batches,
+            **in_workers,
+        )
+
+    def _does_not_fit(self, difference: str) -> RunDoesNotFit:
+        return RunDoesNotFit(
+            f"cannot go to batch {self.batch} (epoch {self.epoch}, offset {self.offset}) of the data: made again from "
+            f"the random states at the epoch's opening, {difference} than when the checkpoint was taken",
+            hint="the data set, the batch size or the sampler has changed, or the sampler's order depends on more than "
+            "random states and set_epoch(): then give the loader a state_dict/load_state_dict of its own",
+        )
+
+
+class _Feed:
+    """What the clone reads from as its batch sampler: the order from the position on.
+
+    `pending` holds the batches of indices that have left the order but not yet been handed out or passed over; the
+    first is the one at the cursor's position. The first `reading` of them have been given to the reader.
+    """
+
+    def __init__(self, cursor: MapStyleCursor) -> None:
+        self._cursor = cursor
+        self._order: Order | None = None
+        self._pending: deque[Any] = deque()
+        self.reading = 0
+        self.planned: list[range] = []
+        self.last: Any = None
+        """The batch of indices before the position."""
+
+    def begin(self, order: Order, last: Any) -> None:
+        self._order, self.last = order, last
+        self._pending.clear()
+        self.reading = 0
+
+    def __iter__(self) -> _Feed:
+        self.reading = 0
+        return self
+
+    def __next__(self) -> Any:
+        while True:
+            ahead = self.reading
+            indices = self._peek(ahead)
+            self.reading += 1
+            if not self.is_planned(self._cursor.batch + ahead):
+                return self._cursor.request(indices, ahead)
+
+    def peek(self) -> Any:
+        return self._peek(0)
+
+    def pop(self) -> Any:
+        self.last = self._pending.popleft()
+        self.reading = max(0, self.reading - 1)
+        return self.last
+
+    def is_planned(self, batch: int) -> bool:
+        return any(batch in window for window in self.planned)
+
+    def _peek(self, ahead: int) -> Any:
+        assert self._order is not None
+        if ahead == len(self._pending):
+            self._pending.append(self._order.take())
+        return self._pending[ahead]
+
+
+def _samplers(index_sampler: Any) -> list[Any]:
+    """The sampler and those that it wraps, outermost first."""
+    found: list[Any] = []
+    pending = [index_sampler]
+    while pending:
+        sampler = pending.pop()
+        if sampler is None or any(sampler is known for known in found):
+            continue
+        found.append(sampler)
+        pending += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return found
+
+
+def _generators(owners: list[Any]) -> list[torch.Generator]:
+    """The torch generators that these own, each once. The process's own is among the random states already."""
+    found: list[torch.Generator] = []
+    for owner in owners:
+        generator = getattr(owner, "generator", None)
+        known = [torch.default_generator, *found]
+        if isinstance(generator, torch.Generator) and all(generator is not one for one in known):
+            found.append(generator)
+    return found
+
+
+def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
+    return [generator.get_state() for generator in generators]
+
+
+def _set_states(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
+    for generator, state in zip(generators, states, strict=True):
+        generator.set_state(state)
+
+
+def _as_indices(batch: Any) -> Indices:
+    """What a sampler gave for one batch as plain integers; None where it is anything else."""
+    entries = batch if isinstance(batch, (list, tuple)) else [batch]
+    try:
+        return tuple(operator.index(entry) for entry in entries)
+    except TypeError:
+        return None
+
+
+def _fingerprint(batch: Any) -> str | None:
+    indices = _as_indices(batch)
+    return None if indices is None else xxhash.xxh3_64_hexdigest(repr(indices).encode())
+
+
+def _length(sized: Any) -> int | None:
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

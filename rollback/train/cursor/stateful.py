@@ -1,0 +1,58 @@
+"""The cursor of a loader that keeps its own position (torchdata's StatefulDataLoader, a streaming data set)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from rollback.train import rng
+from rollback.train.cursor.base import Cursor, Indices
+
+
+class StatefulCursor(Cursor):
+    """Position and exactness are the loader's: what its `state_dict` leaves out, no one can put back.
+
+    The contract is torchdata's: `state_dict` is true after each batch handed out, and after `load_state_dict` the next
+    `iter(loader)` goes on from there (at an epoch's end: begins the next one). The random states at the epoch's opening
+    are put back around that `iter`, for loaders that seed themselves there. `skip` reads a batch and drops it. The
+    state must be a tree of JSON values and tensors, since a checkpoint holds nothing else.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self._loader = loader
+        self._opening: dict[str, Any] | None = None
+        self._iterator: Iterator[Any] | None = None
+
+    def _open(self) -> None:
+        self._opening = rng.capture(cuda=False)
+        self._iterator = iter(self._loader)
+
+    def _fetch(self) -> Any:
+        assert self._iterator is not None
+        return next(self._iterator)
+
+    def _pass_over(self) -> Indices:
+        self._fetch()
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        return {"opening": self._opening if self.opened else None, "loader": self._loader.state_dict()}
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        self._iterator = None
+        with rng.preserved():
+            self._loader.load_state_dict(state["loader"])
+            self._opening = state["opening"]
+            if self._opening is not None:
+                rng.restore(self._opening)
+                self._iterator = iter(self._loader)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "loader": type(self._loader).__name__}
+
+    def close(self) -> None:
+        """Lets go of the loader's iterator, which ends its workers."""
+        self._iterator = None
