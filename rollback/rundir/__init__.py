@@ -1,1 +1,1 @@
-"""The run directory: paths, journals, manifests, ring. The one thing that ranks and supervisor share; see docs/format.md."""
+"""The run directory: paths, journals, manifests, ring. What ranks and supervisor share; see docs/format.md."""

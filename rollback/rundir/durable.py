@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 import stat
 from pathlib import Path
+from typing import BinaryIO
 
-__all__ = ["append_line", "read_small_file", "sync_directory", "write_all", "write_file"]
+__all__ = ["append_line", "open_regular", "read_small_file", "sync_directory", "write_all", "write_file"]
 
 
 def sync_directory(directory: Path) -> None:
@@ -57,19 +58,25 @@ def append_line(fd: int, line: bytes) -> None:
         raise
 
 
-def read_small_file(path: Path, limit: int) -> bytes:
-    """Content of a regular file of at most `limit` bytes. Links, pipes and devices are refused unread.
+def open_regular(path: Path) -> BinaryIO:
+    """Open a regular file for reading. Links, pipes and devices are refused unread, and nothing is waited for.
 
-    Raises OSError where it cannot be read, ValueError where it is not such a file.
+    Raises OSError where it cannot be opened, ValueError where it is not such a file.
     """
     fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        status = os.fstat(fd)
-        if not stat.S_ISREG(status.st_mode):
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
             raise ValueError(f"{path} is not a regular file")
-        if status.st_size > limit:
-            raise ValueError(f"{path} has {status.st_size} bytes; at most {limit} are believed")
-        with os.fdopen(os.dup(fd), "rb") as file:
-            return file.read(limit + 1)
-    finally:
+        return os.fdopen(fd, "rb")
+    except BaseException:
         os.close(fd)
+        raise
+
+
+def read_small_file(path: Path, limit: int) -> bytes:
+    """Content of a regular file of at most `limit` bytes. Raises as `open_regular`, and ValueError if larger."""
+    with open_regular(path) as file:
+        size = os.fstat(file.fileno()).st_size
+        if size > limit:
+            raise ValueError(f"{path} has {size} bytes; at most {limit} are believed")
+        return file.read(limit + 1)

@@ -48,7 +48,7 @@ def write_identity(paths: RunPaths, identity: Identity) -> None:
 
 
 def read_identity(paths: RunPaths) -> Identity | None:
-    """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError where it cannot be believed."""
+    """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError if it cannot be believed."""
     path = paths.identity
     try:
         body = json.loads(read_small_file(path, _LIMIT))

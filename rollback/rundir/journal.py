@@ -17,7 +17,7 @@ from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.events import Fact, Record, parse_fact
-from rollback.rundir.durable import append_line, sync_directory
+from rollback.rundir.durable import append_line, read_small_file, sync_directory
 
 _GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it; a hostile one is not read into memory
@@ -45,11 +45,13 @@ def read_journal(path: Path) -> Reading:
     RunDirectoryError where the file cannot be read.
     """
     try:
-        if path.exists() and path.stat().st_size > _LIMIT:
-            raise JournalDamaged(f"reading the journal {path}: it is larger than {_LIMIT} bytes")
-        data = path.read_bytes() if path.exists() else b""
+        data = read_small_file(path, _LIMIT)
+    except FileNotFoundError:
+        data = b""
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise JournalDamaged(f"reading the journal: {error}") from error
     records: list[Record] = []
     chain, position = _GENESIS, 0
     while position < len(data):
@@ -75,7 +77,10 @@ def read_journal(path: Path) -> Reading:
 
 def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:
     """The record of a line and its chain value. Raises ValueError (also ValidationError, which is one)."""
-    body = json.loads(line)
+    try:
+        body = json.loads(line)
+    except RecursionError as error:
+        raise ValueError("nested too deep") from error
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
     stated = body.pop("chain", None)
@@ -93,7 +98,7 @@ def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:
 
 
 class Journal:
-    """The writing end of a journal. One process holds it at a time; the caller's lock on the run directory sees to that.
+    """The writing end of a journal. One process holds it at a time: the caller's lock sees to that.
 
     Opening cuts off a torn last line. Raises JournalDamaged or RunDirectoryError.
     """

@@ -60,7 +60,7 @@ def _check(body: dict[str, Any]) -> str:
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless it is whole and consistent with its name."""
+    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name."""
     path = directory / MANIFEST
     try:
         body = json.loads(read_small_file(path, _LIMIT))

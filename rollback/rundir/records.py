@@ -12,7 +12,9 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import open_regular, read_small_file, write_file
+
+_LINE_LIMIT = 64 << 20  # a skipped batch of several million samples; a hostile line is not read into memory
 
 
 class Metric(BaseModel):
@@ -95,8 +97,9 @@ def _cut_torn_tail(path: Path) -> None:
 def metric_line(metric: Metric) -> str:
     """The line of a metric, several times faster than pydantic's own dump: it is written at every step."""
     body = {
-        "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss), "grad_norm": _number(metric.grad_norm),
-        "verdict": metric.verdict, "attempt": metric.attempt, "timeline": metric.timeline,
+        "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss),
+        "grad_norm": _number(metric.grad_norm), "verdict": metric.verdict,
+        "attempt": metric.attempt, "timeline": metric.timeline,
     }  # fmt: skip
     return json.dumps(body)
 
@@ -107,24 +110,41 @@ def _number(value: float | None) -> float | str | None:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _lines(path: Path, model: type[BaseModel]) -> Iterator[Any]:
-    """Sound lines of a file, in order; a last line without its end is a torn tail and dropped."""
-    if not path.exists():
+def _lines(path: Path, model: type[BaseModel], damaged: list[str] | None) -> Iterator[Any]:
+    """Sound lines of a file, in order; a last line without its end is a torn tail and dropped.
+
+    Damaged lines are described in `damaged` and passed over; where it is None they raise.
+    """
+    try:
+        file = open_regular(path)
+    except FileNotFoundError:
         return
-    with open(path, "rb") as file:
-        for line in file:
-            if line.endswith(b"\n"):
+    with file:
+        number = 0
+        while (line := file.readline(_LINE_LIMIT)).endswith(b"\n"):
+            number += 1
+            try:
                 yield model.model_validate_json(line)
+            except ValidationError as error:
+                if damaged is None:
+                    raise
+                damaged.append(f"{path}: line {number} is damaged: {error.errors()[0]['msg']}")
+        if len(line) == _LINE_LIMIT:
+            raise ValueError(f"{path}: line {number + 1} has more than {_LINE_LIMIT} bytes")
 
 
-def read_metrics(path: Path) -> Iterator[Metric]:
-    """Raises OSError, or ValueError (ValidationError) at a damaged line."""
-    yield from _lines(path, Metric)
+def read_metrics(path: Path, damaged: list[str] | None = None) -> Iterator[Metric]:
+    """Judged steps in the order of writing; an absent file has none.
+
+    Raises OSError, or ValueError where `path` is not a regular file. A damaged line raises ValueError too, unless a
+    list is given for `damaged`: then it is described there and passed over.
+    """
+    yield from _lines(path, Metric, damaged)
 
 
-def read_skipped(path: Path) -> Iterator[SkippedBatch]:
-    """Raises OSError, or ValueError (ValidationError) at a damaged line."""
-    yield from _lines(path, SkippedBatch)
+def read_skipped(path: Path, damaged: list[str] | None = None) -> Iterator[SkippedBatch]:
+    """Batches that a rank passed over. Absent files, damage and errors as in `read_metrics`."""
+    yield from _lines(path, SkippedBatch, damaged)
 
 
 def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:

@@ -1,0 +1,121 @@
+"""Reading a run directory for the audit: everything that a ledger is made from, without a trace left behind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from rollback.errors import RunDirectoryError, UsageError
+from rollback.events import AttemptStarted, Record
+from rollback.rundir.identity import Identity, read_identity
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import SkippedBatch, read_metrics, read_skipped
+
+_Line = TypeVar("_Line")
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run directory holds of interest to the audit.
+
+    records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
+    and step of its last judged step. notices: what could not be read, in words.
+    """
+
+    directory: str
+    identity: Identity | None
+    records: list[Record]
+    skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
+    progress: dict[int, tuple[int, int]] = field(default_factory=dict)
+    notices: list[str] = field(default_factory=list)
+
+
+def require_run_directory(root: Path) -> RunPaths:
+    """Paths of an existing run directory. Raises UsageError where nothing is, RunDirectoryError where no run is."""
+    paths = RunPaths(root)
+    try:
+        if not root.exists():
+            raise UsageError(
+                f"there is no run directory {root}",
+                hint="`rollback launch` names it at start; by default runs/<script>",
+            )
+        if not root.is_dir():
+            raise RunDirectoryError(f"{root} is not a directory", hint="give the run directory, not a file inside it")
+        if not any(path.exists() for path in (paths.identity, paths.train_journal, paths.supervisor_journal)):
+            raise RunDirectoryError(
+                f"{root} is not a run directory: it has neither run.json nor a journal",
+                hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",
+            )
+    except OSError as error:
+        raise RunDirectoryError(f"opening the run directory {root}: {error.strerror or error}") from error
+    return paths
+
+
+def read_material(root: Path) -> Material:
+    """Everything on record about a run.
+
+    Raises UsageError, RunDirectoryError, JournalDamaged, or RunDoesNotFit where another version of rollback wrote it.
+    Damage to metrics and skip records, which no run depends on, becomes a notice.
+    """
+    paths = require_run_directory(root)
+    notices: list[str] = []
+    records = read_records(paths, notices)
+    identity = read_identity(paths)
+    if identity is None:
+        notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
+    skipped = {
+        rank: list(_readable(paths.skip_record(rank), read_skipped, notices))
+        for rank in sorted(_ranks_with_skips(paths, notices))
+    }
+    progress: dict[int, tuple[int, int]] = {}
+    for metric in _readable(paths.metrics, read_metrics, notices):
+        progress[metric.attempt] = max(progress.get(metric.attempt, (0, 0)), (metric.timeline, metric.step))
+    return Material(str(root), identity, records, skipped, progress, notices)
+
+
+def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
+    """Facts of both journals in merged order; a torn tail becomes a notice. Raises as `read_journal`."""
+    journals = []
+    for path in (paths.train_journal, paths.supervisor_journal):
+        reading = read_journal(path)
+        if reading.torn_bytes:
+            notices.append(
+                f"{path}: the last line is incomplete ({reading.torn_bytes} bytes): torn by a crash, or being written "
+                "at this moment; it is left out"
+            )
+        journals.append(reading.records)
+    return merge(*journals)
+
+
+def merge(train: Iterable[Record], supervisor: Iterable[Record]) -> list[Record]:
+    """Both journals in one order: by attempt, in it `attempt_started`, the ranks' facts, the supervisor's others."""
+    keyed = [((record.attempt, 1), record) for record in train]
+    keyed += [((r.attempt, 0 if isinstance(r.fact, AttemptStarted) else 2), r) for r in supervisor]
+    return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
+
+
+def _readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
+    """The sound lines of a record beside the journal, and at the end at most one notice about the others."""
+    damaged: list[str] = []
+    try:
+        yield from read(path, damaged)
+    except (OSError, ValueError) as error:
+        damaged.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+    if damaged:
+        more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
+        notices.append(f"{damaged[0]}{more}; what it held is missing here")
+
+
+def _ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:
+    ranks = []
+    try:
+        for path in paths.skips.glob("rank-*.jsonl") if paths.skips.is_dir() else []:
+            number = path.stem.removeprefix("rank-")
+            if number.isdecimal():
+                ranks.append(int(number))
+    except OSError as error:
+        notices.append(f"{paths.skips}: {error.strerror or error}")
+    return ranks

@@ -1,0 +1,35 @@
+"""Text for a terminal: what a journal quotes is shown, never obeyed.
+
+A journal holds words from elsewhere (exceptions, names, the user's reasons). Those may contain what rich takes for
+markup, or escape sequences that a terminal carries out. Everything from a journal passes through `printable` and is put
+into `rich.text.Text`, which knows no markup.
+"""
+
+from __future__ import annotations
+
+import unicodedata
+from typing import TextIO
+
+from rich.console import Console
+from rich.text import Text
+
+# Control characters, invisible formatting (also what reverses the direction of writing), surrogates, line separators.
+_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
+
+
+def printable(text: str) -> str:
+    """`text` in one line, with everything that is not a visible character or a space spelt as an escape."""
+    return "".join(
+        char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode("ascii")
+        for char in text
+    )
+
+
+def quoted(text: str, style: str = "") -> Text:
+    """Words from a journal, safe to print; their line breaks are kept."""
+    return Text("\n".join(printable(line) for line in text.splitlines()), style=style)
+
+
+def console_for(stream: TextIO) -> Console:
+    """A console that is plain where `stream` is not a terminal or NO_COLOR is set, and invents no highlights."""
+    return Console(file=stream, highlight=False, markup=False, emoji=False)

@@ -1,0 +1,282 @@
+"""The ledger and the status as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollback.audit.ledger import AttemptEntry, IncidentEntry, Ledger, Message, SkippedBatchEntry, Span
+from rollback.audit.status import Status
+from rollback.audit.terminal import printable, quoted
+
+SHOWN_BATCHES = 12  # of a table of skipped batches, unless all are asked for
+_SHOWN_VALUES = 12  # of the window before an incident
+_SHOWN_INDICES = 16  # of a batch on a rank, unless all are asked for
+
+_OUTCOMES = {
+    "recovered": ("recovered", "green"),
+    "repeated": ("came back", "yellow"),
+    "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
+    "structural": ("structural: the run was stopped", "red"),
+    "observed": ("observed only; nothing was done", "cyan"),
+    "open": ("open", "yellow"),
+}
+_STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
+
+
+def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) -> None:
+    """Print a ledger. With `everything`, all skipped batches and indices instead of the first few."""
+    _print_head(console, ledger)
+    for story in ledger.stories():
+        console.print()
+        for place, entry in enumerate(story):
+            _print_incident(console, entry, continued=place > 0)
+    if ledger.skipped:
+        _section(console, "skipped batches, with the data set indices that each rank would have read")
+        _print_skipped(console, ledger.skipped, everything)
+    _print_windows(console, ledger)
+    _print_left_alone(console, ledger)
+    _print_attempts(console, ledger.attempts)
+    _print_checkpoints(console, ledger)
+    _print_messages(console, "advice", ledger.advice)
+    _print_messages(console, "troubles of rollback itself, which training went on without", ledger.troubles)
+
+
+def _print_head(console: Console, ledger: Ledger) -> None:
+    run, totals = ledger.run, ledger.totals
+    rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
+    if run.run_id:
+        ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
+        rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
+    samples = "" if totals.skipped_samples is None else f" ({totals.skipped_samples} samples)"
+    rows.append(("incidents", f"{totals.incidents}, answered by {totals.rollbacks} restores"))
+    rows.append(("skipped", f"{totals.skipped_batches} batches{samples}"))
+    share = "" if totals.goodput is None else f"; goodput {totals.goodput:.1%}"
+    rows.append(("steps", f"{totals.steps} count, {totals.steps_lost} were undone{share}"))
+    down = f", {duration(totals.seconds_down)} down between attempts" if totals.seconds_down else ""
+    rows.append(("time", f"{duration(totals.seconds)} on record, {duration(totals.seconds_lost)} undone{down}"))
+    if ledger.ending:
+        step = f" at step {ledger.ending.step}" if ledger.ending.step is not None else ""
+        rows.append(("ended", quoted(f"{ledger.ending.how.replace('_', ' ')}{step}: {ledger.ending.account}")))
+    else:
+        rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
+    _print_rows(console, rows, indent=0)
+
+
+def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:
+    title = Text("  └ " if continued else "")
+    title.append(f"incident {entry.incident}", style="bold")
+    title.append(", the same trouble again" if continued else "")
+    title.append(": ")
+    title.append_text(quoted(entry.cause, style="bold"))
+    console.print(title)
+    _print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+
+
+def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+    yield "onset", f"step {entry.onset.step}, batch {entry.onset.batch}"
+    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}"
+    threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
+    yield "rule", quoted(f"{entry.rule}: value {number(entry.value)}{threshold}")
+    yield "because", quoted(entry.explanation)
+    if entry.recent:
+        values = " ".join(number(value) for value in entry.recent[-_SHOWN_VALUES:])
+        yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
+    if entry.ranks:
+        yield "ranks", " ".join(map(str, entry.ranks))
+    yield "answer", quoted(_answer(entry))
+    if entry.reason:
+        yield "reason", quoted(entry.reason)
+    if entry.restored:
+        yield "lost", f"{_or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
+    words, style = _OUTCOMES[entry.outcome]
+    if entry.repeated_by is not None:
+        words += f" as incident {entry.repeated_by}"
+    at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
+    yield "outcome", Text(words + at, style=style)
+
+
+def _answer(entry: IncidentEntry) -> str:
+    if entry.action is None:
+        return "none on record: a crash came before the plan"
+    if entry.action == "stop":
+        return "stop the run"
+    skip = f", skip batches {_span(entry.skip)}" if entry.skip else ""
+    if entry.action == "observe":
+        return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
+    verb = "replay" if entry.action == "retry" else "roll back"
+    if entry.restored is None:
+        return f"{verb} to {entry.planned_checkpoint}{skip}: planned, not carried out yet"
+    done = entry.restored
+    route = "in process" if done.route == "in_process" else "by relaunch"
+    nth = f" (escalation {entry.escalation})" if entry.escalation else ""
+    return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
+
+
+def _span(span: Span) -> str:
+    rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
+    return f"{span.first}:{span.last} ({span.batches} batches, {rest})"
+
+
+def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], everything: bool) -> None:
+    ranks = sorted({rank for entry in skipped for rank in entry.indices})
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in ("batch", "epoch", "offset"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for rank in ranks:
+        table.add_column(f"rank {rank}", overflow="fold")
+    shown = skipped if everything else skipped[:SHOWN_BATCHES]
+    for entry in shown:
+        why = ", ".join([*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])])
+        cells = [_indices(entry.indices.get(rank), everything) for rank in ranks]
+        table.add_row(str(entry.batch), str(entry.epoch), str(entry.offset), why, *cells)
+    console.print(Padding(table, (0, 0, 0, 2)))
+    if len(shown) < len(skipped):
+        console.print(f"  and {len(skipped) - len(shown)} more (to {skipped[-1].batch}): --all or --json shows them")
+
+
+def _indices(indices: list[int] | None, everything: bool) -> str:
+    if indices is None:
+        return "-"
+    shown = indices if everything else indices[:_SHOWN_INDICES]
+    return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
+
+
+def _print_windows(console: Console, ledger: Ledger) -> None:
+    if ledger.user_windows:
+        _section(console, "skip windows that the user gave")
+        _print_rows(
+            console, [(str(w.span.first), quoted(f"{_span(w.span)} by {w.who}: {w.why}")) for w in ledger.user_windows]
+        )
+
+
+def _print_left_alone(console: Console, ledger: Ledger) -> None:
+    if ledger.noticed:
+        _section(console, "seen and left alone")
+        for entry in ledger.noticed:
+            steps = f"step {entry.first_step}" + (f"-{entry.last_step}" if entry.last_step > entry.first_step else "")
+            text = (
+                f"{steps}: {entry.rule}, peak {number(entry.peak)}, threshold {number(entry.threshold)}: {entry.fate}"
+            )
+            console.print(Padding(quoted(text), (0, 0, 0, 2)))
+    if ledger.scaler_skipped:
+        steps = ", ".join(str(point.step) for point in ledger.scaler_skipped[-_SHOWN_VALUES:])
+        earlier = "... " if len(ledger.scaler_skipped) > _SHOWN_VALUES else ""
+        _section(console, f"updates that the gradient scaler dropped: {len(ledger.scaler_skipped)}")
+        console.print(f"  at steps {earlier}{steps}")
+
+
+def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
+    _section(console, "attempts")
+    for entry in attempts:
+        _print_rows(console, [(str(entry.attempt), quoted(_attempt(entry)))])
+
+
+def _attempt(entry: AttemptEntry) -> str:
+    parts = []
+    if entry.begins is None:
+        parts.append("the ranks never agreed where to begin")
+    else:
+        source = f"from {entry.checkpoint}, " if entry.checkpoint else ""
+        parts.append(f"{source}step {entry.begins.step} to {_or_unknown(entry.reached)}")
+    parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
+    if entry.signals:
+        parts.append(f"signals {', '.join(entry.signals)}")
+    if entry.steps_lost:
+        parts.append(f"lost {entry.steps_lost} steps, {duration(entry.seconds_lost)}")
+    if entry.restart_delay is not None:
+        left = f"{entry.restart_budget_left} restarts left"
+        parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")
+    return "; ".join(parts)
+
+
+def _print_checkpoints(console: Console, ledger: Ledger) -> None:
+    odd = [entry for entry in ledger.checkpoints if entry.status in ("dropped", "quarantined")]
+    sound = len(ledger.checkpoints) - sum(entry.status == "dropped" for entry in ledger.checkpoints)
+    _section(console, f"checkpoints: {sound} taken")
+    for entry in odd:
+        _print_rows(console, [(entry.checkpoint, quoted(f"{entry.status}: {entry.reason}"))])
+
+
+def _print_messages(console: Console, title: str, messages: Sequence[Message]) -> None:
+    if messages:
+        _section(console, title)
+        _print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
+
+
+def print_status(console: Console, status: Status) -> None:
+    """Print a status: a few lines."""
+    _print_rows(console, list(_status_rows(status)), indent=0)
+
+
+def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+    yield "run", quoted(status.directory)
+    state = Text(status.state, style=_STATES[status.state])
+    if status.doing:
+        state.append_text(quoted(f": {status.doing}"))
+    if status.attempt:
+        state.append(f", attempt {status.attempt}")
+    yield "state", state
+    if status.holder:
+        who = status.holder
+        yield "held by", quoted(f"{who.role}, pid {who.pid} on {who.host} since {who.since} (alive: {who.alive})")
+    if status.ranks:
+        alive = sum(entry.alive == "yes" for entry in status.ranks)
+        oldest = max((entry.age for entry in status.ranks if entry.age is not None), default=None)
+        age = "" if oldest is None else f", oldest heartbeat {duration(oldest)} ago"
+        yield "ranks", f"{alive} of {status.world_size or len(status.ranks)} seen alive{age}"
+    if status.step is not None:
+        rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
+        yield "step", f"{status.step}, batch {status.batch}{rate}"
+    if status.verdict is not None:
+        yield "loss", quoted(f"{number(status.loss)}, gradient norm {number(status.grad_norm)}, {status.verdict}")
+    if status.last_good and status.last_good_checkpoint:
+        yield "last good", quoted(f"{status.last_good_checkpoint}, {_or_unknown(status.last_good_age)} steps ago")
+    else:
+        yield "last good", "no good checkpoint yet"
+    if status.candidates:
+        yield "candidates", quoted(" ".join(status.candidates))
+    yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
+    if status.pending:
+        yield "pending", quoted(status.pending, style="yellow")
+    if status.ending:
+        step = f" at step {status.ending.step}" if status.ending.step is not None else ""
+        yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
+
+
+def _section(console: Console, title: str) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+
+
+def _print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], indent: int = 2) -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=9)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(Text(printable(label)), value)
+    console.print(Padding(grid, (0, 0, 0, indent)))
+
+
+def number(value: float | None) -> str:
+    """A measured value with the digits that matter."""
+    return "unknown" if value is None else f"{value:.5g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that people would use."""
+    if seconds is None:
+        return "an unknown time"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)
