@@ -1,124 +1,252 @@
-"""A first sentinel: a robust z-score of the loss with patience, never fed what it rejected."""
+"""The sentinel's states, the table that moves it between them, and the update that tells which row applies."""
 
 from __future__ import annotations
 
 import math
-from collections import deque
-from statistics import median
-from typing import Any, Literal
+from enum import Enum
+from typing import Any
 
-from rollback.sentinel.verdict import Blip, Hint, Kind, Observation, Verdict
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.sentinel import explain
+from rollback.sentinel.baseline import Baseline
+from rollback.sentinel.excursion import Excursion, Reading, Scale, judge
+from rollback.sentinel.presets import PRESETS, Sensitivity
+from rollback.sentinel.slow import Collapse, Drift
+from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
 
-Sensitivity = Literal["low", "normal", "high"]
 
-_Z = {"low": 9.0, "normal": 6.5, "high": 5.0}
-_PATIENCE = {"low": 8, "normal": 5, "high": 4}
-_WINDOW = 64
-_WARMUP = 16
-_ACCEPT = 100
-_MAD_TO_SIGMA = 1.4826
+class State(str, Enum):
+    """Where the sentinel stands between two observations."""
+
+    LEARNING = "learning"  # too few accepted values to judge by; non-finite ones are called all the same
+    HEALTHY = "healthy"
+    WATCHING = "watching"  # an excursion is on and may yet recover
+    CALLED = "called"  # it was called: not called again until it has recovered or become the new level
+
+
+class Event(str, Enum):
+    """What a finite observation amounts to in the state that it meets."""
+
+    CALM = "calm"
+    READY = "ready"
+    HIGH = "high"
+    CALL = "call"
+    RECOVERED = "recovered"
+    PERSISTED = "persisted"
+
+
+TRANSITIONS: dict[tuple[State, Event], tuple[State, Kind]] = {
+    (State.LEARNING, Event.CALM): (State.LEARNING, Kind.HEALTHY),
+    (State.LEARNING, Event.READY): (State.HEALTHY, Kind.HEALTHY),
+    (State.HEALTHY, Event.CALM): (State.HEALTHY, Kind.HEALTHY),
+    (State.HEALTHY, Event.HIGH): (State.WATCHING, Kind.WATCH),
+    (State.HEALTHY, Event.CALL): (State.CALLED, Kind.SPIKE),
+    (State.WATCHING, Event.HIGH): (State.WATCHING, Kind.WATCH),
+    (State.WATCHING, Event.CALL): (State.CALLED, Kind.SPIKE),
+    (State.WATCHING, Event.RECOVERED): (State.HEALTHY, Kind.HEALTHY),
+    (State.WATCHING, Event.PERSISTED): (State.HEALTHY, Kind.HEALTHY),
+    (State.CALLED, Event.HIGH): (State.CALLED, Kind.WATCH),
+    (State.CALLED, Event.RECOVERED): (State.HEALTHY, Kind.HEALTHY),
+    (State.CALLED, Event.PERSISTED): (State.HEALTHY, Kind.HEALTHY),
+}
+"""(state, event) -> (next state, kind of the verdict). Non-finite observations are called in any state, change none."""
+
+LOWS_THAT_END = {State.WATCHING: 2, State.CALLED: 5}
+"""Low observations in a row after which an excursion has recovered."""
+PERSISTS_AFTER = {State.WATCHING: 80, State.CALLED: 150}
+"""Observations after which its level is the new normal. Longer once called: some divergences decay slowly."""
+PERSISTS_WHEN_EXCUSED = 16
+EXCUSED_FOR = {Hint.LR_CHANGED: 100, Hint.RESUMED: 50, Hint.EPOCH: 10, Hint.ANNOUNCED: 150}
+"""Observations for which a hint explains a rise of the loss."""
+NEW_PHASE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
+"""Hints after which the slow rules need a new reference. The end of an epoch is no new phase."""
+
+_FIRST_LOSSES = 8
+_RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
+_NORM_IS_LOW = -1.0
+_LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
+_SCHEMA = 1
 
 
 class Sentinel:
-    """Judges one observation a step; a deterministic pure function of its state and the observation."""
+    """Judges one observation a step; the package's docstring has the theory.
+
+    A deterministic function of its state and the observation: every rank computes it from the reduced numbers, and all
+    reach the same verdict.
+    """
 
     def __init__(self, sensitivity: Sensitivity = "normal") -> None:
+        if sensitivity not in PRESETS:
+            raise UsageError(f"no sensitivity is called {sensitivity!r}", hint=f"one of {', '.join(PRESETS)}")
         self.sensitivity = sensitivity
-        self._z = _Z[sensitivity]
-        self.patience = _PATIENCE[sensitivity]
-        self._accepted: deque[float] = deque(maxlen=_WINDOW)
-        self._residuals: deque[float] = deque(maxlen=2 * _WINDOW)
-        self._rejected: list[tuple[int, float]] = []
-        self._called = False
-        self._nonfinite_since: int | None = None
+        self._preset = PRESETS[sensitivity]
+        self._state = State.LEARNING
+        self._loss = Baseline(tail_aware=True)
+        self._norm = Baseline(tail_aware=False)
+        self._drift = Drift(self._preset.drift)
+        self._collapse = Collapse()
+        self._excursion: Excursion | None = None
+        self._first_losses: list[float] = []
+        self._rising_since: int | None = None
+        self._excused = 0
+
+    @property
+    def patience(self) -> int:
+        """Steps that a sudden excursion lasts, its first one counted, when it is called."""
+        return self._preset.patience
 
     def update(self, observation: Observation) -> Verdict:
-        """The verdict on `observation`; must be called once per step, on every rank with the same numbers."""
-        step = observation.step
-        witnesses = (("loss", observation.loss), ("grad_norm", observation.grad_norm))
-        for witness, value in witnesses:
-            if value is None or math.isfinite(value):
-                continue
-            if witness == "grad_norm" and Hint.SCALER_SKIPPED in observation.hints:
-                continue
-            if self._nonfinite_since is None:
-                self._nonfinite_since = step
-            rule = f"nonfinite-{witness.replace('_', '-')}"
-            text = f"{witness} is {value} at step {step}"
-            return Verdict(
-                Kind.NONFINITE, step, step, rule, witness, value, None, text, tuple(self._accepted)
-            )
-        self._nonfinite_since = None
-        if observation.loss is None:
+        """The verdict on `observation`. Call once per optimizer step, on every rank with the same numbers."""
+        step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
+        if hints:
+            self._heed(hints)
+        skipped = Hint.SCALER_SKIPPED in hints
+        if loss is not None and not math.isfinite(loss):
+            return explain.nonfinite(step, self._onset(step), "loss", loss, self._loss.recent())
+        if norm is not None and not math.isfinite(norm) and not skipped:
+            return explain.nonfinite(step, self._onset(step), "grad_norm", norm, self._loss.recent())
+        if loss is None or skipped:
             return Verdict(Kind.HEALTHY, step)
-        return self._judge_loss(step, observation.loss)
+        log_norm = math.log(norm) if norm is not None and norm > 0 else None
+        if self._state is State.LEARNING:
+            self._accept(loss, log_norm)
+            return Verdict(self._move(Event.READY if self._loss.ready else Event.CALM), step)
+        return self._judge(step, loss, log_norm)
 
-    def _judge_loss(self, step: int, loss: float) -> Verdict:
-        if len(self._accepted) < _WARMUP:
-            self._accept(loss)
-            return Verdict(Kind.HEALTHY, step)
-        level = median(list(self._accepted)[-_WARMUP:])
-        spread = _MAD_TO_SIGMA * median(abs(r) for r in self._residuals)
-        threshold = level + self._z * max(spread, 1e-3 * abs(level))
-        if loss <= threshold:
-            ended = self._end("recovered", threshold)
-            self._accept(loss)
-            return Verdict(Kind.HEALTHY, step, ended=ended)
-        self._rejected.append((step, loss))
-        onset = self._rejected[0][0]
-        if len(self._rejected) >= _ACCEPT:
-            ended = self._end("accepted", threshold)
-            return Verdict(Kind.HEALTHY, step, ended=ended)
-        text = (
-            f"loss {loss:.6g} above {threshold:.6g} ({len(self._rejected)} of the last steps, onset {onset})"
-        )
-        if len(self._rejected) >= self.patience and not self._called:
-            self._called = True
-            return Verdict(
-                Kind.SPIKE,
-                step,
-                onset,
-                "loss-spike",
-                "loss",
-                loss,
-                threshold,
-                text,
-                tuple(self._accepted),
-            )
-        return Verdict(Kind.WATCH, step, onset, "loss-spike", "loss", loss, threshold, text)
+    def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
+        self._excused = max(0, self._excused - 1)
+        start = sorted(self._first_losses)[len(self._first_losses) // 2]
+        scale = Scale.of(self._loss.level(), self._loss.noise(), start)
+        reading = scale.read(step, loss, log_norm, self._norm_height(log_norm))
+        if log_norm is not None:
+            stuck = self._collapse.update(step, loss, log_norm, reading.norm_height < _NORM_IS_LOW)
+            if stuck is not None and self._state is not State.CALLED and not self._excused:
+                return self._call(explain.collapse(step, stuck, self._loss.recent()), reading)
+        if self._excursion is not None:
+            return self._follow(self._excursion, reading, scale)
+        if reading.stands_out(self._preset):
+            self._excursion = Excursion.begin(self._onset(step), reading, self._preset.patience)
+            return explain.watch(self._move(Event.HIGH), reading, self._excursion, scale)
+        return self._calm(reading, scale)
 
-    def _accept(self, loss: float) -> None:
-        if self._accepted:
-            self._residuals.append(loss - median(list(self._accepted)[-_WARMUP:]))
-        self._accepted.append(loss)
+    def _calm(self, reading: Reading, scale: Scale) -> Verdict:
+        """Nothing stands out: learn from it, and see whether many such steps together do."""
+        self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
+        self._accept(reading.loss, reading.log_norm)
+        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
+        if drift is not None and not self._excused:
+            return self._call(explain.drift(reading.step, drift, self._loss.recent()), reading)
+        return Verdict(self._move(Event.CALM), reading.step)
 
-    def _end(self, fate: str, threshold: float) -> Blip | None:
-        if not self._rejected:
-            return None
-        steps, values = zip(*self._rejected, strict=True)
-        blip = Blip(steps[0], steps[-1], max(values), threshold, "loss-spike", fate)
-        if fate == "accepted":
-            self._accepted.clear()
-            self._accepted.extend(values[-_WINDOW:])
-        ended = None if self._called and fate == "recovered" else blip
-        self._rejected.clear()
-        self._called = False
-        return ended
+    def _follow(self, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
+        """An excursion is on: it has recovered, is called, has become the new level, or goes on."""
+        excursion.add(reading, self._preset.patience)
+        if excursion.lows >= LOWS_THAT_END[self._state]:
+            return self._end(Event.RECOVERED, excursion, reading, scale)
+        if self._state is State.WATCHING:
+            if excursion.lows:
+                self._accept(reading.loss, reading.log_norm)
+            evidence = excursion.evidence(self._preset.patience)
+            found = judge(evidence, self._preset, scale, excused=self._excused > 0) if evidence else None
+            if evidence and found:
+                verdict = explain.spike(reading.step, excursion.onset, found, evidence, scale, self._loss.recent())
+                return self._call(verdict, reading)
+        if excursion.count >= self._persists_after():
+            return self._end(Event.PERSISTED, excursion, reading, scale)
+        return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
+
+    def _call(self, verdict: Verdict, reading: Reading) -> Verdict:
+        """Demand action, once: what follows belongs to the same incident."""
+        self._move(Event.CALL)
+        if self._excursion is None:
+            onset = verdict.onset if verdict.onset is not None else reading.step
+            self._excursion = Excursion.begin(onset, reading, self._preset.patience)
+        return verdict
+
+    def _end(self, event: Event, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
+        """The excursion is over. What was called is not reported again; what was left alone is, as a blip."""
+        ended = explain.ended(excursion, event is Event.PERSISTED, scale) if self._state is State.WATCHING else None
+        self._excursion = self._rising_since = None
+        if event is Event.PERSISTED:
+            self._relearn(excursion)
+        else:
+            self._accept(reading.loss, reading.log_norm)
+        return Verdict(self._move(event), reading.step, ended=ended)
+
+    def _relearn(self, excursion: Excursion) -> None:
+        """Take the level that an excursion has settled on for the new baseline."""
+        self._loss.restart()
+        self._norm.restart()
+        self._drift.restart()
+        for reading in excursion.recent:
+            self._accept(reading.loss, reading.log_norm)
+
+    def _persists_after(self) -> int:
+        if self._excused and self._state is State.WATCHING:
+            return PERSISTS_WHEN_EXCUSED
+        return PERSISTS_AFTER[self._state]
+
+    def _heed(self, hints: Hint) -> None:
+        for hint, observations in EXCUSED_FOR.items():
+            if hint in hints:
+                self._excused = max(self._excused, observations)
+        if hints & NEW_PHASE:
+            self._drift.restart()
+            self._collapse.restart()
+
+    def _move(self, event: Event) -> Kind:
+        self._state, kind = TRANSITIONS[self._state, event]
+        return kind
+
+    def _onset(self, step: int) -> int:
+        """Where trouble seen at `step` began, as far as it shows."""
+        if self._excursion is not None:
+            return self._excursion.onset
+        return step if self._rising_since is None else self._rising_since
+
+    def _norm_height(self, log_norm: float | None) -> float:
+        if log_norm is None or not self._norm.ready:
+            return 0.0
+        return (log_norm - self._norm.level()) / max(self._norm.noise(), _LEAST_NORM_NOISE)
+
+    def _accept(self, loss: float, log_norm: float | None) -> None:
+        self._loss.accept(loss)
+        if log_norm is not None:
+            self._norm.accept(log_norm)
+        if len(self._first_losses) < _FIRST_LOSSES:
+            self._first_losses.append(loss)
 
     def state_dict(self) -> dict[str, Any]:
-        """Everything that the next verdict depends on, as JSON types."""
+        """Everything that later verdicts depend on, as JSON types; its size is bounded."""
         return {
-            "accepted": list(self._accepted),
-            "residuals": list(self._residuals),
-            "rejected": [list(pair) for pair in self._rejected],
-            "called": self._called,
-            "nonfinite_since": self._nonfinite_since,
+            "schema": _SCHEMA,
+            "state": self._state.value,
+            "loss": self._loss.state_dict(),
+            "norm": self._norm.state_dict(),
+            "drift": self._drift.state_dict(),
+            "collapse": self._collapse.state_dict(),
+            "excursion": self._excursion.state_dict() if self._excursion else None,
+            "first_losses": list(self._first_losses),
+            "rising_since": self._rising_since,
+            "excused": self._excused,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, as `state_dict` gave it."""
-        self._accepted = deque(state["accepted"], maxlen=_WINDOW)
-        self._residuals = deque(state["residuals"], maxlen=2 * _WINDOW)
-        self._rejected = [(step, loss) for step, loss in state["rejected"]]
-        self._called = state["called"]
-        self._nonfinite_since = state["nonfinite_since"]
+        """Go on from `state`, as `state_dict` gave it. The sensitivity is not part of it and may differ.
+
+        Raises RunDoesNotFit if `state` was written by a version that keeps other things.
+        """
+        if state.get("schema") != _SCHEMA:
+            raise RunDoesNotFit(
+                f"the sentinel's state has schema {state.get('schema')!r}, and this version reads {_SCHEMA}",
+                hint="go on with the version of rollback that wrote the checkpoint",
+            )
+        self._state = State(state["state"])
+        self._loss.load_state_dict(state["loss"])
+        self._norm.load_state_dict(state["norm"])
+        self._drift.load_state_dict(state["drift"])
+        self._collapse.load_state_dict(state["collapse"])
+        self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
+        self._first_losses = list(state["first_losses"])
+        self._rising_since = state["rising_since"]
+        self._excused = state["excused"]

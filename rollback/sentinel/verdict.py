@@ -1,4 +1,4 @@
-"""What goes into the sentinel and what comes out: observations, hints, verdicts."""
+"""What goes into the sentinel and what comes out: observations with hints, verdicts with blips."""
 
 from __future__ import annotations
 
@@ -10,11 +10,27 @@ class Hint(Flag):
     """What the guard knows about a step and the numbers do not show."""
 
     NONE = 0
-    LR_CHANGED = auto()  # the learning rate jumped (restart, resume with another rate), not a smooth schedule
-    RESUMED = auto()  # first step after a restore: running averages of the training start anew
-    EPOCH = auto()  # an epoch begins with this step
-    SCALER_SKIPPED = auto()  # GradScaler skipped this update; its Inf norm is routine
-    ANNOUNCED = auto()  # the user announced a new phase: other data, other loss
+    LR_CHANGED = auto()
+    """The learning rate jumped, as `learning_rate_hint` defines it; not every step of a smooth schedule."""
+    RESUMED = auto()
+    """First step after a restore that lost something: optimizer state, data order, running averages."""
+    EPOCH = auto()
+    """An epoch begins with this step."""
+    SCALER_SKIPPED = auto()
+    """GradScaler skipped this update: an Inf norm is routine."""
+    ANNOUNCED = auto()
+    """The user announced a new phase: other data, another loss."""
+
+
+def learning_rate_hint(previous: float | None, now: float | None, highest: float | None) -> Hint:
+    """`LR_CHANGED` if the learning rate rose at once, by half or more, to a value that this run has seen before.
+
+    That is a warm restart or the warm-up after a resume, and the loss may go up a little with it. A rate above
+    everything seen so far excuses nothing: it is a common cause of divergence. highest: the largest rate before `now`.
+    """
+    if previous is None or now is None or highest is None:
+        return Hint.NONE
+    return Hint.LR_CHANGED if 1.5 * previous <= now <= 1.01 * highest else Hint.NONE
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,201 @@
+"""A stretch of observations that stand out, and the rules by which it is called."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollback.sentinel.presets import Preset
+
+OPENS = 3.5
+"""Height (noise units above the level) at which an excursion begins by the loss alone."""
+OPENS_SUPPORTED = 1.8
+"""Height at which it begins when the gradient norm stands out in the same step."""
+LOW = 1.75
+"""Height up to which an observation is no longer part of one."""
+RELEARN_FROM = 32
+"""Readings that are kept, and that a new level is learned from when it is accepted."""
+
+_LEAST_NOISE_OF_PROGRESS = 0.003  # on a solved task the noise tends to zero and every ripple would stand out
+_LEAST_NOISE_OF_LEVEL = 0.001
+_LEAST_PROGRESS_IN_NOISE = 10.0  # less than this, and the share of it that is lost is itself noise
+_SOLVED = 0.05  # share of the first losses below which ratios to the level no longer measure damage
+
+_FEWEST = 4  # two outliers in a row are common in noisy logs, four are not
+_HEIGHT_COUNTED = 50.0  # one monstrous value must not outweigh the others, and sums must stay finite
+_NORM_COUNTED = 12.0
+_LOST_IS_SUPPORT = 0.8
+_LOST_IF_SOLVED = 0.9
+_LOST_BEYOND_EXCUSE = 1.5
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One observation measured against the baseline."""
+
+    step: int
+    loss: float
+    log_norm: float | None
+    height: float
+    """Loss above its level, in noise units."""
+    lost: float
+    """Share of the progress since the first losses that it would undo; 0 while there is little to lose."""
+    norm_height: float
+    """Log gradient norm above its level, in its noise units; 0 where unknown."""
+
+    def stands_out(self, preset: Preset) -> bool:
+        """Whether an excursion begins here: by the loss alone, or by loss and gradient norm together."""
+        return self.height > OPENS or (self.height > OPENS_SUPPORTED and self.norm_height > preset.support)
+
+
+@dataclass(frozen=True, slots=True)
+class Scale:
+    """What losses are measured by at this moment."""
+
+    level: float
+    noise: float
+    """Never zero, and never less than what would matter on this loss curve."""
+    progress: float
+    """First losses minus level; 0 if the loss has not come down."""
+    solved: bool
+    """The level is so near zero that ratios to it mean nothing: only a fall back to the start is damage."""
+
+    @classmethod
+    def of(cls, level: float, noise: float, start: float) -> Scale:
+        """The scale from a baseline and the typical first loss."""
+        progress = max(0.0, start - level)
+        least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
+        return cls(level, max(noise, least), progress, solved=0 <= level < _SOLVED * start)
+
+    def read(self, step: int, loss: float, log_norm: float | None, norm_height: float) -> Reading:
+        """Measure an observation. Heights are cut to what counts."""
+        above = loss - self.level
+        has_progress = self.progress > _LEAST_PROGRESS_IN_NOISE * self.noise
+        return Reading(
+            step,
+            loss,
+            log_norm,
+            _cut(above / self.noise, _HEIGHT_COUNTED),
+            _cut(above / self.progress, _HEIGHT_COUNTED) if has_progress else 0.0,
+            _cut(norm_height, _NORM_COUNTED),
+        )
+
+    def loss_at(self, height: float) -> float:
+        """The loss that stands `height` noise units above the level."""
+        return self.level + height * self.noise
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """What the last observations of an excursion amount to: means over `count` of them, all high."""
+
+    count: int
+    loss: float
+    height: float
+    lost: float
+    support: float
+
+
+@dataclass(slots=True)
+class Excursion:
+    """Begins with a reading that stands out. Keeps what is needed to judge it and to learn from it, no more."""
+
+    onset: int
+    count: int = 0
+    lows: int = 0
+    """Low readings in a row, up to now."""
+    last_high: int = 0
+    peak: float = -math.inf
+    opening: list[float] = field(default_factory=list)
+    """Norm heights of the first readings: the gradient speaks early, and falls silent while the loss is still high."""
+    recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
+
+    @classmethod
+    def begin(cls, onset: int, reading: Reading, patience: int) -> Excursion:
+        """An excursion whose first reading this is; `onset` may lie a few steps before it."""
+        excursion = cls(onset, last_high=reading.step, peak=reading.loss)
+        excursion.add(reading, patience)
+        return excursion
+
+    def add(self, reading: Reading, patience: int) -> None:
+        """Take in the next reading, high or low."""
+        self.count += 1
+        self.recent.append(reading)
+        if len(self.opening) < patience:
+            self.opening.append(reading.norm_height)
+        if reading.height <= LOW:
+            self.lows += 1
+            return
+        self.lows = 0
+        self.last_high = reading.step
+        self.peak = max(self.peak, reading.loss)
+
+    def evidence(self, patience: int) -> Evidence | None:
+        """What the last `patience` readings show if they are all high, else None.
+
+        Patience is in steps. Where a log has a line every few steps only, so that the readings at hand already span
+        more than twice as many, one reading less will do.
+        """
+        spans = self.recent[-1].step - self.recent[0].step
+        needed = patience if spans < 2 * patience else max(_FEWEST, patience - 1)
+        if self.count < needed or self.lows:
+            return None
+        last = list(self.recent)[-needed:]
+        if any(reading.height <= LOW for reading in last):
+            return None
+        lost = [reading.lost for reading in last]
+        return Evidence(
+            count=needed,
+            loss=sum(reading.loss / needed for reading in last),
+            height=sum(reading.height for reading in last) / needed,
+            lost=(min(lost) + sum(lost) / needed) / 2,
+            support=sum(self.opening[:needed]) / needed,
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        rows = [[r.step, r.loss, r.log_norm, r.height, r.lost, r.norm_height] for r in self.recent]
+        return {
+            "onset": self.onset,
+            "count": self.count,
+            "lows": self.lows,
+            "last_high": self.last_high,
+            "peak": self.peak,
+            "opening": list(self.opening),
+            "recent": rows,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict[str, Any]) -> Excursion:
+        """The excursion that `state_dict` wrote."""
+        recent = deque((Reading(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
+        return cls(**{**state, "opening": list(state["opening"]), "recent": recent})
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """The rule that an excursion is called by, and the mean height that it asks for."""
+
+    rule: str
+    height: float
+
+
+def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
+    """The rule that holds, or None. excused: a hint explains a rise, so that only the inexcusable is called."""
+    if excused:
+        return Found("loss-beyond-start", LOW) if evidence.lost > _LOST_BEYOND_EXCUSE else None
+    if scale.solved:
+        return Found("loss-back-at-start", LOW) if evidence.lost > _LOST_IF_SOLVED else None
+    if evidence.height > preset.alone:
+        return Found("loss-high", preset.alone)
+    if evidence.height > preset.supported and evidence.support > preset.support:
+        return Found("loss-and-grad-norm-high", preset.supported)
+    if evidence.height > preset.supported and evidence.lost > _LOST_IS_SUPPORT:
+        return Found("loss-back-at-start", preset.supported)
+    return None
+
+
+def _cut(value: float, bound: float) -> float:
+    return max(-bound, min(value, bound))

@@ -1,0 +1,88 @@
+"""Verdicts in words that a person can check: rule, value, threshold, and what they were measured against."""
+
+from __future__ import annotations
+
+from rollback.sentinel.excursion import LOW, OPENS, OPENS_SUPPORTED, Evidence, Excursion, Found, Reading, Scale
+from rollback.sentinel.slow import Slow
+from rollback.sentinel.verdict import Blip, Kind, Verdict
+
+_WITNESS_IN_WORDS = {"loss": "the loss", "grad_norm": "the gradient norm"}
+
+
+def nonfinite(step: int, onset: int, witness: str, value: float, window: tuple[float, ...]) -> Verdict:
+    """A loss or gradient norm that is NaN or infinite."""
+    text = f"{_WITNESS_IN_WORDS[witness]} is {value} at step {step}"
+    if onset < step:
+        text += f"; the loss has stood out since step {onset}"
+    rule = f"nonfinite-{witness.replace('_', '-')}"
+    return Verdict(Kind.NONFINITE, step, onset, rule, witness, value, None, text, window)
+
+
+def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> Verdict:
+    """An excursion that is on, called or not."""
+    height = OPENS if reading.height > OPENS else OPENS_SUPPORTED
+    threshold = scale.loss_at(height if excursion.count == 1 else LOW)
+    text = (
+        f"loss {reading.loss:.6g} at step {reading.step}, normally {scale.level:.6g} with noise {scale.noise:.3g}; "
+        f"standing out since step {excursion.onset}"
+    )
+    return Verdict(kind, reading.step, excursion.onset, "loss-high", "loss", reading.loss, threshold, explanation=text)
+
+
+def spike(step: int, onset: int, found: Found, evidence: Evidence, scale: Scale, window: tuple[float, ...]) -> Verdict:
+    """An excursion that is called now. The value is the mean loss over the observations that it was judged by."""
+    threshold = scale.loss_at(found.height)
+    because = {
+        "loss-high": f"above {threshold:.6g}, {found.height:g} noise units above the level",
+        "loss-and-grad-norm-high": (
+            f"above {threshold:.6g}, {found.height:g} noise units above the level, and the gradient norm (logarithm) "
+            f"began {evidence.support:.1f} of its noise units up"
+        ),
+        "loss-back-at-start": (
+            f"above {threshold:.6g}, which undoes {evidence.lost:.0%} of all progress since the first steps"
+        ),
+        "loss-beyond-start": (
+            f"so high that it undoes {evidence.lost:.0%} of all progress since the first steps: more than a new phase, "
+            "learning rate or resume explains"
+        ),
+    }[found.rule]
+    text = (
+        f"the loss has stood out since step {onset}: its mean over the last {evidence.count} observations is "
+        f"{evidence.loss:.6g}, {because} (level {scale.level:.6g}, noise {scale.noise:.3g})"
+    )
+    return Verdict(Kind.SPIKE, step, onset, found.rule, "loss", evidence.loss, threshold, text, window)
+
+
+def drift(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
+    """A slow rise that is called now."""
+    text = (
+        f"the loss has risen slowly since about step {found.onset} and still rises: the median of the last 16 accepted "
+        f"losses is {found.value:.6g}, the lowest such median was {found.reference:.6g}, and from "
+        f"{found.threshold:.6g} on a rise is called"
+    )
+    return Verdict(Kind.SPIKE, step, found.onset, "loss-drift", "loss", found.value, found.threshold, text, window)
+
+
+def collapse(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
+    """A dead plateau that is called now."""
+    text = (
+        f"since about step {found.onset} the gradient norm is {found.value:.3g}, less than half of the "
+        f"{2 * found.threshold:.3g} before, while the loss is up by {found.reference:.3g}: training seems stuck"
+    )
+    return Verdict(
+        Kind.SPIKE,
+        step,
+        found.onset,
+        "grad-norm-collapse",
+        "grad_norm",
+        found.value,
+        found.threshold,
+        text,
+        window,
+    )
+
+
+def ended(excursion: Excursion, persisted: bool, scale: Scale) -> Blip:
+    """An excursion that ended without a call."""
+    fate = "accepted" if persisted else "recovered"
+    return Blip(excursion.onset, excursion.last_high, excursion.peak, scale.loss_at(OPENS), "loss-high", fate)

@@ -1,0 +1,31 @@
+"""The one knob: three presets of the thresholds that everything else follows from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+Sensitivity = Literal["low", "normal", "high"]
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """Thresholds of one sensitivity. Losses are measured in noise units above the level."""
+
+    patience: int
+    """Steps that an excursion must last before it can be called."""
+    alone: float
+    """Mean height over the patience at which the loss needs no second witness."""
+    supported: float
+    """Mean height that suffices when the gradient norm or the progress lost supports it."""
+    support: float
+    """Mean height of the log gradient norm, in its noise units, that counts as support."""
+    drift: float
+    """Height at which a slow rise is called, in noise units of the time when the loss was lowest."""
+
+
+PRESETS: dict[Sensitivity, Preset] = {
+    "low": Preset(patience=8, alone=8.0, supported=4.0, support=6.0, drift=5.0),
+    "normal": Preset(patience=5, alone=6.0, supported=2.8, support=4.5, drift=3.0),
+    "high": Preset(patience=4, alone=5.0, supported=2.5, support=4.0, drift=2.5),
+}

@@ -1,0 +1,158 @@
+"""Two ways to fail that no single step shows: a slow rise of the loss, and a loss that is stuck with no gradient left.
+
+Both compare the present with an older reference rather than with the level, which follows a slow change and so never
+sees it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Any
+
+_BLOCK = 16
+_BLOCKS_ABOVE = 3
+_BLOCKS_KEPT = 32
+_LEAST_RISE = 0.5  # in noise units, from the first to the last of the blocks above: a shift decays, a ramp does not
+_LEAST_PROGRESS_LOST = 0.2
+
+_NOW = 10
+_BEFORE = 32
+_HALVED = math.log(2.0)
+_FALL_IN_NOISE = 2.0
+_LOSS_UP_IN_NOISE = 0.7
+_MAD_TO_SIGMA = 1.4826
+
+
+@dataclass(frozen=True, slots=True)
+class Slow:
+    """A finding of this module: since when, and the numbers that it rests on."""
+
+    onset: int
+    value: float
+    threshold: float
+    reference: float
+
+
+class Drift:
+    """Watches medians of 16 accepted losses against the lowest such median so far.
+
+    Called when three blocks in a row stand above the lowest by a margin that would be called at once had it come at
+    once, *and* they still rise. A healthy shift steps up and decays, so it fails the second test.
+    """
+
+    def __init__(self, margin: float) -> None:
+        self._margin = margin
+        self._block: list[float] = []
+        self._block_began = 0
+        self._medians: deque[tuple[int, float]] = deque(maxlen=_BLOCKS_KEPT)
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the lowest block: what comes next is a new phase."""
+        self._lowest: float | None = None
+        self._noise_at_lowest = 0.0
+        self._medians.clear()
+
+    def update(self, step: int, loss: float, noise: float, progress: float) -> Slow | None:
+        """Take in an accepted loss; say so when it completes a block that makes a drift.
+
+        noise: of the loss now. progress: what training has achieved, first loss minus level, zero if it rose.
+        """
+        if not self._block:
+            self._block_began = step
+        self._block.append(loss)
+        if len(self._block) < _BLOCK:
+            return None
+        median = sorted(self._block)[_BLOCK // 2]
+        self._medians.append((self._block_began, median))
+        self._block.clear()
+        if self._lowest is None or median < self._lowest:
+            self._lowest, self._noise_at_lowest = median, noise
+        return self._found(progress)
+
+    def _found(self, progress: float) -> Slow | None:
+        if self._lowest is None or len(self._medians) < _BLOCKS_ABOVE:
+            return None
+        last = [median for _, median in list(self._medians)[-_BLOCKS_ABOVE:]]
+        margin = max(self._margin * self._noise_at_lowest, _LEAST_PROGRESS_LOST * progress)
+        if min(last) - self._lowest <= margin or last[-1] - last[0] <= _LEAST_RISE * self._noise_at_lowest:
+            return None
+        onset = self._medians[-1][0]
+        for began, median in reversed(self._medians):
+            if median - self._lowest <= margin / 3:
+                break
+            onset = began
+        found = Slow(onset, last[-1], self._lowest + margin, self._lowest)
+        self.restart()  # a further call needs a further rise
+        return found
+
+    def state_dict(self) -> dict[str, Any]:
+        """JSON types only."""
+        return {
+            "block": list(self._block),
+            "block_began": self._block_began,
+            "medians": [list(pair) for pair in self._medians],
+            "lowest": self._lowest,
+            "noise_at_lowest": self._noise_at_lowest,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state`."""
+        self._block = list(state["block"])
+        self._block_began = state["block_began"]
+        self._medians = deque(((began, median) for began, median in state["medians"]), maxlen=_BLOCKS_KEPT)
+        self._lowest = state["lowest"]
+        self._noise_at_lowest = state["noise_at_lowest"]
+
+
+class Collapse:
+    """Watches for a loss that stays up while the gradient norm falls to less than half of what it was.
+
+    A network that has died (saturated units, all-constant output) sits on a plateau: the loss is not remarkably high,
+    but nothing is left that would bring it down. Healthy training does not do both at once: a harder mix of data raises
+    the gradient norm, a lower learning rate lowers the loss.
+    """
+
+    def __init__(self) -> None:
+        self._recent: deque[tuple[int, float, float]] = deque(maxlen=_BEFORE + _NOW)
+
+    def restart(self) -> None:
+        """Forget the reference."""
+        self._recent.clear()
+
+    def update(self, step: int, loss: float, log_norm: float, norm_is_low: bool) -> Slow | None:
+        """Take in an observation, accepted or not. norm_is_low: cheap test that spares the medians on most steps."""
+        self._recent.append((step, loss, log_norm))
+        if not norm_is_low or len(self._recent) < _BEFORE + _NOW:
+            return None
+        steps, losses, norms = zip(*self._recent, strict=True)
+        norm_before, norm_noise = _median_and_spread(norms[:_BEFORE])
+        fall = norm_before - _median(norms[_BEFORE:])
+        if fall < max(_HALVED, _FALL_IN_NOISE * norm_noise):
+            return None
+        loss_before, loss_noise = _median_and_spread(losses[:_BEFORE])
+        threshold = loss_before + _LOSS_UP_IN_NOISE * loss_noise
+        loss_now = _median(losses[_BEFORE:])
+        if loss_now <= threshold:
+            return None
+        self.restart()
+        return Slow(steps[_BEFORE], math.exp(norm_before - fall), math.exp(norm_before) / 2, loss_now - loss_before)
+
+    def state_dict(self) -> list[list[float]]:
+        """JSON types only."""
+        return [list(row) for row in self._recent]
+
+    def load_state_dict(self, state: list[list[float]]) -> None:
+        """Go on from `state`."""
+        self._recent = deque(((int(step), loss, norm) for step, loss, norm in state), maxlen=_BEFORE + _NOW)
+
+
+def _median(values: tuple[float, ...]) -> float:
+    return sorted(values)[len(values) // 2]
+
+
+def _median_and_spread(values: tuple[float, ...]) -> tuple[float, float]:
+    middle = _median(values)
+    return middle, _MAD_TO_SIGMA * sorted(abs(value - middle) for value in values)[len(values) // 2]
