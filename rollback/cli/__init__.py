@@ -1,0 +1,51 @@
+"""The command line: one thin file per command. Nothing here imports torch, so help is there at once."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+from rollback import __version__
+from rollback.cli.audit import audit
+from rollback.cli.launch import launch
+from rollback.cli.launch_options import LAUNCH_CONTEXT
+from rollback.cli.status import status
+from rollback.cli.terminal import show_error
+from rollback.errors import RollbackError
+
+app = typer.Typer(
+    help="Fault-tolerant checkpoint-and-rollback for PyTorch training.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command(context_settings=LAUNCH_CONTEXT)(launch)
+for _command in (status, audit):
+    app.command()(_command)
+
+
+def _show_version(wanted: bool) -> None:
+    if wanted:
+        print(f"rollback {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
+    ] = False,
+) -> None:
+    pass
+
+
+def main() -> None:
+    """Entry point of `rollback` and `python -m rollback`: exits with a code of `rollback.errors.ExitCode`."""
+    try:
+        app()
+    except RollbackError as error:
+        show_error(error)
+        sys.exit(error.exit_code)

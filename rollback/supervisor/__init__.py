@@ -1,0 +1,15 @@
+"""Runs outside the ranks: starts torchrun, watches it, and decides what follows when it ends.
+
+    flags     torchrun's command line, as a table
+    command   what torchrun is called with, and what the ranks find in their environment
+    claim     the run directory: is it one, is it free, and how it is left untouched when a job is refused
+    processes starting torchrun, finding and ending every process of an attempt
+    torchrun  what runs in torchrun's process
+    evidence  what the run directory and torchrun say about an attempt
+    outcome   the table of how an attempt can have ended
+    budget    whether and when another attempt follows
+    ledger    the supervisor's journal
+    supervise the loop that ties these together
+
+flags, command, outcome and budget are pure.
+"""

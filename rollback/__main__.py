@@ -1,0 +1,5 @@
+"""`python -m rollback` is `rollback`."""
+
+from rollback.cli import main
+
+main()

@@ -1,0 +1,143 @@
+"""`rollback launch`: from a command line to a supervised run."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import ValidationError
+
+from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
+from rollback.cli.terminal import say
+from rollback.config import Settings, explain
+from rollback.errors import ExitCode, UsageError
+from rollback.events import Window
+from rollback.rundir.history import fold, merge_windows
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.command import Job
+from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.supervise import Order, Result, supervise
+
+
+@declares(LAUNCH_PARAMETERS)
+def launch(
+    *,
+    script: str,
+    arguments: list[str] | None,
+    run: Path | None,
+    skips_of: Path | None,
+    restart_budget: int | None,
+    grace: float | None,
+    **given: Any,
+) -> None:
+    """Run a training job under torchrun, and keep it going.
+
+    Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
+    flags = {flag.name: value for flag in FLAGS if (value := given.pop(flag.parameter)) not in (None, False)}
+    require_script(script, flags)
+    paths = RunPaths(run if run is not None else default_run(script, flags))
+    settings = read_settings(given, skips_of)
+    budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
+    order = Order(paths, Job(flags, script, arguments or []), settings, budget, GRACE if grace is None else grace)
+    result = supervise(order, say)
+    say(closing_line(result, paths.root, ["rollback", *sys.argv[1:]]))
+    raise typer.Exit(result.exit_code)
+
+
+def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
+    """Raise UsageError unless there is something to run. Imports nothing."""
+    if flags.get("module"):
+        top = script.partition(".")[0]
+        if PathFinder.find_spec(top, [os.getcwd()]) is None and importlib.util.find_spec(top) is None:
+            raise UsageError(f"there is no module {top!r}", hint="the name after -m is that of a module, without .py")
+        return
+    if flags.get("no-python") and os.sep not in script:
+        if shutil.which(script) is None:
+            raise UsageError(f"there is no program {script!r} on PATH")
+        return
+    path = Path(script)
+    if path.is_dir():
+        raise UsageError(f"{script} is a directory, not a training script")
+    if not path.exists():
+        raise UsageError(
+            f"there is no training script {script!r}",
+            hint="flags come before the script: rollback launch [FLAGS] train.py [ARGUMENTS OF train.py]",
+        )
+
+
+def default_run(script: str, flags: Mapping[str, str | bool]) -> Path:
+    return Path("runs") / (script if flags.get("module") else Path(script).stem)
+
+
+def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
+    """Settings with only those fields set that the command line names. Raises UsageError naming the flag at fault."""
+    values = {name: value for name, value in given.items() if value is not None}
+    if "skip" in values or skips_of is not None:
+        windows = [_parse_window(text) for text in values.get("skip", [])]
+        values["skip"] = merge_windows(windows + (_skip_list_of(skips_of) if skips_of is not None else []))
+    try:
+        return Settings(**values)
+    except ValidationError as error:
+        place = error.errors()[0]["loc"]
+        if place:
+            first = error.errors()[0]
+            raise UsageError(f"{option(str(place[0]))}: {first['msg']} (got {first['input']!r})") from error
+        raise UsageError(explain(error)) from error
+
+
+def _parse_window(text: str) -> Window:
+    first, separator, last = text.partition(":")
+    try:
+        if not separator:
+            raise ValueError("no colon")
+        return Window(first=int(first), last=int(last))
+    except ValueError as error:
+        raise UsageError(
+            f"--skip: {text!r} is not a range of batches", hint="write FIRST:LAST, both included, as in --skip 120:139"
+        ) from error
+
+
+def _skip_list_of(run: Path) -> list[Window]:
+    paths = RunPaths(run)
+    if not paths.train_journal.is_file():
+        raise UsageError(f"--skips-of: {run} is not a run directory (it has no journal of its ranks)")
+    return fold(read_journal(paths.train_journal).records).skip_list
+
+
+def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:
+    if own is not None:
+        return own
+    if torchruns is None:
+        return RESTART_BUDGET
+    try:
+        budget = int(torchruns)
+        if budget < 0:
+            raise ValueError("negative")
+    except ValueError as error:
+        raise UsageError(f"--max-restarts: {torchruns!r} is not a number of restarts") from error
+    say(f"--max-restarts {budget} is taken as --restart-budget {budget}: restarts that progress refills")
+    return budget
+
+
+def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
+    """What to do next."""
+    audit = f"rollback audit {shlex.quote(str(run))}"
+    again = shlex.join(command)
+    match result.exit_code:
+        case ExitCode.DONE:
+            return f"done; `{audit}` tells what happened on the way"
+        case ExitCode.RESUMABLE:
+            return f"stopped, resumable ({result.reason}); go on with `{again}`; `{audit}` tells what happened so far"
+        case ExitCode.STRUCTURAL:
+            return f"stopped, structural divergence: {result.reason}\n`{audit}` has the whole account"
+        case _:
+            return f"failed: {result.reason}; once that is mended, go on with `{again}`; see also `{audit}`"

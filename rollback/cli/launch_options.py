@@ -1,0 +1,111 @@
+"""The command line of `rollback launch`, from which typer makes its parser and its help.
+
+torchrun's flags come from their table and the guard's settings from their model, so that none of them can drift.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
+
+import typer
+from pydantic.fields import FieldInfo
+
+from rollback.config import Settings
+from rollback.supervisor.flags import FLAGS, Flag
+
+LAUNCH_CONTEXT = {
+    "allow_interspersed_args": False,  # what follows the script is the script's
+    "token_normalize_func": lambda token: token.replace("_", "-"),  # torchrun takes both spellings
+    "help_option_names": ["-h", "--help"],
+}
+RESTART_BUDGET = 10
+GRACE = 60.0
+
+
+def declares(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Give a command the parameters of a table in place of its written signature, which is where typer looks."""
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return command
+
+    return decorate
+
+
+def option(field: str) -> str:
+    return f"--{field.replace('_', '-')}"
+
+
+def _parameter(name: str, kind: Any, declaration: Any, default: Any) -> inspect.Parameter:
+    annotation = Annotated[kind, declaration]
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _torchrun_parameter(flag: Flag) -> inspect.Parameter:
+    names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
+    if flag.name == "nproc-per-node":
+        names.append("--nproc")
+    panel = "torchrun's flags, passed through"
+    if flag.metavar is None:
+        return _parameter(flag.parameter, bool, typer.Option(*names, help=flag.help, rich_help_panel=panel), False)
+    # torchrun reads its variables itself; only the one that it will not see is read here.
+    variable = flag.variable if flag.name == "max-restarts" else None
+    declaration = typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=panel, envvar=variable)
+    return _parameter(flag.parameter, str | None, declaration, None)
+
+
+def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
+    """The flag of a setting. Values stay text: the settings' model is what checks and converts them."""
+    standard = "" if field.default in (None, ()) else f" (default: {_show(field.default)})"
+    text = f"{field.description}{standard}"
+    panel = "Settings of the guard, over those of the script"
+    if field.annotation is bool:
+        switch = f"{option(name)}/{option('no_' + name)}"
+        declaration = typer.Option(switch, help=text, rich_help_panel=panel)
+        return _parameter(name, bool | None, declaration, None)
+    declaration = typer.Option(option(name), metavar=_metavar(field.annotation), help=text, rich_help_panel=panel)
+    return _parameter(name, (list[str] if name == "skip" else str) | None, declaration, None)
+
+
+def _show(value: object) -> str:
+    return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _metavar(kind: Any) -> str:
+    """How a value is written, from the type of a setting: `N`, `low|normal|high`, `A:B`."""
+    if get_origin(kind) is Literal:
+        return "|".join(get_args(kind))
+    if get_origin(kind) in (Union, types.UnionType):
+        return _metavar(next(part for part in get_args(kind) if part is not type(None)))
+    return {int: "N", float: "X"}.get(kind, "A:B")
+
+
+def _run_parameter(name: str, kind: Any, metavar: str, text: str, least: float | None = None) -> inspect.Parameter:
+    declaration = typer.Option(option(name), metavar=metavar, help=text, min=least, rich_help_panel="The run")
+    return _parameter(name, kind | None, declaration, None)
+
+
+LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
+    _parameter(
+        "script",
+        str,
+        typer.Argument(metavar="SCRIPT", help="training script, or what --module and --no-python make of it"),
+        inspect.Parameter.empty,
+    ),
+    _parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own"), None),
+    _run_parameter("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
+    _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
+    _run_parameter(
+        "restart_budget", int, "N", f"restarts without progress; progress refills it (default: {RESTART_BUDGET})", 0
+    ),
+    _run_parameter(
+        "grace", float, "SECONDS", f"time that ranks have to stop and save when told to (default: {GRACE:g})", 0.0
+    ),
+    *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
+    *(_torchrun_parameter(flag) for flag in FLAGS),
+)

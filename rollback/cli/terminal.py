@@ -1,0 +1,38 @@
+"""Lines for the person at the terminal. They go to stderr; data goes to stdout and is not this module's."""
+
+from __future__ import annotations
+
+import os
+import sys
+
+from rollback.errors import RollbackError
+
+_BOLD, _RED, _OFF = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
+
+
+def say(text: str) -> None:
+    """One line (or an account of several) on stderr."""
+    _write(f"{_paint(_BOLD, 'rollback:')} {printable(text)}\n")
+
+
+def show_error(error: RollbackError) -> None:
+    """An error with what to do about it."""
+    hint = f"\n  hint: {error.hint}" if error.hint else ""
+    _write(f"{_paint(_RED, 'rollback: error:')} {printable(error.message + hint)}\n")
+
+
+def printable(text: str) -> str:
+    """The text without what a terminal would take for a command: names of files and tensors are not ours."""
+    return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
+
+
+def _paint(style: str, text: str) -> str:
+    return f"{style}{text}{_OFF}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text
+
+
+def _write(text: str) -> None:
+    try:
+        sys.stderr.write(text)
+        sys.stderr.flush()
+    except (OSError, ValueError):
+        return  # the terminal is gone, or stderr is closed: a run does not end for want of an audience

@@ -1,0 +1,65 @@
+"""Whether and when another attempt follows a failed one. Pure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+FIRST_DELAY = 1.0
+LONGEST_DELAY = 60.0
+STARTS_WITHOUT_ATTACHING = 2
+
+
+@dataclass(frozen=True)
+class Restart:
+    """Start another attempt after `delay` seconds."""
+
+    delay: float
+    reason: str
+
+
+@dataclass(frozen=True)
+class GiveUp:
+    """Start no other attempt."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Budget:
+    """Restarts that are left, and the attempts in a row that failed before their ranks had attached.
+
+    Progress refills it: a run of months survives any number of crashes as long as each attempt gets further than all
+    before it, and one that always dies at the same place ends after `limit` restarts.
+    """
+
+    limit: int
+    left: int
+    unattached: int = 0
+
+    @classmethod
+    def full(cls, limit: int) -> Budget:
+        return cls(limit=limit, left=limit)
+
+    def after_failure(self, *, progressed: bool, attached: bool) -> tuple[Budget, Restart | GiveUp]:
+        """The budget after a failed attempt, and what follows.
+
+        progressed: the attempt got further than all before it. attached: its ranks had agreed on where to begin.
+
+        The first restart after progress comes at once; the second waits, and from there the delay doubles. A job
+        that fails twice in a row before its ranks have attached is given up early: a script with a syntax error gets
+        no better by waiting.
+        """
+        budget = replace(
+            self,
+            left=self.limit if progressed else self.left,
+            unattached=0 if progressed or attached else self.unattached + 1,
+        )
+        if budget.unattached >= STARTS_WITHOUT_ATTACHING:
+            return budget, GiveUp(f"{budget.unattached} attempts in a row failed before training began")
+        if budget.left == 0:
+            spent = f"{self.limit} restarts brought no progress" if self.limit else "no restarts are allowed"
+            return budget, GiveUp(spent)
+        repeats = budget.limit - budget.left
+        delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (repeats - 1)) if repeats else 0.0
+        reason = "it got further than all before it" if progressed else f"no progress, restart {repeats + 1}"
+        return replace(budget, left=budget.left - 1), Restart(delay, reason)

@@ -1,0 +1,114 @@
+"""The run directory before the first attempt: is it one, is it free, and how it is left untouched by a refusal."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.errors import RunDirectoryError, RunDoesNotFit
+from rollback.events import Record
+from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import read_journal
+from rollback.rundir.lock import RunLock
+from rollback.rundir.paths import RunPaths
+
+
+@dataclass(frozen=True)
+class Past:
+    """What a run directory holds of earlier attempts."""
+
+    train: list[Record]
+    supervisor: list[Record]
+
+    @property
+    def last_attempt(self) -> int:
+        return max((record.attempt for record in [*self.train, *self.supervisor]), default=0)
+
+
+def read_past(paths: RunPaths) -> Past:
+    """Read a run directory, which need not exist, and change nothing.
+
+    Raises RunDoesNotFit for a directory that is something else or of another format, JournalDamaged, and
+    RunDirectoryError where it cannot be read or written.
+    """
+    _require_access(paths)
+    try:
+        _require_run_directory(paths)
+    except OSError as error:
+        raise RunDirectoryError(f"reading the run directory {paths.root}: {error.strerror or error}") from error
+    read_identity(paths)
+    return Past(read_journal(paths.train_journal).records, read_journal(paths.supervisor_journal).records)
+
+
+def _require_access(paths: RunPaths) -> None:
+    nearest = next(path for path in (paths.root, *paths.root.absolute().parents) if os.path.lexists(path))
+    if not nearest.is_dir():
+        raise RunDirectoryError(
+            f"the run directory {paths.root} cannot be used: {nearest} is not a directory",
+            hint="name another one with --run DIR",
+        )
+    journals = paths.train_journal.parent
+    for directory in (nearest, paths.ring, paths.ranks, paths.skips, journals, paths.metrics.parent):
+        if directory.is_dir() and not os.access(directory, os.R_OK | os.W_OK | os.X_OK):
+            raise RunDirectoryError(
+                f"the run directory {paths.root} cannot be used: this user may not read and write {directory}",
+                hint="change its permissions, or name another run directory with --run DIR",
+            )
+
+
+def _require_run_directory(paths: RunPaths) -> None:
+    """Refuse to fill a directory that holds somebody's other files."""
+    if not paths.root.exists() or paths.identity.exists() or paths.train_journal.parent.exists():
+        return
+    # An attempt that ended before its ranks had attached may have left these.
+    ours = (paths.lock, paths.holder, paths.ranks, paths.ring, paths.skips, paths.metrics.parent)
+    others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
+    if others:
+        raise RunDoesNotFit(
+            f"{paths.root} is not a run directory: it has neither run.json nor journal/, but {others[0]!r}"
+            + (f" and {len(others) - 1} more" if len(others) > 1 else ""),
+            hint="name a new or empty directory with --run DIR; nothing was changed",
+        )
+
+
+class Claim:
+    """Holds a run directory for this process. It is made where it does not exist.
+
+    `release` at the end of a run; `undo` instead where the job was refused, which leaves the disk as it was before.
+    Raises RunInUse or RunDirectoryError from the constructor.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
+        self._lock_was_there = paths.lock.exists()
+        self._stale_holder = paths.holder.read_bytes() if paths.holder.is_file() else None
+        try:
+            self._lock = RunLock(paths, "rollback launch")
+        except RunDirectoryError:
+            self._remove_what_was_made()
+            raise
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def undo(self) -> None:
+        if not self._lock_was_there:
+            # A contender that waits on the file that vanishes here sees that it is gone and opens the name anew.
+            self._paths.lock.unlink(missing_ok=True)
+        self._lock.release()
+        if self._stale_holder is not None:
+            try:
+                with open(self._paths.holder, "xb") as file:
+                    file.write(self._stale_holder)
+            except FileExistsError:
+                pass  # somebody else holds the directory already and has said so
+        self._remove_what_was_made()
+
+    def _remove_what_was_made(self) -> None:
+        for path in self._absent:
+            try:
+                Path(path).rmdir()
+            except OSError:
+                return  # not there, or somebody else uses it by now

@@ -1,0 +1,70 @@
+"""What torchrun is called with, and what the ranks find in their environment. Pure."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.supervisor.flags import names_a_rendezvous
+from rollback.supervisor.torchrun import ENV_TORCHRUN
+
+_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
+
+
+@dataclass(frozen=True)
+class Job:
+    """What the user asked to be run.
+
+    flags: torchrun's flags by name, a text for those that take a value, True for switches that are on.
+    script: a path, or what --module and --no-python make of it. arguments: the script's own.
+    """
+
+    flags: Mapping[str, str | bool]
+    script: str
+    arguments: Sequence[str]
+
+
+def torchrun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
+    """The command line of an attempt.
+
+    torchrun never restarts ranks itself: two parties that restart the same job hide attempts from each other's budget.
+    """
+    flags = {**job.flags, "max-restarts": "0"}
+    if not names_a_rendezvous(job.flags, environment):
+        flags["standalone"] = True  # a free port instead of a fixed one: two jobs on one host do not meet
+    options = [
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not False
+    ]
+    return [sys.executable, "-m", "rollback.supervisor.torchrun", *options, job.script, *job.arguments]
+
+
+def rank_environment(
+    environment: Mapping[str, str],
+    *,
+    run: Path,
+    attempt: int,
+    settings: Settings,
+    supervisor: str,
+    refusal: Path,
+    failures: Path,
+) -> dict[str, str]:
+    """The environment of torchrun and, through it, of every rank.
+
+    supervisor: its `pid:create_time`. run: made absolute, since a script may change its working directory.
+    refusal, failures: where rank 0 and torchrun's process leave word, outside of the run directory.
+    """
+    return {
+        # When a rank fails, its peers are ended by torchrun. They have nothing to save that the next attempt could
+        # use, so they get less than torchrun's 30 seconds.
+        _SHUTDOWN_TIMEOUT: "5",
+        **environment,
+        ENV_RUN: str(run.absolute()),
+        ENV_ATTEMPT: str(attempt),
+        ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
+        ENV_SUPERVISOR: supervisor,
+        ENV_REFUSAL: str(refusal),
+        ENV_TORCHRUN: f"{supervisor.partition(':')[0]}:{failures}",
+    }

@@ -1,0 +1,140 @@
+"""What the run directory, rank 0 and torchrun's process say about an attempt. Reads; writes nothing."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from rollback.errors import ExitCode
+from rollback.events import Attached, Committed, Finished, Record, Stopped
+from rollback.rundir.durable import read_small_file
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal
+
+_Left = TypeVar("_Left", bound=BaseModel)
+
+# torchrun exits with 2 only where it cannot read its command line; it has then started nothing.
+_TORCHRUN_REFUSED = Refusal(
+    exit_code=ExitCode.USAGE,
+    message="torchrun does not accept its flags; its own message stands above",
+    hint="torchrun --help and rollback launch --help list them",
+)
+
+
+class TrainJournal:
+    """The ranks' journal, read again only when the file has grown: it is looked at ten times a second."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._size = -1
+        self._records: list[Record] = []
+
+    def records(self, attempt: int | None = None) -> list[Record]:
+        """Facts of the ranks, those of one attempt if it is given. Raises JournalDamaged or RunDirectoryError."""
+        size = self._path.stat().st_size if self._path.exists() else 0
+        if size != self._size:
+            self._records = read_journal(self._path).records
+            self._size = size
+        return [record for record in self._records if attempt is None or record.attempt == attempt]
+
+    def has_attached(self, attempt: int) -> bool:
+        return any(isinstance(record.fact, Attached) for record in self.records(attempt))
+
+
+def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | None = None) -> int | None:
+    """The furthest step that facts and heartbeats know of, of one attempt if it is given."""
+    steps = [
+        record.fact.step for record in records if isinstance(record.fact, Attached | Committed | Finished | Stopped)
+    ]
+    steps += [beat.step for beat in read_heartbeats(paths.ranks).values() if attempt in (None, beat.attempt)]
+    return max(steps, default=None)
+
+
+def got_further(records: Iterable[Record], step: int | None, best: int | None) -> bool:
+    """Whether an attempt made progress, given its facts, the furthest step it reached and that of all before it.
+
+    It did where it went past them all, or where it left a checkpoint beyond the one it began with: after a rollback a
+    run may do much good work at steps that it has seen before. `best` is None where no attempt was before.
+    """
+    began: int | None = None
+    for record in records:
+        if isinstance(record.fact, Attached):
+            began = record.fact.step
+        elif isinstance(record.fact, Committed) and began is not None and record.fact.step > began:
+            return True
+    return step is not None and step > (best or 0)
+
+
+def gather(
+    paths: RunPaths,
+    journal: TrainJournal,
+    attempt: int,
+    *,
+    status: int,
+    told_to_stop: bool,
+    refusal: Path,
+    failures: Path,
+) -> Evidence:
+    """Everything that decides how an attempt ended. Call it when all its processes are gone."""
+    records = journal.records(attempt)
+    return Evidence(
+        status=status,
+        told_to_stop=told_to_stop,
+        attached=any(isinstance(record.fact, Attached) for record in records),
+        refusal=_read(refusal, Refusal) or (_TORCHRUN_REFUSED if status == ExitCode.USAGE else None),
+        stopped=next((record.fact for record in reversed(records) if isinstance(record.fact, Stopped)), None),
+        failures=_read(failures, Failures),
+        step=furthest_step(paths, records, attempt),
+    )
+
+
+def _read(path: Path, model: type[_Left]) -> _Left | None:
+    """What a process left in a file of ours; None where that cannot be read: it may have been killed while writing."""
+    try:
+        return model.model_validate_json(read_small_file(path, 1 << 20))
+    except (OSError, ValueError):
+        return None
+
+
+def cause(evidence: Evidence) -> str:
+    """In words what ended a failed attempt, and no more than the evidence shows."""
+    failures = evidence.failures
+    if evidence.status < 0:
+        return f"torchrun was killed by {_signal_name(-evidence.status)}"
+    if failures is None:
+        return f"torchrun exited with status {evidence.status} and left no account"
+    if not failures.failures:
+        return f"torchrun failed with {failures.error}"
+    first, *others = failures.failures
+    others = [failure for failure in others if failure.exitcode != -signal.SIGTERM]  # ended by torchrun, for the first
+    followed = f"; then {_enumerate_ranks(others)} failed too" if others else ""
+    return _describe(first) + followed
+
+
+def _describe(failure: RankFailure) -> str:
+    who = f"rank {failure.rank} (pid {failure.pid})"
+    if failure.exitcode < 0:
+        return f"{who} was killed by {_signal_name(-failure.exitcode)}"
+    what = f": {failure.message.strip().splitlines()[-1]}" if failure.message and failure.message.strip() else ""
+    return f"{who} exited with status {failure.exitcode}{what}"
+
+
+def _enumerate_ranks(failures: list[RankFailure]) -> str:
+    if len(failures) == 1:
+        return f"rank {failures[0].rank}"
+    if len(failures) <= 4:
+        return "ranks " + ", ".join(str(failure.rank) for failure in failures)
+    return f"{len(failures)} other ranks"
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,95 @@
+"""How an attempt can have ended, as a table from what is known to what follows. Pure.
+
+A status tells next to nothing (torchrun exits with 1 whatever a rank did), so what the ranks wrote comes first.
+
+| refusal | stopped    | told to stop | torchrun's status | outcome                        |
+|---------|------------|--------------|-------------------|--------------------------------|
+| yes     |            |              |                   | refused, with its exit code    |
+|         | structural |              |                   | structural (76)                |
+|         | preempted  | yes          |                   | resumable (75)                 |
+|         | preempted  | no           | 0                 | resumable (75)                 |
+|         |            |              | 0                 | done (0)                       |
+|         |            | yes          | not 0             | resumable (75)                 |
+|         | preempted  | no           | not 0             | failed: another attempt, or 1  |
+|         |            | no           | not 0             | failed: another attempt, or 1  |
+
+The last but one: ranks whose torchrun died are ended by the supervisor with SIGTERM and may save on the way out.
+Nobody asked the job to stop, so it goes on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rollback.errors import ExitCode
+from rollback.events import Stopped
+
+Ending = Literal["refused", "structural", "resumable", "done", "failed"]
+
+EXIT_CODES: dict[Ending, ExitCode] = {
+    "structural": ExitCode.STRUCTURAL,
+    "resumable": ExitCode.RESUMABLE,
+    "done": ExitCode.DONE,
+    "failed": ExitCode.FAILED,
+}
+
+
+class Refusal(BaseModel):
+    """What rank 0 wrote before the ranks left a job alone that they must not touch."""
+
+    model_config = ConfigDict(frozen=True)
+    exit_code: int
+    message: str
+    hint: str | None = None
+
+
+class RankFailure(BaseModel):
+    """A rank that failed, as torchrun saw it. `exitcode` is -N for a rank that signal N ended."""
+
+    model_config = ConfigDict(frozen=True)
+    rank: int
+    pid: int
+    exitcode: int
+    message: str | None
+
+
+class Failures(BaseModel):
+    """What torchrun raised, and the ranks that failed, the first one first."""
+
+    model_config = ConfigDict(frozen=True)
+    error: str
+    failures: tuple[RankFailure, ...]
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What is known of an attempt once all its processes are gone.
+
+    status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
+    attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together.
+    step: the furthest one that any rank is known to have reached.
+    """
+
+    status: int
+    told_to_stop: bool
+    attached: bool
+    refusal: Refusal | None
+    stopped: Stopped | None
+    failures: Failures | None
+    step: int | None
+
+
+def ending(evidence: Evidence) -> Ending:
+    """The row of the table above that holds."""
+    if evidence.refusal is not None:
+        return "refused"
+    if evidence.stopped is not None and evidence.stopped.reason == "structural":
+        return "structural"
+    if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):
+        return "resumable"
+    if evidence.status == 0:
+        return "done"
+    return "resumable" if evidence.told_to_stop else "failed"

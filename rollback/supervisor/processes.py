@@ -1,0 +1,153 @@
+"""Starting torchrun, finding every process of an attempt, and seeing to it that none is left.
+
+Two attempts must never write one run directory, so the next one starts only after every process of the last is gone.
+Ranks have sessions of their own, and their loader workers may outlive them, so neither a process group nor torchrun's
+own bookkeeping covers them all. A subreaper does: what loses its parent below us becomes our child.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import psutil
+
+from rollback.config import ENV_RUN, ENV_SUPERVISOR
+from rollback.errors import RollbackError
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Heartbeat, read_heartbeats
+
+_PR_SET_CHILD_SUBREAPER = 36
+_UNKILLABLE_AFTER = 30.0
+# Two processes may compute the start time of a third one up to a second apart: the kernel states the time of boot in
+# whole seconds. A reused pid with a start time as near as this does not happen.
+_SAME_START = 2.0
+
+
+def become_subreaper() -> None:
+    """Orphans among our descendants become our children, where `descendants` finds them, instead of init's."""
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def name_process(process: psutil.Process) -> str:
+    """`pid:create_time`, which no other process ever shares."""
+    return f"{process.pid}:{process.create_time()}"
+
+
+def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start torchrun with our streams, in a session of its own: a Ctrl-C in the terminal is ours to pass on."""
+    return subprocess.Popen(command, env=environment, start_new_session=True)
+
+
+def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
+    """All living processes below this one. `apart_from`: those that were there before us (`exec` keeps children)."""
+    known = set(apart_from)
+    return [
+        process for process in psutil.Process().children(recursive=True) if process not in known and _is_alive(process)
+    ]
+
+
+def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
+    """The ranks of an attempt that have a heartbeat and run on this host, by rank."""
+    found = {}
+    for rank, heartbeat in read_heartbeats(paths.ranks).items():
+        process = _process_of(heartbeat)
+        if heartbeat.attempt == attempt and process is not None:
+            found[rank] = process
+    return found
+
+
+def leftovers(paths: RunPaths) -> list[psutil.Process]:
+    """Living processes of earlier attempts, whose supervisor was killed. Call it while holding the run directory.
+
+    A process is one if a heartbeat names it, or if its environment says that a supervisor that is gone started it for
+    this run directory: the latter finds torchrun, loader workers and ranks that have no heartbeat yet.
+    """
+    own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
+    found = {process.pid: process for beat in read_heartbeats(paths.ranks).values() if (process := _process_of(beat))}
+    for process in psutil.process_iter():
+        try:
+            environment = process.environ()
+        except (psutil.Error, OSError):
+            continue  # another user's, a kernel thread, or gone
+        supervisor = environment.get(ENV_SUPERVISOR)
+        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not _is_running(supervisor):
+            found[process.pid] = process
+    return [process for process in found.values() if process.pid not in own and _is_alive(process)]
+
+
+def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
+    if heartbeat.host != socket.gethostname():
+        return None
+    return _process(heartbeat.pid, heartbeat.created)
+
+
+def _is_running(name: str) -> bool:
+    """Whether the process that `name_process` named is alive."""
+    pid, _, created = name.partition(":")
+    try:
+        return _process(int(pid), float(created)) is not None
+    except ValueError:
+        return False
+
+
+def _process(pid: int, created: float) -> psutil.Process | None:
+    try:
+        process = psutil.Process(pid)
+        same = abs(process.create_time() - created) <= _SAME_START
+    except psutil.Error:
+        return None
+    return process if same and _is_alive(process) else None
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
+    """Signal processes; those that have just ended are passed over."""
+    for process in processes:
+        try:
+            process.send_signal(signum)
+        except psutil.NoSuchProcess:
+            continue
+
+
+def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> None:
+    """Return once `find` finds no process any more: SIGTERM, `patience` seconds, SIGKILL until none is left.
+
+    Raises RollbackError naming a process that cannot be killed (in an uninterruptible system call, mostly because a
+    device or a network file system does not answer).
+    """
+    processes = find()
+    send(processes, signal.SIGTERM)
+    psutil.wait_procs(processes, timeout=patience)
+    deadline = time.monotonic() + _UNKILLABLE_AFTER
+    while processes := find():
+        if time.monotonic() > deadline:
+            pids = ", ".join(str(process.pid) for process in processes)
+            raise RollbackError(
+                f"ending the processes of the last attempt: {pids} cannot be killed after {_UNKILLABLE_AFTER:.0f} s",
+                hint="no other attempt was started, because two would write one run directory; see what these "
+                "processes wait for (cat /proc/PID/stack, dmesg), then run the same command again",
+            )
+        send(processes, signal.SIGKILL)
+        psutil.wait_procs(processes, timeout=1.0)
+
+
+def reap() -> None:
+    """Collect orphans that became our children and have ended. Call it when no `Popen` of ours is still to be waited
+    for: it would lose its status."""
+    try:
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+    except ChildProcessError:
+        return

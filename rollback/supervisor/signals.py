@@ -1,0 +1,48 @@
+"""Signals that ask the supervisor to stop, and how urgently. The handlers only note them; the loop acts."""
+
+from __future__ import annotations
+
+import signal
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+_INSISTENT = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopSignals:
+    """Catches the stop signals while it is entered. One that was ignored when we were started (nohup) stays ignored.
+
+    received: those that came, in order. The second SIGTERM or SIGINT is insistence: end now. A SIGTERM after a
+    SIGUSR1 is not: schedulers send the one as a warning and the other at the end of the time that they warned of.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._taken = 0
+        self._before: dict[signal.Signals, Any] = {}
+
+    @property
+    def insistent(self) -> bool:
+        return sum(signum in _INSISTENT for signum in self.received) >= 2
+
+    def take(self) -> list[signal.Signals]:
+        """Signals that came since the last call."""
+        new = self.received[self._taken :]
+        self._taken += len(new)
+        return new
+
+    def __enter__(self) -> StopSignals:
+        for signum in STOP_SIGNALS:
+            if signal.getsignal(signum) is not signal.SIG_IGN:
+                self._before[signum] = signal.signal(signum, self._note)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for signum, handler in self._before.items():
+            signal.signal(signum, handler)
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.received.append(signal.Signals(signum))

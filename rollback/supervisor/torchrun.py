@@ -1,0 +1,87 @@
+"""What runs in torchrun's process: torchrun as it is, and around it the two things that it does not do.
+
+`python -m rollback.supervisor.torchrun ARGS` is `python -m torch.distributed.run ARGS`, except that
+
+- it ends when its supervisor does. torchrun has its own session, so nothing else would tell it;
+- it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollback.rundir.durable import write_file
+
+# `pid of the supervisor:path to write the account of failed ranks to`. Meant for this process, not for the ranks.
+# It is read here and not in `rollback.config` because every restart waits for the imports of this module.
+ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
+_PR_SET_PDEATHSIG = 1
+
+
+def end_with(supervisor: int) -> None:
+    """Have the kernel send SIGTERM to this process when its parent, the supervisor, dies.
+
+    Not SIGKILL: on SIGTERM torchrun ends its ranks, also those that hold no guard and would stay behind.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
+    if os.getppid() != supervisor:  # it died before the line above
+        sys.exit(1)
+
+
+def describe(error: BaseException) -> dict[str, Any]:
+    """The account of what torchrun raised: its text, and the ranks that failed by themselves, first one first.
+
+    A ChildFailedError carries `failures`, a ProcessFailure for each rank. Ranks that torchrun itself ended are in it
+    too, with the SIGTERM that ended them.
+    """
+    failures = getattr(error, "failures", {})
+    order = sorted(failures, key=lambda rank: _precedence(failures[rank]))
+    return {
+        "error": f"{type(error).__name__}: {error}".splitlines()[0],
+        "failures": [
+            {
+                "rank": rank,
+                "pid": failures[rank].pid,
+                "exitcode": failures[rank].exitcode,
+                "message": _message(failures[rank].error_file_data.get("message")),
+            }
+            for rank in order
+        ],
+    }
+
+
+def _precedence(failure: Any) -> tuple[bool, int, bool]:
+    """Sort key: ranks that torchrun ended come last; in the same second, a rank that a signal ended comes before those
+    that exited by themselves, since peers of a dead rank raise at once."""
+    return failure.exitcode == -signal.SIGTERM, failure.timestamp, failure.exitcode >= 0
+
+
+def _message(recorded: object) -> str | None:
+    """What a rank wrote into its error file: a text, or an object with one; nothing for most scripts."""
+    if isinstance(recorded, dict):
+        recorded = recorded.get("message")
+    return recorded if isinstance(recorded, str) and recorded != "<NONE>" else None
+
+
+def main() -> None:
+    supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
+    end_with(int(supervisor))
+    try:
+        runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+    except Exception as error:
+        told = describe(error)
+        write_file(Path(account), json.dumps(told).encode(), durable=False)
+        if not told["failures"]:
+            raise
+        sys.exit(1)  # the supervisor says in a line what torchrun's traceback says in forty
+
+
+if __name__ == "__main__":
+    main()
