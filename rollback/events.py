@@ -44,6 +44,20 @@ class Fact(BaseModel):
     writer: ClassVar[Literal["train", "supervisor"]] = "train"
     kind: str
 
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
+        return _writable(fields)
+
+
+def _writable(value: Any) -> Any:
+    """The same with lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, (list, tuple)) else value
+
 
 class Attached(Fact):
     """The ranks of an attempt have agreed on where to begin."""
@@ -147,7 +161,10 @@ class Incident(Fact):
 
 
 class Planned(Fact):
-    """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done."""
+    """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done.
+
+    `through` is the last batch of the detection step; `timeline` the one that begins when the plan is carried out.
+    """
 
     kind: Literal["plan"] = "plan"
     incident: int
@@ -158,6 +175,7 @@ class Planned(Fact):
     batch: int | None
     skip: Window | None
     discards: tuple[str, ...]
+    through: int
     timeline: int
     reason: str
 

@@ -43,7 +43,7 @@ def plan(
     first. The result's `timeline` is the one that begins when it is carried out. Same arguments, same plan: every rank
     may compute it.
     """
-    repeated = previous is not None and _repeats(incident, previous, settings.horizon * batches_per_step)
+    repeated = previous is not None and repeats(incident, previous, settings, batches_per_step)
     escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
     action = _action(repeated, escalation, settings)
     target, why = _target(incident, previous if repeated and escalation else None, held, settings)
@@ -57,11 +57,17 @@ def plan(
     return _planned(incident, action, escalation, target, window, held, reason)
 
 
-def _repeats(incident: Incident, previous: Planned, horizon: int) -> bool:
+def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int = 1) -> bool:
+    """Whether an incident is the trouble that `previous` answered, come back."""
     if previous.action not in ("rollback", "retry") or previous.batch is None:
         return False
-    end = previous.skip.last if previous.skip else previous.batch
-    return previous.batch <= incident.onset_batch <= end + horizon
+    return previous.batch <= incident.onset_batch <= horizon_end(previous, settings, batches_per_step)
+
+
+def horizon_end(plan: Planned, settings: Settings, batches_per_step: int = 1) -> int:
+    """The batch up to which an incident would be a repeat; beyond it the planned rollback has proved itself."""
+    end = plan.skip.last if plan.skip else plan.through
+    return end + settings.horizon * batches_per_step
 
 
 def _action(repeated: bool, escalation: int, settings: Settings) -> Action:
@@ -110,8 +116,8 @@ def _window(
 
 def _structural(escalation: int) -> str:
     return (
-        f"{escalation} rollbacks with wider and wider windows did not cure it, so the cause is not in the skipped data: "
-        "look at the learning rate, the precision, the model or the code"
+        f"{escalation} rollbacks with wider and wider windows did not cure it, so the cause is not in the skipped "
+        "data: look at the learning rate, the precision, the model or the code"
     )
 
 
@@ -137,5 +143,6 @@ def _planned(
         skip=window,
         discards=tuple(discards),
         timeline=incident.timeline + carried_out,
+        through=incident.detection_batch,
         reason=reason,
     )

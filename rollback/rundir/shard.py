@@ -118,7 +118,7 @@ class ShardReader:
                 raise CheckpointDamaged(f"the shard {path} is not a regular file")
             if status.st_size != expected.size or expected.size < 8:
                 raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
-            self._map = mmap.mmap(fd, expected.size, access=mmap.ACCESS_READ)
+            self._map = mmap.mmap(fd, expected.size, access=mmap.ACCESS_COPY)
         finally:
             os.close(fd)
         try:

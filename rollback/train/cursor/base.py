@@ -29,6 +29,8 @@ class Cursor(ABC):
     """
 
     kind: ClassVar[str]
+    has_epochs: ClassVar[bool] = True
+    """Whether the data begin anew; False for a stream that merely goes on."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -81,6 +83,11 @@ class Cursor(ABC):
             raise
         self._advance()
         return indices
+
+    def end_epoch(self) -> None:
+        """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
+        self._check_open()
+        self._end_epoch()
 
     def plan_skips(self, first: int, last: int) -> None:  # noqa: B027 - most kinds read nothing ahead
         """Announces that batches `first` to `last` (inclusive) will be passed over, so that no worker reads them.

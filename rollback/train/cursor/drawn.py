@@ -28,6 +28,7 @@ class DrawnCursor(Cursor):
     """
 
     kind = "drawn"
+    has_epochs = False
 
     def __init__(self, draw: Callable[[], Any], *, name: str) -> None:
         super().__init__()

@@ -24,17 +24,17 @@ class EpochSetters:
     def at_opening(self, epoch: int) -> list[int]:
         """What the setters hold for `epoch`, which is about to begin, once the user's call has been seen to."""
         if self._left_at == self._now() and epoch in self._given:
-            self.give(self._given[epoch])
+            self.give(epoch, self._given[epoch])
         else:  # the user has called set_epoch since, or has never left it to us
             self._left_at = None
         self._given[epoch] = self._now()
         return self._given[epoch]
 
-    def give(self, values: list[int]) -> None:
-        """Puts the setters where they were at an epoch's opening."""
+    def give(self, epoch: int, values: list[int]) -> None:
+        """Puts the setters where they were at the opening of `epoch`."""
         for setter, value in zip(self._setters, values, strict=True):
             setter.set_epoch(value)
-        self._left_at = values
+        self._given[epoch] = self._left_at = values
 
     def leave(self) -> None:
         """Notes that the position has moved to between two epochs, so that what is set now may be of a later one."""

@@ -68,7 +68,7 @@ class MapStyleCursor(Cursor):
 
     def describe(self) -> dict[str, Any]:
         batching = self._loader.batch_sampler
-        sampler = getattr(batching, "sampler", batching or self._loader.sampler)
+        sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
         return {
             "kind": self.kind,
             "length": _length(self._loader.dataset),
@@ -136,6 +136,9 @@ class MapStyleCursor(Cursor):
         }
 
     def _seek(self, state: dict[str, Any]) -> None:
+        kept = state["opening"] or state
+        if len(kept["generators"]) != len(self._generators):
+            raise self._does_not_fit("other generators take part")
         self._reader, self._indices = None, None
         self._base_seed = state["base_seed"]
         with rng.preserved():
@@ -146,7 +149,7 @@ class MapStyleCursor(Cursor):
             self._opening = state["opening"]
             rng.restore(self._opening["rng"])
             _set_states(self._generators, self._opening["generators"])
-            self._epoch_setters.give(self._opening["epochs"])
+            self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
         last = None
         if self.offset:
@@ -154,9 +157,9 @@ class MapStyleCursor(Cursor):
             try:
                 last = order.take()
             except StopIteration:
-                raise self._does_not_fit("the epoch is shorter") from None
+                raise self._does_not_fit("fewer batches come") from None
             if _fingerprint(last) != state["last_indices"]:
-                raise self._does_not_fit("the order is another")
+                raise self._does_not_fit("other indices come before it")
         self._begin(order, last)
 
     def _begin(self, order: Order, last: Any) -> None:
@@ -216,8 +219,8 @@ class MapStyleCursor(Cursor):
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(
-            f"cannot go to batch {self.batch} (epoch {self.epoch}, offset {self.offset}) of the data: made again from "
-            f"the random states at the epoch's opening, {difference} than when the checkpoint was taken",
+            f"cannot go to batch {self.batch} of the data (epoch {self.epoch}, offset {self.offset}): in the order "
+            f"made again from the random states at the epoch's opening, {difference} than at the checkpoint",
             hint="the data set, the batch size or the sampler has changed, or the sampler's order depends on more than "
             "random states and set_epoch(): then give the loader a state_dict/load_state_dict of its own",
         )

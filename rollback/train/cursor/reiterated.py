@@ -67,7 +67,7 @@ class ReiteratedCursor(Cursor):
             return
         with rng.preserved():
             rng.restore(self._opening["rng"])
-            self._epoch_setters.give(self._opening["epochs"])
+            self._epoch_setters.give(self.epoch, self._opening["epochs"])
             self._begin()
         if self._iterator is left:
             raise self._does_not_fit("iterating it again gives the same half-used iterator")

@@ -1,0 +1,44 @@
+"""Where a run goes on: a pure function of its record and of the checkpoints on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollback.rundir.history import History
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import parse_checkpoint_name
+
+
+def of_present_timeline(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The checkpoints that still belong to the run, oldest first.
+
+    A rollback cuts off what its timeline had beyond the restored checkpoint. Those checkpoints are usually listed in
+    the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
+    """
+    cuts = [
+        (seq_and_step[0], case.plan.timeline)
+        for case in history.cases
+        if case.plan and case.plan.action in ("rollback", "retry") and case.plan.checkpoint
+        if (seq_and_step := parse_checkpoint_name(case.plan.checkpoint))
+    ]
+    return [
+        manifest
+        for manifest in manifests
+        if manifest.name not in history.discarded
+        and not any(manifest.seq > seq and manifest.timeline < timeline for seq, timeline in cuts)
+    ]
+
+
+def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The checkpoints to try at the start of an attempt, best first.
+
+    With a plan pending: the planned one, then older good ones. Else the newest: after a crash nothing speaks against
+    it, and if it carries an unnoticed trouble the sentinel will meet that again.
+    """
+    present = of_present_timeline(history, manifests)
+    pending = history.pending
+    if pending is None or pending.checkpoint is None:
+        return present[::-1]
+    planned = next((m for m in present if m.name == pending.checkpoint), None)
+    older = [m for m in present if m.name in history.good and m.name < pending.checkpoint]
+    return ([planned] if planned else []) + older[::-1]

@@ -1,0 +1,215 @@
+"""Attaching to a run directory: is it ours, where do we go on, and only then: write.
+
+Rank 0 reads, every rank gets what it read. All refusals happen before anything in the directory is changed, and on
+all ranks alike.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch
+
+from rollback import errors
+from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
+from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
+from rollback.events import Attached, Quarantined, Restored, SkipAdded
+from rollback.events import Record as JournalRecord
+from rollback.rundir import ring
+from rollback.rundir.history import History, fold
+from rollback.rundir.identity import Identity, Job, new_identity, read_identity, require_same_job, write_identity
+from rollback.rundir.journal import read_journal
+from rollback.rundir.lock import RunLock
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.resume import candidates, of_present_timeline
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record, say
+from rollback.train.restoring import restore
+from rollback.train.state import TrainingState
+
+
+def supervised(environment: Mapping[str, str] = os.environ) -> bool:
+    return bool(environment.get(ENV_SUPERVISOR))
+
+
+def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, str] = os.environ) -> RunPaths:
+    """The supervisor's run directory, else the script's, else runs/<script name>."""
+    chosen = environment.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
+    return RunPaths(Path(chosen).absolute())
+
+
+def refuse(error: RollbackError, rank: int) -> NoReturn:
+    """End this rank because of `error`. All ranks must come here with the same error.
+
+    Under a supervisor the error goes to it by file and the rank exits with 0: torchrun would bury both message and
+    status. Otherwise the error is raised as it is.
+    """
+    destination = os.environ.get(ENV_REFUSAL)
+    if not destination:
+        raise error
+    if rank == 0:
+        body = {"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
+        Path(destination).write_text(json.dumps(body), encoding="utf-8")
+    raise SystemExit(0)
+
+
+@dataclass
+class Reading:
+    """What rank 0 found in the run directory, the same on all ranks."""
+
+    attempt: int
+    history: History
+    manifests: list[Manifest]
+    damaged: dict[str, str]
+    fresh: bool
+
+
+def read_run(paths: RunPaths, job: Job, ranks: Ranks) -> tuple[Reading, RunLock | None]:
+    """Collective: read the run directory and check that this job is the run's. Changes nothing.
+
+    Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it.
+    """
+    lock: RunLock | None = None
+    body: dict[str, Any] = {}
+    if ranks.first:
+        try:
+            identity = read_identity(paths)
+            if identity is not None:
+                require_same_job(paths, identity.job, job)
+            lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
+            body = _read(paths, identity)
+        except RollbackError as error:
+            body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
+            if lock is not None:
+                lock.release()
+    body = ranks.from_first(body)
+    if "error" in body:
+        raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
+    reading = Reading(
+        attempt=body["attempt"],
+        history=fold(JournalRecord.model_validate(record) for record in body["records"]),
+        manifests=[Manifest.model_validate(manifest) for manifest in body["manifests"]],
+        damaged=body["damaged"],
+        fresh=body["fresh"],
+    )
+    return reading, lock
+
+
+def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
+    records = read_journal(paths.train_journal).records
+    last = max((record.attempt for record in records), default=0)
+    manifests, damaged = ring.manifests(paths)
+    if identity is None and (manifests or damaged):
+        raise RunDirectoryError(
+            f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
+            hint="restore run.json from a copy, or use another run directory",
+        )
+    return {
+        "attempt": int(os.environ.get(ENV_ATTEMPT) or last + 1),
+        "records": [json.loads(record.model_dump_json()) for record in records],
+        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
+        "damaged": damaged,
+        "fresh": identity is None,
+    }
+
+
+@dataclass
+class Attachment:
+    """An attached run: where it stands and with what it goes on."""
+
+    record: Record
+    history: History
+    manifests: list[Manifest]
+    restored: Manifest | None
+    attempt: int
+    next_seq: int
+
+
+def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks, settings: Settings) -> Attachment:
+    """Collective: restore what the run's record says, then write the first lines of this attempt.
+
+    The first write happens here. Raises RollbackError, the same on all ranks.
+    """
+    history, damaged = reading.history, dict(reading.damaged)
+    chosen: Manifest | None = None
+    for manifest in candidates(history, reading.manifests):
+        fault = restore(paths, manifest, ranks, state)
+        if fault is None:
+            chosen = manifest
+            break
+        damaged[manifest.name] = fault
+    if chosen is None and (reading.manifests or damaged):
+        listed = "".join(f"\n  - {name}: {why}" for name, why in list(damaged.items())[:6])
+        raise NoUsableCheckpoint(
+            f"none of the checkpoints in {paths.ring} can be used:{listed}",
+            hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
+        )
+    record = _first_writes(paths, reading, state, ranks)
+    for name, reason in damaged.items():
+        if ranks.first:
+            _quarantine(paths, name)
+        record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+    for window in settings.skip:
+        if window not in [added.window for added in history.added]:
+            added = SkipAdded(window=window, who="settings", why="given at the start of an attempt")
+            history.added.append(added)
+            record.note(added)
+    record.note(
+        Attached(
+            world_size=ranks.world_size, host=socket.gethostname(), pid=os.getpid(), supervised=supervised(),
+            checkpoint=chosen.name if chosen else None, step=state.counters.step, batch=state.cursor.batch,
+            torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
+        ),
+        f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
+    )  # fmt: skip
+    if chosen is not None:
+        _finish_pending_plan(history, chosen, record)
+    held = [m for m in of_present_timeline(history, reading.manifests) if m.name not in damaged]
+    seqs = [manifest.seq for manifest in reading.manifests]
+    return Attachment(record, history, held, chosen, reading.attempt, max(seqs, default=-1) + 1 + len(reading.damaged))
+
+
+def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks) -> Record:
+    fault = ""
+    record: Record | None = None
+    if ranks.first:
+        try:
+            for directory in (paths.ring, paths.ranks, paths.skips):
+                directory.mkdir(parents=True, exist_ok=True)
+            if reading.fresh:
+                write_identity(paths, new_identity(state.job(ranks.world_size)))
+            ring.sweep(paths)
+            record = Record(paths, reading.attempt, first=True)
+        except (OSError, RollbackError) as error:
+            fault = f"writing to the run directory {paths.root}: {error}"
+    fault = ranks.from_first(fault)
+    if fault:
+        raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
+    return record or Record(paths, reading.attempt, first=False)
+
+
+def _quarantine(paths: RunPaths, name: str) -> None:
+    try:
+        ring.quarantine(paths, name)
+    except OSError as error:
+        say(f"moving checkpoint {name} to quarantine failed ({error}); it stays where it is and is not used")
+
+
+def _finish_pending_plan(history: History, chosen: Manifest, record: Record) -> None:
+    """The plan that a crash interrupted has just been carried out by way of this attempt."""
+    if history.pending is None:
+        return
+    case = history.cases[-1]
+    case.restored = Restored(
+        incident=case.incident.incident, checkpoint=chosen.name, step=chosen.step, batch=chosen.batch,
+        steps_lost=case.incident.step - chosen.step, seconds=0.0, route="relaunch",
+    )  # fmt: skip
+    record.note(case.restored, f"the rollback that was under way is carried out: step {chosen.step}")

@@ -1,0 +1,434 @@
+"""`rollback.Guard`: what the training script holds. It hands out batches, and between them sees to everything else."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import socket
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from rollback.config import Settings, settings_from
+from rollback.errors import ExitCode, RollbackError, UsageError
+from rollback.events import Finished, Restored, Stopped
+from rollback.rundir.history import Case
+from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.sentinel import Hint, Sentinel, learning_rate_hint
+from rollback.train import attach as attaching
+from rollback.train.cursor import cursor_for
+from rollback.train.holdings import Holdings
+from rollback.train.passes import Again, Passes
+from rollback.train.pulse import Pulse
+from rollback.train.ranks import Ranks
+from rollback.train.record import say
+from rollback.train.restoring import restore
+from rollback.train.skips import SkipList
+from rollback.train.snapshots import Snapshots
+from rollback.train.state import Stateful, TrainingState
+from rollback.train.stopping import StopRequest, end_with_supervisor
+from rollback.train.updates import Updates
+from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
+
+_HEARTBEAT_SECONDS = 0.5
+
+
+class Guard:
+    """Iterate over it instead of the loader; tell it the loss. It resumes, rewinds, skips and records.
+
+        guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
+        for batch in guard:
+            loss = loss_fn(model(batch))
+            loss.backward()
+            optimizer.step(); scheduler.step(); optimizer.zero_grad()
+            guard.observe(loss)
+
+    All ranks must make the guard at the same point, after `init_process_group` and after wrapping the model in DDP,
+    and must iterate over it alike.
+
+    model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
+    Stateful loader, a callable or an iterable (see `rollback.train.cursor`). Anything else that has `state_dict` and
+    `load_state_dict` can be handed over by a name of its own (scheduler, scaler, ema, ...) and is kept and restored
+    with the rest; it must be the same on all ranks.
+
+    max_steps: end the iteration after so many optimizer updates; default: at the end of the data. run: the run
+    directory (default `runs/<script name>`; `rollback launch --run` takes precedence). All settings of
+    `rollback.config.Settings` are accepted as keyword arguments; those of the command line take precedence.
+
+    Raises UsageError for what cannot be guarded, RunDoesNotFit for a run directory of another job, RunInUse,
+    RunDirectoryError, NoUsableCheckpoint; in all these cases nothing has been changed.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Any,
+        max_steps: int | None = None,
+        run: str | os.PathLike[str] | None = None,
+        **others: Any,
+    ) -> None:
+        try:
+            self._ranks = Ranks()
+            settings, objects = _sort_out(others)
+            self._attach(model, optimizer, loader, objects, settings, run)
+        except RollbackError as error:
+            attaching.refuse(error, int(os.environ.get("RANK", "0")))
+        self._max_steps = max_steps
+        self._losses: list[Tensor] = []
+        self._grad_norm: Tensor | None = None
+        self._first_batch: int | None = None
+        self._batches = 0
+        self._epoch_began = False
+        self._closed = False
+        self._beat_at = -_HEARTBEAT_SECONDS
+        self._process = (os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        end_with_supervisor()
+        atexit.register(self.close)
+
+    def _attach(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        loader: Any,
+        objects: dict[str, Stateful],
+        settings: Settings,
+        run: str | os.PathLike[str] | None,
+    ) -> None:
+        ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
+        if settings.probation <= sentinel.patience:
+            raise UsageError(
+                f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
+                "steps: a checkpoint could be called good before the trouble in it is called",
+                hint=f"set probation to {sentinel.patience + 1} or more",
+            )
+        self._settings = settings
+        self._paths = attaching.run_paths(run)
+        self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
+        self._state.image()  # refuses now what could not be kept later
+        self._updates = Updates(optimizer, objects.get("scaler"))
+        self._stop = StopRequest()
+        reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
+        attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
+        self._record = attached.record
+        self._attempt = attached.attempt
+        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
+        self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
+        self._skips.announce(cursor)
+        self._watch = Watch(
+            ranks,
+            settings,
+            Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu"))),
+            sentinel,
+            Holdings(settings.probation, attached.manifests, attached.history.good),
+            self._snapshots,
+            self._record,
+            attached.history,
+        )
+        self._passes = Passes(cursor, objects.values())
+        self._source = attached.restored
+        self._snapshot_at = attached.restored.step if attached.restored else None
+        if attached.restored is not None:
+            self._passes.resume()
+
+    # What the script uses ------------------------------------------------------------------------------------------
+
+    @property
+    def step(self) -> int:
+        """The update in progress: the number of completed ones."""
+        return self._state.counters.step
+
+    @property
+    def batch(self) -> int:
+        """The position in the data stream of the batch in hand (of the next one, before the first)."""
+        return max(0, self._state.cursor.batch - 1)
+
+    @property
+    def epoch(self) -> int:
+        """The epoch of the batch in hand."""
+        return self._passes.epoch
+
+    def observe(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
+        """Tell the guard the loss of this batch and, if known, the norm of the update's gradient before clipping.
+
+        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. Nothing is waited for.
+        loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
+        accumulation steps may stay so.
+        """
+        self._losses.append(_scalar(loss, "loss"))
+        if grad_norm is not None:
+            self._grad_norm = _scalar(grad_norm, "grad_norm")
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
+
+        Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an epoch's start
+        goes back to that epoch's body, so that what the script does between epochs is done again as well.
+        """
+        return self._passes.epochs(count)
+
+    def __iter__(self) -> Guard:
+        """Begin a pass: the batches of one epoch."""
+        match self._passes.begin():
+            case Again.RANDOM_STATES:
+                self._state.restore_random_states()
+            case Again.EVERYTHING:
+                self._restore_again()
+        return self
+
+    def __next__(self) -> Any:
+        if self._passes.over:
+            self._passes.note_end()
+            raise StopIteration
+        self._act(self._end_step())
+        while not self._passes.interrupted:
+            if self._max_steps is not None and self.step >= self._max_steps:
+                if self._all_is_well():
+                    self._end_pass(final=True)
+                    break
+                continue
+            try:
+                self._open_epoch()
+                if not self._snapshot_due() or self._take_snapshot():
+                    return self._take_batch()
+            except StopIteration:
+                if not self._all_is_well():
+                    continue
+                if not self._passes.replaying:
+                    self._end_pass(final=False)
+                    break
+                self._passes.cross()
+        raise StopIteration
+
+    def close(self) -> None:
+        """End the guard: wait for the disk, say how the last incident ended. Not collective; called at exit anyway."""
+        if self._closed:
+            return
+        self._closed = True
+        self._snapshots.close()
+        self._watch.close()
+        self._state.cursor.close()
+        if self._lock is not None:
+            self._lock.release()
+
+    # Between two batches -------------------------------------------------------------------------------------------
+
+    def _open_epoch(self) -> None:
+        if not self._state.cursor.opened:
+            self._state.cursor.open_epoch()
+            self._epoch_began = True
+
+    def _take_batch(self) -> Any:
+        cursor = self._state.cursor
+        self._skips.pass_over(cursor, self.step, self._watch.timeline)
+        position = cursor.batch
+        batch = cursor.next()
+        if self._first_batch is None:
+            self._first_batch = position
+        self._batches += 1
+        self._show_life("training")
+        return batch
+
+    def _end_step(self) -> Decision | None:
+        """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
+        updates, counters = self._updates, self._state.counters
+        if not (updates.happened or updates.dropped_by_scaler):
+            return None
+        assert self._first_batch is not None
+        counters.batches_per_step = self._batches
+        mark = StepMark(counters.step, self._first_batch, self.batch, self._batches, self._hints())
+        loss = torch.stack([item.detach().float() for item in self._losses]).mean() if self._losses else None
+        grad_norm = self._grad_norm if self._grad_norm is not None else updates.grad_norm
+        decision = self._watch.end_step(
+            mark, loss, grad_norm, stop=self._stop.requested, scaler_skipped=updates.dropped_by_scaler
+        )
+        updates.measuring = self._grad_norm is None
+        counters.step += 1
+        self._forget_step()
+        return decision
+
+    def _forget_step(self) -> None:
+        self._losses.clear()
+        self._grad_norm = self._first_batch = None
+        self._batches = 0
+        self._epoch_began = False
+        self._updates.forget()
+
+    def _hints(self) -> Hint:
+        counters = self._state.counters
+        rate = float(self._state.optimizer.param_groups[0]["lr"])
+        hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
+        counters.learning_rate = rate
+        counters.highest_rate = max(rate, counters.highest_rate or rate)
+        return hint | (Hint.EPOCH if self._epoch_began else Hint.NONE)
+
+    def _all_is_well(self) -> bool:
+        """Judge the last step too. False if that led to a rewind: then there are batches to come."""
+        decision = self._watch.settle()
+        self._act(decision)
+        return decision is None
+
+    def _act(self, decision: Decision | None) -> None:
+        match decision:
+            case Rewind():
+                self._rewind(decision)
+            case Halt():
+                self._halt(decision)
+
+    # Snapshots -----------------------------------------------------------------------------------------------------
+
+    def _snapshot_due(self) -> bool:
+        every = self._settings.snapshot_every
+        if every == 0 or self._snapshots.in_flight or self._first_batch is not None or not self._watch.calm:
+            return False
+        if self._snapshot_at is None:
+            return True
+        return self.step // every > self._snapshot_at // every
+
+    def _take_snapshot(self) -> bool:
+        """Take one at this step's end. False if there turned out to be something more urgent to do.
+
+        The last step is judged first, so that the sentinel's state in the checkpoint is complete.
+        """
+        if not self._all_is_well():
+            return False
+        if self._watch.calm:
+            self._begin_snapshot()
+        return True
+
+    def _begin_snapshot(self) -> None:
+        cursor = self._state.cursor
+        image = self._state.image()
+        self._watch.begin_snapshot(image, step=self.step, batch=cursor.batch, epoch=cursor.epoch)
+        self._snapshot_at = self.step
+
+    def _commit_now(self) -> None:
+        """A checkpoint of this very step, committed before anything else happens."""
+        self._watch.settle_snapshot()
+        if self._snapshot_at != self.step and self._settings.snapshot_every:
+            self._show_life("saving")
+            self._begin_snapshot()
+            self._watch.settle_snapshot()
+
+    # Ends ----------------------------------------------------------------------------------------------------------
+
+    def _end_pass(self, *, final: bool) -> None:
+        self._commit_now()
+        self._passes.end(final=final)
+        self._record.note(Finished(step=self.step, batch=self._state.cursor.batch))
+
+    def _halt(self, halt: Halt) -> None:
+        if halt.save:
+            self._commit_now()
+        newest = self._watch.newest()
+        stopped = Stopped(
+            reason="structural" if halt.structural else "preempted",
+            step=self.step,
+            batch=self._state.cursor.batch,
+            checkpoint=newest.name if newest else None,
+            account=halt.account,
+        )
+        self._record.note(stopped, f"stopped at step {self.step}: {halt.account}")
+        self._ranks.barrier()
+        self.close()
+        code = ExitCode.STRUCTURAL if halt.structural else ExitCode.RESUMABLE
+        raise SystemExit(0 if attaching.supervised() else int(code))
+
+    def _rewind(self, decision: Rewind) -> None:
+        """Carry out a plan that is in the journal already."""
+        self._show_life("rewinding")
+        began, reached = time.monotonic(), self.step
+        self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
+        while True:
+            assert decision.plan.checkpoint is not None
+            target = self._watch.manifest(decision.plan.checkpoint)
+            fault = restore(self._paths, target, self._ranks, self._state)
+            if fault is None:
+                break
+            replanned = self._watch.plan_without(target.name, fault, decision)
+            if not isinstance(replanned, Rewind):
+                self._act(replanned)
+                raise AssertionError("a rollback without a checkpoint halts the run")
+            decision = replanned
+            self._ranks.barrier()
+        self._forget_step()
+        plan = decision.plan
+        if plan.action == "rollback" and plan.skip is not None:
+            self._skips.add(plan.skip)
+        self._skips.announce(self._state.cursor)
+        self._watch.discard(plan)
+        restored = Restored(
+            incident=plan.incident,
+            checkpoint=target.name,
+            step=target.step,
+            batch=target.batch,
+            steps_lost=reached - target.step,
+            seconds=round(time.monotonic() - began, 4),
+            route="in_process",
+        )
+        self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
+        self._watch.rewound(Case(decision.incident, plan, restored), target.step)
+        self._snapshot_at = target.step
+        self._source = target
+        self._passes.rewound()
+
+    def _restore_again(self) -> None:
+        """The script has run code of its own since the restore, for epochs that were over. Undo what that did."""
+        source = self._source
+        assert source is not None
+        fault = restore(self._paths, source, self._ranks, self._state)
+        if fault is not None:
+            raise RollbackError(
+                f"restoring {source.name} once more at the start of its epoch: {fault}",
+                hint="run the same command again: an older checkpoint will be used",
+            )
+
+    # Signs of life -------------------------------------------------------------------------------------------------
+
+    def _show_life(self, doing: str) -> None:
+        now = time.monotonic()
+        if now - self._beat_at < _HEARTBEAT_SECONDS:
+            return
+        self._beat_at = now
+        pid, host, created = self._process
+        beat = Heartbeat(
+            pid=pid, host=host, attempt=self._attempt, step=self.step, batch=self.batch, doing=doing, monotonic=now,
+            created=created,
+        )  # fmt: skip
+        try:
+            write_heartbeat(self._paths.heartbeat(self._ranks.rank), beat)
+        except OSError as error:
+            say(f"writing the heartbeat of rank {self._ranks.rank} failed ({error}); training goes on")
+
+
+def _sort_out(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:
+    """Settings and objects among the guard's further arguments. Raises UsageError for what is neither."""
+    settings = {name: value for name, value in others.items() if name in Settings.model_fields}
+    objects: dict[str, Stateful] = {}
+    for name, value in others.items():
+        if name in settings or value is None:
+            continue
+        if not isinstance(value, Stateful):
+            raise UsageError(
+                f"Guard({name}=...) is a {type(value).__name__}: neither a setting nor an object with state_dict and "
+                "load_state_dict",
+                hint=f"the settings are {', '.join(Settings.model_fields)}",
+            )
+        objects[name] = value
+    return settings_from(settings), objects
+
+
+def _scalar(value: Tensor | float, what: str) -> Tensor:
+    if not isinstance(value, Tensor):
+        return torch.tensor(float(value))
+    if value.numel() != 1:
+        raise UsageError(
+            f"guard.observe got a {what} of shape {list(value.shape)}; it takes one number",
+            hint=f"reduce it first, for example {what}.mean()",
+        )
+    return value.detach().reshape(())

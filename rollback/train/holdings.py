@@ -1,0 +1,82 @@
+"""The checkpoints that a run holds, and which of them are good: the ring as every rank sees it.
+
+Never looks at the disk. It is fed with landings and verdicts, which are the same on all ranks, so that all ranks hold
+the same view.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollback.policy import Held
+from rollback.rundir import ring
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import parse_checkpoint_name
+
+
+class Holdings:
+    """Committed checkpoints of the present timeline with their status.
+
+    probation: healthy verdicts on steps after a checkpoint that make it good.
+    """
+
+    def __init__(self, probation: int, manifests: Iterable[Manifest], good: Iterable[str]) -> None:
+        self._probation = probation
+        self._held = {manifest.name: manifest for manifest in manifests}
+        self._good = {name for name in good if name in self._held}
+        self._healthy: dict[str, int] = {name: 0 for name in self._held if name not in self._good}
+
+    def begin(self, name: str) -> None:
+        """A snapshot was taken: its probation runs from now, not from its commit."""
+        self._healthy[name] = 0
+
+    def land(self, manifest: Manifest) -> bool:
+        """A checkpoint was committed. Whether it is good at once: the state before any step is known to be."""
+        self._held[manifest.name] = manifest
+        if manifest.step == 0:
+            self._good.add(manifest.name)
+            del self._healthy[manifest.name]
+        return manifest.step == 0
+
+    def drop(self, name: str) -> None:
+        self._held.pop(name, None)
+        self._healthy.pop(name, None)
+        self._good.discard(name)
+
+    def judge(self, healthy: bool, onset: int | None) -> list[Manifest]:
+        """Count a verdict; the checkpoints that became good by it.
+
+        An onset (a watch or a call) holds all back: those taken after it start again when it has passed, and those
+        before it wait, since a verdict on what they led to is pending.
+        """
+        if not healthy:
+            for name in self._healthy:
+                _, step = parse_checkpoint_name(name) or (0, 0)
+                if onset is not None and step > onset:
+                    self._healthy[name] = 0
+            return []
+        passed = []
+        for name in list(self._healthy):
+            self._healthy[name] += 1
+            if self._healthy[name] >= self._probation and name in self._held:
+                del self._healthy[name]
+                self._good.add(name)
+                passed.append(self._held[name])
+        return passed
+
+    def as_held(self) -> list[Held]:
+        """Oldest first, as the policy wants them."""
+        return [Held(m.name, m.step, m.batch, m.name in self._good) for m in self._in_order()]
+
+    def manifest(self, name: str) -> Manifest:
+        return self._held[name]
+
+    def newest(self) -> Manifest | None:
+        return self._in_order()[-1] if self._held else None
+
+    def surplus(self, keep: int) -> list[tuple[str, str]]:
+        """What must leave a ring of capacity `keep`, with the reason."""
+        return ring.choose_evictions([m.name for m in self._in_order()], self._good, (), keep)
+
+    def _in_order(self) -> list[Manifest]:
+        return [self._held[name] for name in sorted(self._held)]

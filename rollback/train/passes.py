@@ -1,0 +1,156 @@
+"""Passes: how the script's loops over the guard map to epochs of the data, also when a run resumes or rewinds.
+
+A *pass* is one `for batch in guard`. Pass p covers epoch p. Three things disturb that:
+
+- A resumed run begins in a later epoch. Passes before it are empty: the script's loop comes by, there is nothing to do.
+- A rollback goes back over an epoch's start. Inside `guard.epochs()` the pass ends and the earlier epoch's body is
+  begun again. Inside a plain `range` loop the script cannot be sent back: the pass goes on with the rest of the earlier
+  epoch, crosses the start of its own epoch once more, and repeats the learning-rate steps that the script made there.
+  Other things that a script does between epochs are not repeated; `guard.epochs()` is for scripts that do them.
+- A checkpoint taken when a pass ended stands before the code that follows the loop. A run that goes on from it gets
+  that pass as an empty one, so that the code is run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from rollback.errors import UsageError
+from rollback.train.cursor import Cursor
+
+
+class Again(Enum):
+    """What must be restored once more when a pass begins, because the script ran code of its own since the restore."""
+
+    NOTHING = "nothing"
+    RANDOM_STATES = "random states"
+    EVERYTHING = "everything"
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The pass in which a restored run goes on; `tail_only`: behind its last batch."""
+
+    number: int
+    tail_only: bool
+
+
+class Passes:
+    """Counts passes. The same on all ranks, since the scripts' loops are."""
+
+    def __init__(self, cursor: Cursor, objects: Iterable[Any]) -> None:
+        self._cursor = cursor
+        self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
+        self._begun = 0
+        self._announced: int | None = None
+        self._target: _Target | None = None
+        self._strayed = False
+        self._finished = False
+        self._steps_at_end: list[int] | None = None
+        self._boundary_steps: dict[int, list[int]] = {}
+        self.epoch = 0
+        """Number of the pass that is running."""
+        self.over = False
+        """Whether the running pass has no batches left."""
+        self.interrupted = False
+        """Whether the running pass ends because its epochs() goes back to an earlier one."""
+
+    def resume(self) -> None:
+        """The cursor was put where an earlier attempt was."""
+        self._target = self._where()
+
+    def begin(self) -> Again:
+        """A `for batch in guard` begins."""
+        number = self._begun if self._announced is None else self._announced
+        self._begun, self._announced = number + 1, None
+        self.interrupted = False
+        self._note_boundary(number)
+        if self._finished or (self._target is not None and number < self._target.number):
+            self.over, self._strayed = True, True
+            return Again.NOTHING
+        self.epoch, self.over = number, False
+        if self._target is None:
+            self._leave_broken_epoch(number)
+            return Again.NOTHING
+        self.over = self._target.tail_only
+        again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
+        self._target, self._strayed = None, False
+        return again
+
+    def end(self, *, final: bool) -> None:
+        """The running pass has no more batches; with `final` no later one has either."""
+        self.over = True
+        self._finished = final
+        self.note_end()
+
+    def note_end(self) -> None:
+        self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
+
+    def rewound(self) -> None:
+        """A rollback has put the cursor back, perhaps into an earlier epoch."""
+        target = self._where()
+        if target.number >= self.epoch:
+            return
+        if self._by_epochs:
+            self._target, self._strayed, self.interrupted = target, True, True
+        elif target.tail_only:
+            self.cross()
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the epoch that has just ended is an earlier one than this pass covers."""
+        return self._cursor.epoch <= self.epoch
+
+    def cross(self) -> None:
+        """Cross an epoch's start within a pass: repeat the learning-rate steps that the script made there."""
+        for scheduler, count in zip(
+            self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
+        ):
+            for _ in range(count):
+                scheduler.step()
+
+    _by_epochs = False
+
+    def epochs(self, count: int) -> Iterator[int]:
+        """See `Guard.epochs`."""
+        self._by_epochs = True
+        try:
+            while not self._finished:
+                number = self._target.number if self._target else self._cursor.epoch + self._in_broken_epoch()
+                if number >= count:
+                    return
+                self._announced = number
+                yield number
+                if self._announced is not None:
+                    raise UsageError(
+                        f"the body of guard.epochs() did not iterate over the guard in epoch {number}",
+                        hint="write `for epoch in guard.epochs(n):` and inside it `for batch in guard:`",
+                    )
+        finally:
+            self._by_epochs = False
+
+    def _where(self) -> _Target:
+        cursor = self._cursor
+        tail_only = not cursor.opened and cursor.epoch > 0
+        return _Target(cursor.epoch - tail_only, tail_only)
+
+    def _note_boundary(self, number: int) -> None:
+        if self._steps_at_end is not None:
+            now = [scheduler.last_epoch for scheduler in self._schedulers]
+            self._boundary_steps[number] = [
+                max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
+            ]
+        self._steps_at_end = None
+
+    def _in_broken_epoch(self) -> bool:
+        """Whether the script broke off its last pass within an epoch that has an end."""
+        return self._cursor.opened and self._cursor.offset > 0 and self._cursor.has_epochs and not self.interrupted
+
+    def _leave_broken_epoch(self, number: int) -> None:
+        if self._in_broken_epoch() and number > self._cursor.epoch:
+            self._cursor.end_epoch()

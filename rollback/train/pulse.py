@@ -1,0 +1,203 @@
+"""The pulse: one small all-reduce a step, started when the step ends and read when the next one does.
+
+Everything on which ranks must agree rides on it. The reduced vector is the same on every rank, and ranks act on nothing
+else, so they act alike. Rank-local values never decide anything.
+
+Layout of the vector (float64, summed): `Slot`s, then one code for each rank that says what was not finite there.
+Non-finite values themselves are left out of the sums: a NaN would blot out who sent it.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from rollback.train.ranks import Ranks
+
+
+class Slot(IntEnum):
+    """Places in the vector. The first four are computed on the device of the loss, the others are known to the host."""
+
+    LOSS = 0
+    GRAD = 1
+    LOSS_COUNT = 2
+    GRAD_COUNT = 3
+    STOP = 4
+    SCALER_SKIPPED = 5
+    SHARD_WRITTEN = 6
+    SHARD_FAILED = 7
+    COMMITTED = 8
+
+
+class Ailment(IntFlag):
+    """What was not finite on a rank."""
+
+    LOSS_NAN = 1
+    LOSS_INF = 2
+    GRAD_NAN = 4
+    GRAD_INF = 8
+
+
+@dataclass
+class Signs:
+    """What one rank puts on the pulse besides loss and gradient norm: facts that only its host knows."""
+
+    stop: bool = False
+    scaler_skipped: bool = False
+    shard_written: bool = False
+    shard_failed: bool = False
+    committed: bool = False
+
+    def row(self) -> list[float]:
+        """In the order of the slots from STOP on."""
+        return [
+            float(flag)
+            for flag in (
+                self.stop,
+                self.scaler_skipped,
+                self.shard_written,
+                self.shard_failed,
+                self.committed,
+            )
+        ]
+
+
+@dataclass(frozen=True)
+class Beat:
+    """A reduced pulse: the same on every rank.
+
+    loss, grad_norm: mean over the ranks, NaN or Inf if any rank's was; None if no rank had one.
+    ailing: ranks with something non-finite. The counts are numbers of ranks.
+    """
+
+    loss: float | None
+    grad_norm: float | None
+    ailing: tuple[int, ...]
+    stop: bool
+    scaler_skipped: bool
+    shards_written: int
+    shards_failed: int
+    committed: bool
+
+
+class Pulse:
+    """At most one beat is under way. `send` and `read` are collective; `send` does not wait, `read` waits for the sum.
+
+    `read` costs no more than the wait for a collective that was started a whole step ago. On CUDA neither makes the
+    computing stream wait: the sum goes to pinned host memory on a stream of its own.
+    """
+
+    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+        self._ranks = ranks
+        self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
+        if not ranks.distributed:
+            self._device = device
+        size = len(Slot) + ranks.world_size
+        self._cuda = self._device.type == "cuda"
+        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda)
+        self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
+        self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+        self._weights = torch.tensor([1.0, 4.0], dtype=torch.float64, device=self._device)
+        self._work: dist.Work | None = None
+        self._vector: Tensor | None = None
+
+    @property
+    def under_way(self) -> bool:
+        return self._vector is not None
+
+    def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> None:
+        """Start a beat. loss, grad_norm: scalars of this rank (any float dtype and device), or None."""
+        compose = self._compose_on_device if self._cuda else self._compose_on_host
+        self._vector = compose(loss, grad_norm, signs)
+        if self._ranks.distributed:
+            self._work = dist.all_reduce(self._vector, async_op=True)
+        if self._side is not None and self._arrived is not None:
+            self._side.wait_stream(torch.cuda.current_stream(self._device))
+            with torch.cuda.stream(self._side):
+                if self._work is not None:
+                    self._work.wait()
+                self._vector.record_stream(self._side)
+                self._host.copy_(self._vector, non_blocking=True)
+                self._arrived.record(self._side)
+
+    def read(self) -> Beat:
+        """The beat that is under way, reduced."""
+        if self._vector is None:
+            raise RuntimeError("no beat is under way")
+        if self._arrived is not None:
+            self._arrived.synchronize()
+        else:
+            if self._work is not None:
+                self._work.wait()
+            self._host.copy_(self._vector)
+        self._work = self._vector = None
+        return _beat(self._host.tolist())
+
+    def drop(self) -> None:
+        """Finish a beat that nobody wants to know any more. Collective like `read`."""
+        if self.under_way:
+            self.read()
+
+    def _compose_on_host(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> Tensor:
+        values, counts, ailment = [0.0, 0.0], [0.0, 0.0], 0.0
+        for place, (tensor, weight) in enumerate(((loss, 1.0), (grad_norm, 4.0))):
+            if tensor is None:
+                continue
+            value = tensor.item()
+            if math.isfinite(value):
+                values[place], counts[place] = value, 1.0
+            else:
+                ailment += weight * (1.0 if math.isnan(value) else 2.0)
+        codes = [0.0] * self._ranks.world_size
+        codes[self._ranks.rank] = ailment
+        return torch.tensor([*values, *counts, *signs.row(), *codes], dtype=torch.float64)
+
+    def _compose_on_device(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> Tensor:
+        absent = torch.zeros((), dtype=torch.float64, device=self._device)
+        values = torch.stack([
+            absent if value is None else value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
+            for value in (loss, grad_norm)
+        ])  # fmt: skip
+        present = torch.tensor([float(loss is not None), float(grad_norm is not None)], dtype=torch.float64)
+        finite = torch.isfinite(values)
+        # 1 for NaN and 2 for Inf, in the digits of Ailment: the loss has weight 1, the gradient weight 4.
+        ailment = ((~finite).double() * (2.0 - torch.isnan(values).double()) * self._weights).sum()
+        codes = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
+        codes[self._ranks.rank] = ailment
+        known = torch.tensor(signs.row(), dtype=torch.float64)
+        return torch.cat([
+            torch.where(finite, values, 0.0),
+            present.to(self._device, non_blocking=True) * finite,
+            known.to(self._device, non_blocking=True),
+            codes,
+        ])  # fmt: skip
+
+
+def _beat(vector: list[float]) -> Beat:
+    slots, codes = vector[: len(Slot)], [Ailment(int(code)) for code in vector[len(Slot) :]]
+    anywhere = Ailment(0)
+    for code in codes:
+        anywhere |= code
+    return Beat(
+        loss=_mean(slots[Slot.LOSS], slots[Slot.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
+        grad_norm=_mean(slots[Slot.GRAD], slots[Slot.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF),
+        ailing=tuple(rank for rank, code in enumerate(codes) if code),
+        stop=slots[Slot.STOP] > 0,
+        scaler_skipped=slots[Slot.SCALER_SKIPPED] > 0,
+        shards_written=int(slots[Slot.SHARD_WRITTEN]),
+        shards_failed=int(slots[Slot.SHARD_FAILED]),
+        committed=slots[Slot.COMMITTED] > 0,
+    )
+
+
+def _mean(total: float, count: float, anywhere: Ailment, nan: Ailment, inf: Ailment) -> float | None:
+    if anywhere & nan:
+        return math.nan
+    if anywhere & inf:
+        return math.inf
+    return total / count if count else None

@@ -1,0 +1,80 @@
+"""The ranks of this job as the guard sees them: who am I, and the few blocking collectives outside the training loop.
+
+One process without torch.distributed is a job of one rank. Every method of `Ranks` that says *collective* must be
+called by all ranks at the same point; its result is the same on all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rollback.errors import UsageError
+
+
+class Ranks:
+    """rank, world_size, and the device on which this group's collectives run."""
+
+    def __init__(self) -> None:
+        self.distributed = dist.is_available() and dist.is_initialized()
+        expected = int(os.environ.get("WORLD_SIZE", "1"))
+        if not self.distributed and expected > 1:
+            raise UsageError(
+                f"WORLD_SIZE is {expected} but torch.distributed is not initialised",
+                hint="call torch.distributed.init_process_group() before making the Guard",
+            )
+        self.rank = dist.get_rank() if self.distributed else 0
+        self.world_size = dist.get_world_size() if self.distributed else 1
+        on_gpu = self.distributed and "nccl" in str(dist.get_backend())
+        self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def barrier(self) -> None:
+        """Collective: return when all ranks have come."""
+        if self.distributed:
+            dist.barrier()
+
+    def all_of(self, condition: bool) -> bool:
+        """Collective: whether the condition holds on every rank."""
+        if not self.distributed:
+            return condition
+        flag = torch.tensor([int(condition)], dtype=torch.int32, device=self.device)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        return bool(flag.item())
+
+    def from_first(self, value: Any) -> Any:
+        """Collective: rank 0's JSON value on every rank. (broadcast_object_list would pickle.)"""
+        if not self.distributed:
+            return json.loads(json.dumps(value))
+        body = json.dumps(value).encode() if self.first else b""
+        size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
+        dist.broadcast(size, src=0)
+        buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
+        if self.first:
+            buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
+        dist.broadcast(buffer, src=0)
+        return json.loads(bytes(buffer.cpu().numpy()))
+
+    def from_each(self, text: str) -> list[str]:
+        """Collective: every rank's text, in rank order."""
+        if not self.distributed:
+            return [text]
+        body = text.encode()
+        size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
+        sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
+        dist.all_gather(sizes, size)
+        room = max(1, *(int(item.item()) for item in sizes))
+        mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
+        all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
+        dist.all_gather(all_of_them, mine)
+        return [
+            bytes(item.cpu().numpy())[: int(length.item())].decode()
+            for item, length in zip(all_of_them, sizes, strict=True)
+        ]

@@ -1,0 +1,95 @@
+"""Rank 0's pen: journal, metrics and notices. A disk that refuses costs a line in memory, never the training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import TypeVar
+
+from rollback.events import Fact, Trouble
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter, Metric, metric_line
+
+_FLUSH_SECONDS = 1.0
+_T = TypeVar("_T")
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr. A closed or full stderr must not end the training."""
+    try:
+        print(f"rollback: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        return
+
+
+class Record:
+    """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
+
+    def __init__(self, paths: RunPaths, attempt: int, *, first: bool) -> None:
+        self._attempt = attempt
+        self._journal = Journal(paths.train_journal, attempt) if first else None
+        self._metrics: LineWriter | None = None
+        self._flushed = time.monotonic()
+        self._failing: set[str] = set()
+        self._lock = threading.RLock()
+        if first:
+            self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
+
+    def note(self, fact: Fact, notice: str | None = None) -> None:
+        """Append a fact to the journal and, with `notice`, tell people. Durable on return unless the disk refuses."""
+        if self._journal is None:
+            return
+        journal = self._journal
+        with self._lock:
+            if notice:
+                say(notice)
+            self._try("writing the journal", lambda: journal.append(fact))
+
+    def metric(
+        self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int
+    ) -> None:
+        """Note a judged step."""
+        if self._metrics is None:
+            return
+        metrics, now = self._metrics, time.monotonic()
+        line = metric_line(
+            Metric.model_construct(
+                step=step,
+                batch=batch,
+                loss=loss,
+                grad_norm=grad_norm,
+                verdict=verdict,
+                attempt=self._attempt,
+                timeline=timeline,
+            )
+        )
+        self._try("writing the metrics", lambda: metrics.write(line))
+        if now - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._metrics is not None:
+            self._flushed = time.monotonic()
+            self._try("writing the metrics", self._metrics.flush)
+
+    def close(self) -> None:
+        self.flush()
+
+    def _try(self, doing: str, act: Callable[[], _T]) -> _T | None:
+        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write."""
+        try:
+            result = act()
+        except OSError as error:
+            if doing not in self._failing:
+                self._failing.add(doing)
+                say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
+            return None
+        if doing in self._failing:
+            self._failing.discard(doing)
+            say(f"{doing} works again")
+            if self._journal is not None:
+                self.note(Trouble(doing=doing, error="failed for a while; what the journal held back is written now"))
+        return result

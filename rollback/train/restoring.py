@@ -1,0 +1,67 @@
+"""Restoring a checkpoint: verify on every rank, agree, and only then touch the live objects."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollback.errors import CheckpointDamaged
+from rollback.rundir import ring
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.shard import ShardReader
+from rollback.train import tree
+from rollback.train.ranks import Ranks
+from rollback.train.state import TrainingState
+
+
+def restore(paths: RunPaths, manifest: Manifest, ranks: Ranks, state: TrainingState) -> str | None:
+    """Collective: put a checkpoint into the live objects of every rank, or into none.
+
+    Returns None on success, else why it cannot be believed, in the words of the first rank that found fault; nothing
+    was touched then.
+    """
+    decoded, fault = _read(paths, manifest, ranks.rank)
+    for text in ranks.from_each(fault or ""):
+        if text:
+            return text
+    assert decoded is not None
+    state.load(*decoded)
+    return None
+
+
+def _read(paths: RunPaths, manifest: Manifest, rank: int) -> tuple[tuple[Any, Any] | None, str | None]:
+    try:
+        readers = ring.open_shards(paths, manifest)
+    except CheckpointDamaged as error:
+        return None, error.message
+    try:
+        source = {name: reader for reader in readers for name in reader.entries}
+
+        def fetch(name: str) -> Tensor:
+            return _tensor(source[name], name)
+
+        shared = tree.decode(json.loads(readers[0].metadata["shared"]), fetch)
+        # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
+        local = tree.decode(json.loads(readers[rank].metadata["local"]), lambda name: _tensor(readers[rank], name))
+        return (shared, local), None
+    except CheckpointDamaged as error:
+        return None, error.message
+    except (KeyError, ValueError, TypeError) as error:
+        return None, f"the trees of checkpoint {manifest.name} do not fit its tensors: {error!r}"
+    finally:
+        for reader in readers:
+            reader.close()
+
+
+def _tensor(reader: ShardReader, name: str) -> Tensor:
+    """A tensor of its own memory: the optimizer keeps what it is given, and the file may be evicted."""
+    entry = reader.entries[name]
+    value = torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
+    if entry.nbytes:
+        flat = torch.frombuffer(reader.data(name), dtype=tree.DTYPE[entry.dtype])
+        value.copy_(flat.reshape(entry.shape))
+    return value

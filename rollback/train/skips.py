@@ -1,0 +1,69 @@
+"""Passing over the batches of the skip list, and leaving a record of each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rollback.events import PassedOver, Window
+from rollback.rundir.history import merge_windows
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.train.cursor import Cursor
+from rollback.train.record import Record, say
+
+
+class SkipList:
+    """The windows in force on this rank, and this rank's own record of what it passed over."""
+
+    def __init__(self, paths: RunPaths, rank: int, windows: Iterable[Window], record: Record) -> None:
+        self.windows = merge_windows(windows)
+        self._path = paths.skip_record(rank)
+        self._writer: LineWriter | None = None
+        self._record = record
+
+    def add(self, window: Window) -> None:
+        self.windows = merge_windows([*self.windows, window])
+
+    def announce(self, cursor: Cursor) -> None:
+        """Tell the cursor what will be passed over, so that no worker reads it ahead."""
+        for window in self.windows:
+            if window.last >= cursor.batch:
+                cursor.plan_skips(window.first, window.last)
+
+    def pass_over(self, cursor: Cursor, step: int, timeline: int) -> None:
+        """Move the cursor behind the window it stands in, if any. Raises StopIteration at the epoch's end.
+
+        Every batch is recorded with its data set indices; the record is on disk before training goes on.
+        """
+        window = next((w for w in self.windows if cursor.batch in w), None)
+        if window is None:
+            return
+        first = cursor.batch
+        try:
+            while cursor.batch in window:
+                batch, epoch, offset = cursor.batch, cursor.epoch, cursor.offset
+                indices = cursor.skip()
+                self._note(
+                    SkippedBatch(
+                        batch=batch,
+                        epoch=epoch,
+                        offset=offset,
+                        indices=None if indices is None else list(indices),
+                        timeline=timeline,
+                    )
+                )
+        finally:
+            if cursor.batch > first:
+                self._guarded(lambda writer: writer.flush(durable=True))
+                self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
+
+    def _note(self, skipped: SkippedBatch) -> None:
+        self._guarded(lambda writer: writer.write(skipped.model_dump_json()))
+
+    def _guarded(self, act: Callable[[LineWriter], None]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = LineWriter(self._path)
+            act(self._writer)
+        except OSError as error:
+            say(f"writing the skip record {self._path} failed ({error}); training goes on, the journal has the windows")

@@ -1,0 +1,164 @@
+"""What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
+
+`shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
+`local` differs by rank and is stored by each: random states, cursor, and the model's buffers, since DDP lets those of
+the ranks drift apart between forwards and an exact resume needs each rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rollback.errors import CheckpointDamaged, UsageError
+from rollback.rundir.identity import Job
+from rollback.sentinel import Sentinel
+from rollback.train import rng, tree
+from rollback.train.cursor import Cursor
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be handed to the guard: what it returns is kept, what was kept is loaded."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass
+class Counters:
+    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far."""
+
+    step: int = 0
+    batches_per_step: int = 1
+    learning_rate: float | None = None
+    highest_rate: float | None = None
+
+
+@dataclass(frozen=True)
+class Image:
+    """A state taken apart: two JSON trees and the tensors they refer to, which are the live ones, not copies."""
+
+    shared: tree.Json
+    local: tree.Json
+    shared_tensors: dict[str, Tensor]
+    local_tensors: dict[str, Tensor]
+
+
+class TrainingState:
+    """The live objects of one rank. Nothing here is collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objects: Mapping[str, Stateful],
+        cursor: Cursor,
+        sentinel: Sentinel,
+    ) -> None:
+        self.model = unwrap(model)
+        self.optimizer = optimizer
+        self.objects = dict(objects)
+        self.cursor = cursor
+        self.sentinel = sentinel
+        self.counters = Counters()
+        self._random: dict[str, Any] = {}
+
+    def job(self, world_size: int) -> Job:
+        """What identifies this job, for run.json."""
+        state = self.model.state_dict()
+        return Job(
+            world_size=world_size,
+            model=[
+                (name, str(value.dtype).removeprefix("torch."), list(value.shape))
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            ],
+            optimizer={
+                "class": type(self.optimizer).__name__,
+                "groups": [len(group["params"]) for group in self.optimizer.param_groups],
+            },
+            objects=sorted(self.objects),
+            data=self.cursor.describe(),
+        )
+
+    def image(self) -> Image:
+        """Take the present state apart. Raises UsageError naming what a checkpoint cannot keep."""
+        buffers = {name for name, _ in self.model.named_buffers()}
+        model = self.model.state_dict()
+        shared = {
+            "model": {name: value for name, value in model.items() if name not in buffers},
+            "optimizer": self.optimizer.state_dict(),
+            "objects": {name: item.state_dict() for name, item in self.objects.items()},
+            "sentinel": self.sentinel.state_dict(),
+            "counters": vars(self.counters),
+        }
+        local = {
+            "buffers": {name: value for name, value in model.items() if name in buffers},
+            "random": rng.capture(),
+            "cursor": self.cursor.state_dict(),
+        }
+        shared_tensors: dict[str, Tensor] = {}
+        local_tensors: dict[str, Tensor] = {}
+        return Image(
+            tree.encode(shared, "shared", shared_tensors),
+            tree.encode(local, "local", local_tensors),
+            shared_tensors,
+            local_tensors,
+        )
+
+    def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """Put a decoded state into the live objects, in place where they have tensors already.
+
+        The tensors must not be shared with anything else: an optimizer keeps those it is given. Gradients are dropped,
+        since they belong to an update that will not happen. Random states come last, after all that might draw.
+        """
+        if set(shared["objects"]) != set(self.objects):
+            raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
+        self.model.load_state_dict({**shared["model"], **local["buffers"]}, strict=True)
+        self.optimizer.load_state_dict(shared["optimizer"])
+        for name, item in self.objects.items():
+            item.load_state_dict(shared["objects"][name])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.sentinel.load_state_dict(shared["sentinel"])
+        self.counters = Counters(**shared["counters"])
+        self.cursor.load_state_dict(local["cursor"])
+        self._random = local["random"]
+        self.restore_random_states()
+
+    def restore_random_states(self) -> None:
+        """Put the random states back to where the last `load` put them."""
+        rng.restore(self._random)
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module whose names a checkpoint uses: without DDP's `module.` and torch.compile's `_orig_mod.`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            break
+    if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+        raise UsageError(
+            "the model is sharded (FSDP); the guard keeps replicated models only",
+            hint="use DistributedDataParallel, or keep FSDP's own checkpoints for this job",
+        )
+    return model
+
+
+def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
+    """Which rank stores each shared tensor: about the same number of bytes for each, the same answer on all ranks."""
+    load = [0] * world_size
+    owner: dict[str, int] = {}
+    for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        rank = min(range(world_size), key=load.__getitem__)
+        owner[name] = rank
+        load[rank] += value.nbytes
+    return owner

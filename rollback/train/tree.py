@@ -1,0 +1,130 @@
+"""States as trees: JSON texts with references to named tensors, as docs/format.md defines them. No pickle.
+
+`encode` takes what `state_dict()` methods return; `decode` gives an equal value back. What has no faithful JSON form is
+refused by `encode`, with its path, when the guard is made rather than at the first snapshot.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from rollback.errors import CheckpointDamaged, UsageError
+
+Json = Any
+
+DTYPE_CODE: Mapping[torch.dtype, str] = {
+    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
+    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
+    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
+    torch.uint64: "U64", torch.float64: "F64", torch.complex64: "C64",
+}  # fmt: skip
+DTYPE: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODE.items()}
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+    """The JSON tree of `value`; tensors met on the way are put into `tensors` under their paths, not copied.
+
+    Raises UsageError naming the path of what cannot be kept.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": _special(float(value))}
+        case Tensor():
+            return {"$tensor": _put(value, path, tensors)}
+        case np.ndarray():
+            return {"$array": _put(_from_numpy(value, path), path, tensors)}
+        case np.generic():
+            return encode(value.item(), path, tensors)
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case list():
+            return [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]}
+        case Mapping():
+            return _encode_mapping(value, path, tensors)
+        case _:
+            raise UsageError(
+                f"the state of {path!r} holds a {type(value).__module__}.{type(value).__qualname__}, "
+                "which a checkpoint without pickle cannot keep",
+                hint="let its state_dict() return numbers, texts, lists, dicts, arrays and tensors only",
+            )
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
+    items = [(key, encode(item, f"{path}/{_escape(str(key))}", tensors)) for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {"$counter": [[encode(key, path, tensors), item] for key, item in items]}
+    plain = all(type(key) is str for key, _ in items)
+    if plain and not (len(items) == 1 and items[0][0].startswith("$")):
+        return dict(items)
+    return {"$map": [[encode(key, path, tensors), item] for key, item in items]}
+
+
+def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
+    """The value of a JSON tree; `tensor(name)` fetches tensors. Raises CheckpointDamaged at an unknown tag."""
+    if isinstance(tree, list):
+        return [decode(item, tensor) for item in tree]
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1 and (tag := next(iter(tree))).startswith("$"):
+        return _decode_tag(tag, tree[tag], tensor)
+    return {key: decode(item, tensor) for key, item in tree.items()}
+
+
+def _decode_tag(tag: str, body: Json, tensor: Callable[[str], Tensor]) -> Any:
+    match tag:
+        case "$tensor":
+            return tensor(body)
+        case "$array":
+            return tensor(body).numpy()
+        case "$float":
+            return float(body)
+        case "$bytes":
+            return base64.b64decode(body)
+        case "$tuple":
+            return tuple(decode(item, tensor) for item in body)
+        case "$map":
+            return {decode(key, tensor): decode(item, tensor) for key, item in body}
+        case "$counter":
+            return Counter({decode(key, tensor): decode(item, tensor) for key, item in body})
+        case _:
+            raise CheckpointDamaged(f"a state tree has the unknown tag {tag!r}")
+
+
+def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODE or type(tensor).__name__ == "DTensor":
+        kind = "sharded" if type(tensor).__name__ == "DTensor" else f"{tensor.layout} {tensor.dtype}"
+        raise UsageError(
+            f"the tensor {path!r} is {kind}; a checkpoint keeps dense tensors of the types {', '.join(DTYPE)}",
+            hint="sharded parameters (FSDP, tensor parallel) are not supported; replicated ones (DDP) are",
+        )
+    tensors[path] = tensor.detach()
+    return path
+
+
+def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
+    except TypeError as error:
+        raise UsageError(f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep") from error
+
+
+def _special(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def _escape(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")

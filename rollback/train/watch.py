@@ -1,0 +1,315 @@
+"""What happens at a step's end: the beat is read, judged and answered, the same way on every rank.
+
+    beat -> landing of the snapshot in flight -> verdict -> probation -> plan, if the verdict demands action
+
+All of it is a function of the reduced beat and of state that is itself the same on all ranks, so that no rank can come
+to another decision than its peers.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rollback import policy
+from rollback.config import Settings
+from rollback.events import (
+    BecameGood,
+    Committed,
+    Concluded,
+    Dropped,
+    Evicted,
+    Incident,
+    Noticed,
+    Outcome,
+    Planned,
+    Quarantined,
+    ScalerSkipped,
+)
+from rollback.rundir.history import Case, History
+from rollback.rundir.manifest import Manifest
+from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.train.holdings import Holdings
+from rollback.train.pulse import Beat, Pulse
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+from rollback.train.snapshots import Landing, Snapshots
+from rollback.train.state import Image
+
+_MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """A step and the batches that went into it, skipped ones in between not counted."""
+
+    step: int
+    first_batch: int
+    last_batch: int
+    batches_per_step: int
+    hints: Hint
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Decision: carry out this plan."""
+
+    incident: Incident
+    plan: Planned
+    batches_per_step: int
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Decision: stop together. `account` is for people."""
+
+    structural: bool
+    account: str
+    save: bool
+
+
+Decision = Rewind | Halt
+
+
+class Watch:
+    """Judges every step. Methods are collective unless they say otherwise."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: Settings,
+        pulse: Pulse,
+        sentinel: Sentinel,
+        holdings: Holdings,
+        snapshots: Snapshots,
+        record: Record,
+        history: History,
+    ) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._pulse = pulse
+        self._sentinel = sentinel
+        self._holdings = holdings
+        self._snapshots = snapshots
+        self._record = record
+        self._marks: deque[StepMark] = deque(maxlen=_MARKS)
+        self._incidents = len(history.cases)
+        self._last_plan = next((c.plan for c in reversed(history.cases) if c.plan and c.plan.action != "observe"), None)
+        self._open = next((case for case in reversed(history.cases) if _awaits_outcome(case)), None)
+        self._healthy_since = 0
+        self.timeline = history.timeline
+        self.calm = True
+
+    def end_step(
+        self, mark: StepMark, loss: Tensor | None, grad_norm: Tensor | None, *, stop: bool, scaler_skipped: bool
+    ) -> Decision | None:
+        """Judge the step before this one and send this one's beat, unless there is something to do."""
+        decision = self.settle()
+        stopping = isinstance(decision, Halt) and not decision.structural
+        if decision is not None and not stopping:
+            return decision
+        signs = self._snapshots.signs()
+        signs.stop, signs.scaler_skipped = stop, scaler_skipped
+        self._marks.append(mark)
+        self._pulse.send(loss, grad_norm, signs)
+        if stopping and isinstance(later := self.settle(), Rewind):
+            # Planned and journalled; there is no time to carry it out.
+            account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
+            return Halt(structural=False, account=account, save=False)
+        return decision
+
+    def settle(self) -> Decision | None:
+        """Judge the step whose beat is under way, if any."""
+        if not self._pulse.under_way:
+            return None
+        return self._judge(self._pulse.read(), self._marks[-1])
+
+    def begin_snapshot(self, image: Image, *, step: int, batch: int, epoch: int) -> None:
+        """Copy the state and start writing it."""
+        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=self.timeline)
+        self._holdings.begin(name)
+
+    def manifest(self, name: str) -> Manifest:
+        return self._holdings.manifest(name)
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint of the present timeline, good or not."""
+        return self._holdings.newest()
+
+    def settle_snapshot(self) -> None:
+        """Wait for the snapshot in flight."""
+        self._take(self._snapshots.settle())
+
+    def rewound(self, case: Case, step: int) -> None:
+        """A plan was carried out; `step` is where training stands now."""
+        assert case.plan is not None
+        self._open, self._last_plan = case, case.plan
+        self.timeline = case.plan.timeline
+        self._healthy_since = 0
+        self.calm = True
+        while self._marks and self._marks[-1].step >= step:
+            self._marks.pop()
+
+    def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
+        """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
+        self._holdings.drop(name)
+        self._snapshots.quarantine(name)
+        self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+        return self._plan(failed.incident, failed.batches_per_step)
+
+    def discard(self, plan: Planned) -> None:
+        """Remove what lies beyond the restored checkpoint."""
+        for name in plan.discards:
+            self._holdings.drop(name)
+            self._evict(name, "beyond a restored checkpoint")
+
+    def close(self) -> None:
+        """Say how the last incident ended, if enough steps have gone well since. Not collective."""
+        if self._open is not None and self._healthy_since >= self._settings.probation:
+            self._conclude(_good_end(self._open))
+        self._record.close()
+
+    def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
+        self._take(self._snapshots.advance(beat))
+        hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+        verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        self._record.metric(
+            mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind.value, timeline=self.timeline
+        )
+        if beat.scaler_skipped:
+            self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
+        if (blip := verdict.ended) is not None:
+            self._record.note(
+                Noticed(
+                    first_step=blip.first_step,
+                    last_step=blip.last_step,
+                    peak=blip.peak,
+                    threshold=blip.threshold,
+                    rule=blip.rule,
+                    fate=blip.fate,
+                )
+            )
+        self.calm = verdict.kind is Kind.HEALTHY
+        self._healthy_since = self._healthy_since + 1 if self.calm else 0
+        for manifest in self._holdings.judge(self.calm, verdict.onset):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+        if self.calm:
+            self._conclude_beyond_horizon(mark)
+        if verdict.kind in (Kind.SPIKE, Kind.NONFINITE):
+            decision = self._answer(verdict, mark, beat)
+            if decision is not None:
+                return decision
+        if beat.stop:
+            return Halt(structural=False, account="told to stop", save=True)
+        return None
+
+    def _answer(self, verdict: Verdict, mark: StepMark, beat: Beat) -> Decision | None:
+        # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
+        self.settle_snapshot()
+        onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
+        incident = Incident(
+            incident=self._incidents,
+            verdict=verdict.kind.value,
+            cause=verdict.witness,
+            rule=verdict.rule,
+            value=verdict.value,
+            threshold=verdict.threshold,
+            explanation=verdict.explanation,
+            window=verdict.window,
+            ranks=beat.ailing,
+            onset_step=onset.step,
+            onset_batch=onset.first_batch,
+            detection_step=mark.step,
+            detection_batch=mark.last_batch,
+            step=self._marks[-1].step + 1,
+            timeline=self.timeline,
+        )
+        self._incidents += 1
+        self._record.flush()
+        self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
+        previous, settings = self._last_plan, self._settings
+        if self._open and previous and policy.repeats(incident, previous, settings, mark.batches_per_step):
+            self._conclude("repeated", mark.step)
+        return self._plan(incident, mark.batches_per_step)
+
+    def _plan(self, incident: Incident, batches_per_step: int) -> Decision | None:
+        plan = policy.plan(incident, self._last_plan, self._holdings.as_held(), self._settings, batches_per_step)
+        self._record.note(plan, _in_words(plan))
+        if plan.action == "observe":
+            self._record.note(Concluded(incident=incident.incident, outcome="observed", step=incident.detection_step))
+            return None
+        if plan.action == "stop":
+            self._record.note(Concluded(incident=incident.incident, outcome="structural", step=incident.detection_step))
+            return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
+        return Rewind(incident, plan, batches_per_step)
+
+    def _mark_of(self, step: int, now: StepMark) -> StepMark:
+        for mark in reversed(self._marks):
+            if mark.step == step:
+                return mark
+        # From before this process: reckoned back from the oldest step that is remembered.
+        oldest = self._marks[0] if self._marks else now
+        first = max(0, oldest.first_batch - (oldest.step - step) * oldest.batches_per_step)
+        return StepMark(step, first, first + oldest.batches_per_step - 1, oldest.batches_per_step, Hint.NONE)
+
+    def _take(self, landing: Landing | None) -> None:
+        if landing is None:
+            return
+        manifest = landing.manifest
+        if not landing.committed:
+            self._holdings.drop(manifest.name)
+            self._record.note(
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
+                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on",
+            )
+            return
+        self._record.note(
+            Committed(
+                checkpoint=manifest.name,
+                step=manifest.step,
+                batch=manifest.batch,
+                timeline=manifest.timeline,
+                bytes=landing.bytes,
+                seconds=round(landing.seconds, 4),
+            )
+        )
+        if self._holdings.land(manifest):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+        for name, reason in self._holdings.surplus(self._settings.keep):
+            self._holdings.drop(name)
+            self._evict(name, reason)
+
+    def _evict(self, name: str, reason: str) -> None:
+        self._snapshots.evict(name, then=lambda: self._record.note(Evicted(checkpoint=name, reason=reason)))
+
+    def _conclude_beyond_horizon(self, mark: StepMark) -> None:
+        case = self._open
+        if case is None or case.plan is None:
+            return
+        if mark.last_batch > policy.horizon_end(case.plan, self._settings, mark.batches_per_step):
+            self._conclude(_good_end(case), mark.step)
+
+    def _conclude(self, outcome: Outcome, step: int | None = None) -> None:
+        assert self._open is not None
+        if step is None:
+            step = self._marks[-1].step if self._marks else 0
+        self._record.note(Concluded(incident=self._open.incident.incident, outcome=outcome, step=step))
+        self._open = None
+
+
+def _awaits_outcome(case: Case) -> bool:
+    return case.plan is not None and case.plan.action in ("rollback", "retry") and case.outcome is None
+
+
+def _good_end(case: Case) -> Outcome:
+    return "not_reproduced" if case.plan is not None and case.plan.action == "retry" else "recovered"
+
+
+def _in_words(plan: Planned) -> str:
+    if plan.action == "stop":
+        return f"stopping: {plan.reason}"
+    skip = f"skip batches {plan.skip.first} to {plan.skip.last}" if plan.skip else "skip nothing"
+    would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
+    return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"
