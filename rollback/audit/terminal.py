@@ -7,22 +7,14 @@ into `rich.text.Text`, which knows no markup.
 
 from __future__ import annotations
 
-import unicodedata
 from typing import TextIO
 
 from rich.console import Console
 from rich.text import Text
 
-# Control characters, invisible formatting (also what reverses the direction of writing), surrogates, line separators.
-_UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
-
-
 def printable(text: str) -> str:
     """`text` in one line, with everything that is not a visible character or a space spelt as an escape."""
-    return "".join(
-        char if unicodedata.category(char) not in _UNPRINTABLE else char.encode("unicode_escape").decode("ascii")
-        for char in text
-    )
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode("ascii") for char in text)
 
 
 def quoted(text: str, style: str = "") -> Text:

@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.terminal import say
+
 
 def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
@@ -20,7 +22,7 @@ def audit(
     """
     from rollback.audit.compile import compile_ledger
     from rollback.audit.material import read_material
-    from rollback.audit.terminal import console_for, quoted
+    from rollback.audit.terminal import console_for
     from rollback.audit.text import print_ledger
 
     ledger = compile_ledger(read_material(run))
@@ -29,4 +31,4 @@ def audit(
     else:
         print_ledger(console_for(sys.stdout), ledger, everything=everything)
     for notice in ledger.notices:
-        console_for(sys.stderr).print(quoted(f"notice: {notice}"))
+        say(f"notice: {notice}")

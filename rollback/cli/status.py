@@ -8,6 +8,8 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.terminal import say
+
 
 def status(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
@@ -18,7 +20,7 @@ def status(
     Reads the run directory and writes nothing into it; a running run is not disturbed.
     """
     from rollback.audit.status import read_status
-    from rollback.audit.terminal import console_for, quoted
+    from rollback.audit.terminal import console_for
     from rollback.audit.text import print_status
 
     found = read_status(run)
@@ -27,4 +29,4 @@ def status(
     else:
         print_status(console_for(sys.stdout), found)
     for notice in found.notices:
-        console_for(sys.stderr).print(quoted(f"notice: {notice}"))
+        say(f"notice: {notice}")

@@ -47,8 +47,8 @@ def incident(number: int, onset: int, detected: int, *, timeline: int = 0, **cha
 def rollback_plan(number: int, checkpoint: str, step: int, skip: tuple[int, int] | None, **changed: Any) -> Planned:
     fields: dict[str, Any] = {
         "incident": number, "action": "rollback", "escalation": 0, "checkpoint": checkpoint, "step": step,
-        "batch": 2 * step, "skip": Window(first=skip[0], last=skip[1]) if skip else None, "discards": (), "through": 2 * step + 19, "timeline": 1,
-        "reason": "first answer to this trouble",
+        "batch": 2 * step, "skip": Window(first=skip[0], last=skip[1]) if skip else None, "discards": (),
+        "through": 2 * step + 19, "timeline": 1, "reason": "first answer to this trouble",
     }  # fmt: skip
     return Planned(**{**fields, **changed})
 

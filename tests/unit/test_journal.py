@@ -1,0 +1,202 @@
+"""Journals: what a crash tears is dropped, what is damaged otherwise is refused, nothing written is lost."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollback.errors import JournalDamaged, RunDirectoryError
+from rollback.events import Fact, Finished, PassedOver, Trouble
+from rollback.rundir import durable
+from rollback.rundir.journal import Journal, read_journal
+
+FACTS: list[Fact] = [
+    PassedOver(first=4, last=9, step=2, timeline=1),
+    Trouble(doing='a "quoted" thing\nin two lines', error="text beyond ASCII: ü 火 \u202e"),
+    PassedOver(first=30, last=31, step=10, timeline=1),
+    Finished(step=50, batch=100),
+]
+
+
+def write(path: Path, facts: list[Fact], attempt: int = 1) -> None:
+    journal = Journal(path, attempt)
+    for fact in facts:
+        journal.append(fact)
+    journal.close()
+
+
+def facts_of(path: Path) -> list[Fact]:
+    return [record.fact for record in read_journal(path).records]
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "journal" / "train.jsonl"
+
+
+@pytest.fixture
+def written(path: Path) -> bytes:
+    write(path, FACTS)
+    return path.read_bytes()
+
+
+def test_what_was_appended_is_read(path: Path, written: bytes) -> None:
+    reading = read_journal(path)
+    assert [record.fact for record in reading.records] == FACTS
+    assert [record.seq for record in reading.records] == [0, 1, 2, 3]
+    assert (reading.sound_bytes, reading.torn_bytes) == (len(written), 0)
+
+
+def test_an_absent_journal_is_an_empty_one(path: Path) -> None:
+    assert read_journal(path).records == []
+
+
+def test_a_later_attempt_goes_on_with_the_sequence_and_the_chain(path: Path, written: bytes) -> None:
+    write(path, FACTS, attempt=2)
+    records = read_journal(path).records
+    assert [record.seq for record in records] == list(range(8))
+    assert [record.attempt for record in records] == [1] * 4 + [2] * 4
+    assert path.read_bytes().startswith(written)
+
+
+def test_every_byte_prefix_reads_as_its_whole_lines(path: Path, written: bytes) -> None:
+    for length in range(len(written) + 1):
+        path.write_bytes(written[:length])
+        reading = read_journal(path)
+        whole = written[:length].count(b"\n")
+        assert [record.fact for record in reading.records] == FACTS[:whole]
+        assert reading.sound_bytes + reading.torn_bytes == length
+        assert (reading.torn_bytes == 0) == (length == 0 or written[length - 1 : length] == b"\n")
+
+
+def test_a_writer_cuts_off_the_torn_tail_and_goes_on(path: Path, written: bytes) -> None:
+    end_of_line_3 = len(b"\n".join(written.split(b"\n")[:3])) + 1
+    for length in [end_of_line_3 + 1, end_of_line_3 + 40, len(written) - 1]:
+        path.write_bytes(written[:length])
+        journal = Journal(path, 2)
+        assert journal.torn_bytes == length - end_of_line_3
+        journal.append(FACTS[0])
+        journal.close()
+        assert facts_of(path) == [*FACTS[:3], FACTS[0]]
+        assert read_journal(path).torn_bytes == 0
+
+
+def test_a_last_line_of_garbage_is_torn_too(path: Path, written: bytes) -> None:
+    path.write_bytes(written + b"\0\0\0\0\n")
+    assert facts_of(path) == FACTS
+    assert read_journal(path).torn_bytes == 5
+
+
+def test_every_flipped_bit_before_the_last_line_is_damage(path: Path, written: bytes) -> None:
+    # The line end before the last line is left out: without it the two are one last line, and that is taken for torn.
+    last_line_end = written[:-1].rindex(b"\n")
+    for position in range(last_line_end):
+        for bit in (0, position % 7 + 1):
+            damaged = bytearray(written)
+            damaged[position] ^= 1 << bit
+            if same_json(bytes(damaged), written):
+                continue
+            path.write_bytes(damaged)
+            with pytest.raises(JournalDamaged, match=r"train\.jsonl: line \d"):
+                read_journal(path)
+
+
+def same_json(one: bytes, other: bytes) -> bool:
+    """Whether two texts differ in spelling only, as `\\u00fc` and `\\u00FC` do."""
+    try:
+        return [json.loads(line) for line in one.splitlines()] == [json.loads(line) for line in other.splitlines()]
+    except ValueError:
+        return False
+
+
+def swap(lines: list[bytes]) -> list[bytes]:
+    return [lines[1], lines[0], *lines[2:]]
+
+
+@pytest.mark.parametrize(
+    "edit",
+    [
+        pytest.param(lambda lines: lines[1:], id="first line gone"),
+        pytest.param(lambda lines: [lines[0], *lines[2:]], id="a line gone"),
+        pytest.param(lambda lines: [lines[0], *lines], id="a line twice"),
+        pytest.param(swap, id="two lines swapped"),
+        pytest.param(lambda lines: [lines[0], b"", *lines[1:]], id="an empty line"),
+        pytest.param(lambda lines: [lines[0], b"[" * 100_000, *lines[1:]], id="nested too deep"),
+        pytest.param(lambda lines: [lines[0], b"7" * 10_000, *lines[1:]], id="a number of 10,000 digits"),
+    ],
+)
+def test_lines_that_were_tampered_with_are_damage(path: Path, written: bytes, edit: Any) -> None:
+    path.write_bytes(b"\n".join(edit(written.splitlines())) + b"\n")
+    with pytest.raises(JournalDamaged):
+        read_journal(path)
+    before = path.read_bytes()
+    with pytest.raises(JournalDamaged):
+        Journal(path, 2)
+    assert path.read_bytes() == before
+
+
+def test_a_disk_that_fills_up_at_any_byte_loses_no_fact_and_leaves_no_torn_line(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(path, FACTS[:1])
+    sound = path.read_bytes()
+    really_write = os.write
+    for room in [0, 1, 17, 100, 150]:
+        path.write_bytes(sound)
+        left = room
+
+        def write_while_there_is_room(fd: int, data: Any) -> int:
+            nonlocal left
+            if left == 0:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            count = really_write(fd, data[:left])
+            left -= count
+            return count
+
+        journal = Journal(path, 1)
+        monkeypatch.setattr(durable.os, "write", write_while_there_is_room)
+        for fact in FACTS[1:3]:
+            with pytest.raises(OSError, match="No space"):
+                journal.append(fact)
+        assert path.read_bytes() == sound
+        assert journal.unwritten == 2
+        monkeypatch.setattr(durable.os, "write", really_write)
+        journal.append(FACTS[3])
+        journal.close()
+        assert facts_of(path) == FACTS
+
+
+def test_short_writes_are_completed(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    really_write = os.write
+    monkeypatch.setattr(durable.os, "write", lambda fd, data: really_write(fd, data[:7]))
+    write(path, FACTS)
+    assert facts_of(path) == FACTS
+
+
+def test_an_appended_fact_is_synced_before_append_returns(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = Journal(path, 1)
+    synced: list[bytes] = []
+    monkeypatch.setattr(durable.os, "fsync", lambda fd: synced.append(path.read_bytes()))
+    journal.append(FACTS[0])
+    journal.close()
+    assert synced
+    assert synced[-1] == path.read_bytes() != b""
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_not_a_regular_file_is_refused_at_once(path: Path, make: Any) -> None:
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises(RunDirectoryError, match=r"train\.jsonl"):
+        read_journal(path)
+
+
+def test_an_unreadable_directory_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "journal").write_text("a file where the directory should be")
+    with pytest.raises(RunDirectoryError, match=r"journal.train\.jsonl"):
+        Journal(tmp_path / "journal" / "train.jsonl", 1)
