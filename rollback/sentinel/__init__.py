@@ -28,7 +28,7 @@ then by the first of these rules that holds (`excursion.judge`), for the preset 
 ===========================  =====================================================================================
 rule                         holds when the mean over the last 5 observations of an excursion is
 ===========================  =====================================================================================
-``loss-high``                6 noise units high
+``loss-high``                7 noise units high, or 6 where no gradient norm is known
 ``loss-and-grad-norm-high``  2.8 high, and the gradient norm began 4.5 high: two witnesses need less each
 ``loss-back-at-start``       2.8 high, and four fifths of all progress are lost
 ===========================  =====================================================================================

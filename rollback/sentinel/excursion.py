@@ -20,7 +20,7 @@ RELEARN_FROM = 32
 
 _LEAST_NOISE_OF_PROGRESS = 0.003  # on a solved task the noise tends to zero and every ripple would stand out
 _LEAST_NOISE_OF_LEVEL = 0.001
-_LEAST_PROGRESS_IN_NOISE = 10.0  # less than this, and the share of it that is lost is itself noise
+_LEAST_PROGRESS_IN_NOISE = 5.0  # less than this, and the share of it that is lost is itself noise
 _SOLVED = 0.05  # share of the first losses below which ratios to the level no longer measure damage
 
 _FEWEST = 4  # two outliers in a row are common in noisy logs, four are not
@@ -42,12 +42,13 @@ class Reading:
     """Loss above its level, in noise units."""
     lost: float
     """Share of the progress since the first losses that it would undo; 0 while there is little to lose."""
-    norm_height: float
-    """Log gradient norm above its level, in its noise units; 0 where unknown."""
+    norm_height: float | None
+    """Log gradient norm above its level, in its noise units; None where unknown."""
 
     def stands_out(self, preset: Preset) -> bool:
         """Whether an excursion begins here: by the loss alone, or by loss and gradient norm together."""
-        return self.height > OPENS or (self.height > OPENS_SUPPORTED and self.norm_height > preset.support)
+        supported = self.norm_height is not None and self.norm_height > preset.support
+        return self.height > (OPENS_SUPPORTED if supported else OPENS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +70,7 @@ class Scale:
         least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
         return cls(level, max(noise, least), progress, solved=0 <= level < _SOLVED * start)
 
-    def read(self, step: int, loss: float, log_norm: float | None, norm_height: float) -> Reading:
+    def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> Reading:
         """Measure an observation. Heights are cut to what counts."""
         above = loss - self.level
         has_progress = self.progress > _LEAST_PROGRESS_IN_NOISE * self.noise
@@ -79,7 +80,7 @@ class Scale:
             log_norm,
             _cut(above / self.noise, _HEIGHT_COUNTED),
             _cut(above / self.progress, _HEIGHT_COUNTED) if has_progress else 0.0,
-            _cut(norm_height, _NORM_COUNTED),
+            None if norm_height is None else _cut(norm_height, _NORM_COUNTED),
         )
 
     def loss_at(self, height: float) -> float:
@@ -95,7 +96,8 @@ class Evidence:
     loss: float
     height: float
     lost: float
-    support: float
+    support: float | None
+    """Mean height of the log gradient norm in the first observations; None where no norm is known."""
 
 
 @dataclass(slots=True)
@@ -123,7 +125,7 @@ class Excursion:
         """Take in the next reading, high or low."""
         self.count += 1
         self.recent.append(reading)
-        if len(self.opening) < patience:
+        if len(self.opening) < patience and reading.norm_height is not None:
             self.opening.append(reading.norm_height)
         if reading.height <= LOW:
             self.lows += 1
@@ -146,12 +148,13 @@ class Excursion:
         if any(reading.height <= LOW for reading in last):
             return None
         lost = [reading.lost for reading in last]
+        opening = self.opening[:needed]
         return Evidence(
             count=needed,
             loss=sum(reading.loss / needed for reading in last),
             height=sum(reading.height for reading in last) / needed,
             lost=(min(lost) + sum(lost) / needed) / 2,
-            support=sum(self.opening[:needed]) / needed,
+            support=sum(opening) / len(opening) if opening else None,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -188,9 +191,10 @@ def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) ->
         return Found("loss-beyond-start", LOW) if evidence.lost > _LOST_BEYOND_EXCUSE else None
     if scale.solved:
         return Found("loss-back-at-start", LOW) if evidence.lost > _LOST_IF_SOLVED else None
-    if evidence.height > preset.alone:
-        return Found("loss-high", preset.alone)
-    if evidence.height > preset.supported and evidence.support > preset.support:
+    alone = preset.only if evidence.support is None else preset.alone
+    if evidence.height > alone:
+        return Found("loss-high", alone)
+    if evidence.height > preset.supported and evidence.support is not None and evidence.support > preset.support:
         return Found("loss-and-grad-norm-high", preset.supported)
     if evidence.height > preset.supported and evidence.lost > _LOST_IS_SUPPORT:
         return Found("loss-back-at-start", preset.supported)

@@ -32,11 +32,12 @@ def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> V
 def spike(step: int, onset: int, found: Found, evidence: Evidence, scale: Scale, window: tuple[float, ...]) -> Verdict:
     """An excursion that is called now. The value is the mean loss over the observations that it was judged by."""
     threshold = scale.loss_at(found.height)
+    support = evidence.support if evidence.support is not None else 0.0
     because = {
         "loss-high": f"above {threshold:.6g}, {found.height:g} noise units above the level",
         "loss-and-grad-norm-high": (
             f"above {threshold:.6g}, {found.height:g} noise units above the level, and the gradient norm (logarithm) "
-            f"began {evidence.support:.1f} of its noise units up"
+            f"began {support:.1f} of its noise units up"
         ),
         "loss-back-at-start": (
             f"above {threshold:.6g}, which undoes {evidence.lost:.0%} of all progress since the first steps"

@@ -119,7 +119,8 @@ class Sentinel:
         scale = Scale.of(self._loss.level(), self._loss.noise(), start)
         reading = scale.read(step, loss, log_norm, self._norm_height(log_norm))
         if log_norm is not None:
-            stuck = self._collapse.update(step, loss, log_norm, reading.norm_height < _NORM_IS_LOW)
+            norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
+            stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
             if stuck is not None and self._state is not State.CALLED and not self._excused:
                 return self._call(explain.collapse(step, stuck, self._loss.recent()), reading)
         if self._excursion is not None:
@@ -204,9 +205,9 @@ class Sentinel:
             return self._excursion.onset
         return step if self._rising_since is None else self._rising_since
 
-    def _norm_height(self, log_norm: float | None) -> float:
+    def _norm_height(self, log_norm: float | None) -> float | None:
         if log_norm is None or not self._norm.ready:
-            return 0.0
+            return None
         return (log_norm - self._norm.level()) / max(self._norm.noise(), _LEAST_NORM_NOISE)
 
     def _accept(self, loss: float, log_norm: float | None) -> None:
