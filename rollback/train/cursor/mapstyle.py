@@ -47,17 +47,11 @@ class MapStyleCursor(Cursor):
         self._epoch_setters = EpochSetters([*samplers, loader.dataset])
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
-        self._feed = _Feed(self)
+        self._feed = _Feed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
         self._reader: Iterator[Any] | None = None
         self._indices: Indices = None
-
-    def request(self, indices: Any, ahead: int) -> Any:
-        """What the reader is asked for to get the batch of these indices, `ahead` positions from here."""
-        if self._loader.num_workers == 0:
-            return indices
-        return Keyed(f"{self._base_seed}/{self.epoch}/{self.offset + ahead}", indices)
 
     def indices(self) -> Indices:
         return self._indices
@@ -104,7 +98,7 @@ class MapStyleCursor(Cursor):
             self.close()
 
     def _fetch(self) -> Any:
-        if self._feed.is_planned(self.batch):  # said to be skipped, and wanted after all
+        if self._feed.is_planned():  # said to be skipped, and wanted after all
             self._feed.planned.clear()
             self._reader = None
         reader = self._start_reading() if self._reader is None else self._reader
@@ -120,7 +114,7 @@ class MapStyleCursor(Cursor):
 
     def _pass_over(self) -> Indices:
         indices = _as_indices(self._feed.peek())
-        if self._feed.reading and not self._feed.is_planned(self.batch):
+        if self._feed.reading and not self._feed.is_planned():
             self._reader = None  # workers are at it: they are told to begin again behind it
             self._feed.reading = 0
         self._feed.pop()
@@ -164,7 +158,8 @@ class MapStyleCursor(Cursor):
 
     def _begin(self, order: Order, last: Any) -> None:
         self._reader = None
-        self._feed.begin(order, last)
+        key = f"{self._base_seed}/{self.epoch}" if self._loader.num_workers > 0 else None
+        self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
 
     def _make_order(self) -> Order:
         """Draws the epoch's order as the loader does: what it draws, when, and from which generator."""
@@ -230,20 +225,27 @@ class _Feed:
     """What the clone reads from as its batch sampler: the order from the position on.
 
     `pending` holds the batches of indices that have left the order but not yet been handed out or passed over; the
-    first is the one at the cursor's position. The first `reading` of them have been given to the reader.
+    first is the one at the position. The first `reading` of them have been given to the reader, or withheld from it
+    because they are planned to be skipped.
+
+    It does not know the cursor: the clone's iterator must be freed with the last reference to the cursor, not by
+    the cycle collector, which could run in a forked worker and would there shut down the workers of its parent.
     """
 
-    def __init__(self, cursor: MapStyleCursor) -> None:
-        self._cursor = cursor
+    def __init__(self) -> None:
         self._order: Order | None = None
+        self._key: str | None = None
+        self._batch = self._offset = 0
         self._pending: deque[Any] = deque()
         self.reading = 0
         self.planned: list[range] = []
         self.last: Any = None
         """The batch of indices before the position."""
 
-    def begin(self, order: Order, last: Any) -> None:
+    def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
+        """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
         self._order, self.last = order, last
+        self._batch, self._offset, self._key = batch, offset, key
         self._pending.clear()
         self.reading = 0
 
@@ -254,27 +256,29 @@ class _Feed:
     def __next__(self) -> Any:
         while True:
             ahead = self.reading
-            indices = self._peek(ahead)
+            indices = self.peek(ahead)
             self.reading += 1
-            if not self.is_planned(self._cursor.batch + ahead):
-                return self._cursor.request(indices, ahead)
+            if not self.is_planned(ahead):
+                return indices if self._key is None else Keyed(f"{self._key}/{self._offset + ahead}", indices)
 
-    def peek(self) -> Any:
-        return self._peek(0)
-
-    def pop(self) -> Any:
-        self.last = self._pending.popleft()
-        self.reading = max(0, self.reading - 1)
-        return self.last
-
-    def is_planned(self, batch: int) -> bool:
-        return any(batch in window for window in self.planned)
-
-    def _peek(self, ahead: int) -> Any:
+    def peek(self, ahead: int = 0) -> Any:
+        """The indices of the batch `ahead` of the position. StopIteration where the epoch has no such batch."""
         assert self._order is not None
         if ahead == len(self._pending):
             self._pending.append(self._order.take())
         return self._pending[ahead]
+
+    def pop(self) -> Any:
+        """Moves the position past the first pending batch, and gives its indices."""
+        self.last = self._pending.popleft()
+        self.reading = max(0, self.reading - 1)
+        self._batch += 1
+        self._offset += 1
+        return self.last
+
+    def is_planned(self, ahead: int = 0) -> bool:
+        """Whether the batch `ahead` of the position is to be skipped."""
+        return any(self._batch + ahead in window for window in self.planned)
 
 
 def _samplers(index_sampler: Any) -> list[Any]:

@@ -1,0 +1,286 @@
+"""Loaders that are not map-style: each is gone back in by what it has, or refused before any harm is done."""
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train import rng
+from rollback.train.cursor import Cursor, cursor_for
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+
+
+def get_batch() -> Any:
+    """As nanoGPT's, with a draw from each library."""
+    return torch.randint(1000, (3,)), {"numpy": np.random.rand(2), "python": [random.random()]}
+
+
+def endless() -> Iterator[Any]:
+    while True:
+        yield get_batch()
+
+
+class Shards(IterableDataset[int]):
+    """Twelve samples, shuffled with Python's `random` as they are read."""
+
+    def __iter__(self) -> Iterator[int]:
+        left = list(range(12))
+        while left:
+            yield left.pop(random.randrange(len(left)))
+
+
+class Reader:
+    """A streaming reader that keeps its own position."""
+
+    def __init__(self) -> None:
+        self.position = 0
+
+    def __iter__(self) -> Iterator[int]:
+        while self.position < 7:
+            self.position += 1
+            yield self.position * 11
+        self.position = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"position": self.position}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.position = state["position"]
+
+
+LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
+    "callable": ("drawn", lambda: get_batch),
+    "generator": ("drawn", endless),
+    "list": ("re-iterated", lambda: [torch.tensor([i]) for i in range(5)]),
+    "iterable data set": ("re-iterated", lambda: DataLoader(Shards(), batch_size=3)),
+    "iterable data set, worker": ("re-iterated", lambda: DataLoader(Shards(), batch_size=3, num_workers=1)),
+    "iterable data set, persistent worker": (
+        "re-iterated",
+        lambda: DataLoader(Shards(), batch_size=3, num_workers=1, persistent_workers=True),
+    ),
+    "stateful reader": ("stateful", Reader),
+    "StatefulDataLoader": ("stateful", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
+    "StatefulDataLoader, worker": (
+        "stateful",
+        lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
+    ),
+}
+
+
+def drive(cursor: Cursor, count: int, model: Callable[[], object] = lambda: None) -> list[str]:
+    """The next `count` batches, in a form that compares; `model` runs after each."""
+    batches: list[str] = []
+    while len(batches) < count:
+        if not cursor.opened:
+            cursor.open_epoch()
+        try:
+            batches.append(repr(cursor.next()))
+        except StopIteration:
+            continue
+        model()
+    return batches
+
+
+def model() -> None:
+    get_batch()
+
+
+def states() -> str:
+    numpy: Any = np.random.get_state()
+    return repr((random.getstate(), numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()))
+
+
+@pytest.mark.parametrize("name", LOADERS)
+def test_each_kind_goes_back_to_every_position(name: str) -> None:
+    kind, make = LOADERS[name]
+    cursor = cursor_for(make())
+    assert cursor.describe()["kind"] == kind
+    positions, expected = [], []
+    for _ in range(11):
+        positions.append((cursor.state_dict(), rng.capture()))
+        expected += drive(cursor, 1, model)
+    every = 5 if "worker" in name else 1
+
+    for state, random_states in positions[:0:-every]:
+        before = states()
+        cursor.load_state_dict(state)
+        assert states() == before
+        rng.restore(random_states)  # as the guard does
+        assert cursor.batch == state["batch"]
+        assert drive(cursor, 11 - cursor.batch, model) == expected[state["batch"] :], "in this process"
+    cursor.close()
+
+    for state, random_states in positions[1::every]:
+        fresh = cursor_for(make())
+        fresh.load_state_dict(state)
+        rng.restore(random_states)
+        assert drive(fresh, 11 - fresh.batch, model) == expected[state["batch"] :], "in a fresh one"
+        fresh.close()
+
+
+@pytest.mark.parametrize("name", ["callable", "generator", "list", "iterable data set", "stateful reader"])
+def test_a_skip_passes_over_exactly_one_batch(name: str) -> None:
+    _, make = LOADERS[name]
+    cursor = cursor_for(make())
+    cursor.open_epoch()
+    state = cursor.state_dict()
+    expected = drive(cursor, 4)
+    cursor.load_state_dict(state)
+    got = drive(cursor, 1)
+    assert cursor.skip() is None
+    assert cursor.skip() is None
+    got += drive(cursor, 1)
+    assert got == [expected[0], expected[3]]
+    assert cursor.batch == 4
+
+
+@pytest.mark.parametrize("name", ["callable", "generator", "iterable data set"])
+def test_a_batch_is_the_same_whatever_the_model_draws(name: str) -> None:
+    _, make = LOADERS[name]
+    start = rng.capture()
+    quiet = drive(cursor_for(make()), 4)
+    rng.restore(start)
+    assert drive(cursor_for(make()), 4, model) == quiet
+
+
+def test_a_callable_gives_what_it_would_give_without_us_where_only_it_draws() -> None:
+    start = rng.capture()
+    unguarded = [repr(get_batch()) for _ in range(5)]
+    rng.restore(start)
+    assert drive(cursor_for(get_batch), 5) == unguarded
+
+
+def test_the_model_does_not_draw_the_numbers_that_the_data_drew() -> None:
+    cursor = cursor_for(get_batch)
+    cursor.open_epoch()
+    assert repr(get_batch()) != repr(cursor.next())
+
+
+def test_an_iterable_is_iterated_under_the_random_states_of_the_process() -> None:
+    start = rng.capture()
+    list(iter(DataLoader([1, 2])))  # type: ignore[arg-type]
+    after = states()
+    rng.restore(start)
+    drive(cursor_for(DataLoader(Shards(), batch_size=12)), 1)
+    assert states() == after, "a base seed was drawn, and nothing else"
+
+
+def test_a_callable_that_fails_can_be_tried_again_or_passed_over() -> None:
+    failing: set[int] = set()
+
+    def fragile() -> int:
+        drawn = random.randrange(10**6)
+        if drawn in failing:
+            raise OSError(f"{drawn} cannot be read")
+        return drawn
+
+    cursor = cursor_for(fragile)
+    cursor.open_epoch()
+    state = cursor.state_dict()
+    expected = [cursor.next() for _ in range(3)]
+    cursor.load_state_dict(state)
+    failing.add(expected[1])
+    got = [cursor.next()]
+    for _ in range(2):
+        with pytest.raises(OSError, match=str(expected[1])):
+            cursor.next()
+    assert cursor.batch == 1
+    cursor.skip()
+    got.append(cursor.next())
+    assert got == [expected[0], expected[2]]
+
+
+def counting() -> Callable[[], int]:
+    counter = iter(range(1000))
+    return lambda: next(counter)
+
+
+def own_generator() -> Callable[[], Any]:
+    own = torch.Generator().manual_seed(0)
+    return lambda: {"x": (torch.rand(2, generator=own), random.random())}
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        counting,
+        own_generator,
+        lambda: iter([torch.rand(2) for _ in range(5)]),
+        lambda: (random.random() + number for number in range(9)),
+        lambda: iter([1]),
+    ],
+    ids=["a counter", "a generator of its own", "a list's iterator", "augments what it walks through", "one batch"],
+)
+def test_what_hides_a_position_is_refused_at_the_first_batch(make: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match="drawn twice") as refusal:
+        cursor_for(make()).open_epoch()
+    assert "state_dict" in str(refusal.value)
+
+
+def test_values_that_are_not_numbers_do_not_count_as_another_batch() -> None:
+    nan = float("nan")
+    cursor_for(lambda: (torch.tensor([nan, 1.0]), np.array([nan]), {"x": [nan, "text", None, 3]})).open_epoch()
+
+
+def test_an_iterator_without_batches_is_just_empty() -> None:
+    cursor = cursor_for(iter([]))
+    cursor.open_epoch()
+    with pytest.raises(StopIteration):
+        cursor.next()
+
+
+def test_an_iterable_that_does_not_begin_anew_is_refused() -> None:
+    class Once:
+        def __init__(self) -> None:
+            self.batches = iter(range(9))
+
+        def __iter__(self) -> Iterator[int]:
+            return self.batches
+
+    cursor = cursor_for(Once())
+    drive(cursor, 2)
+    with pytest.raises(RunDoesNotFit, match="half-used"):
+        cursor.load_state_dict(cursor.state_dict())
+
+
+def test_an_iterable_with_fewer_batches_than_before_is_refused() -> None:
+    cursor = cursor_for([1, 2, 3, 4])
+    drive(cursor, 3)
+    with pytest.raises(RunDoesNotFit, match="ends after 2 batches"):
+        cursor_for([1, 2]).load_state_dict(cursor.state_dict())
+
+
+def test_a_checkpoint_of_another_kind_of_loader_is_refused() -> None:
+    cursor = cursor_for([1, 2, 3])
+    with pytest.raises(RunDoesNotFit, match="'re-iterated', this one is 'drawn'"):
+        cursor_for(get_batch).load_state_dict(cursor.state_dict())
+
+
+@pytest.mark.parametrize("loader", [7, None, "text", {"x": 1}, list], ids=repr)
+def test_what_gives_no_batches_is_refused_with_what_is_accepted(loader: Any) -> None:
+    with pytest.raises(UsageError, match="accepted are") as refusal:
+        cursor_for(loader)
+    assert "cannot read batches" in refusal.value.message
+
+
+def test_a_loader_that_iterates_in_its_own_way_is_not_sought_by_index() -> None:
+    class Reversed(DataLoader[int]):
+        def __iter__(self) -> Any:
+            return iter(list(super().__iter__())[::-1])
+
+    cursor = cursor_for(Reversed(range(6), batch_size=2))  # type: ignore[arg-type]
+    assert cursor.describe()["kind"] == "re-iterated"
+    cursor.open_epoch()
+    assert cursor.next().tolist() == [4, 5]

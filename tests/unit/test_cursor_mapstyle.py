@@ -1,0 +1,531 @@
+"""A map-style loader under a cursor: the same data in the same order, from any position, without a needless read."""
+
+import itertools
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    RandomSampler,
+    Sampler,
+    WeightedRandomSampler,
+    get_worker_info,
+)
+
+from rollback.errors import RunDoesNotFit
+from rollback.train import rng
+from rollback.train.cursor import Cursor, cursor_for
+
+EPOCHS = 3
+LENGTH = 23
+
+
+class Numbers(Dataset[int]):
+    """Sample i is i. Reading a forbidden one is an error."""
+
+    def __init__(self, length: int = LENGTH, forbidden: frozenset[int] = frozenset()) -> None:
+        self.length = length
+        self.forbidden = forbidden
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> int:
+        if index in self.forbidden:
+            raise OSError(f"sample {index} was read")
+        return index
+
+
+class Augmented(Numbers):
+    """Sample i is i and a draw from each library."""
+
+    def __getitem__(self, index: int) -> Any:
+        return index, random.random(), np.random.rand(), torch.rand(2)
+
+
+class Buckets:
+    """A batch sampler of uneven batches, shuffled with Python's `random` as iteration begins."""
+
+    def __len__(self) -> int:
+        return 7
+
+    def __iter__(self) -> Iterator[list[int]]:
+        buckets = [list(range(start, min(start + 4, LENGTH))) for start in range(0, LENGTH, 4)] + [[2, 9]]
+        random.shuffle(buckets)
+        return iter(buckets)
+
+
+class DrawsAtOnce(Sampler[int]):
+    """Draws in `__iter__` itself, not when the first index is asked for."""
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(torch.randperm(LENGTH)[:17].tolist())
+
+
+LOADERS: dict[str, Callable[[], dict[str, Any]]] = {
+    "in sequence": lambda: {"batch_size": 4},
+    "in sequence, whole batches": lambda: {"batch_size": 4, "drop_last": True},
+    "shuffled": lambda: {"batch_size": 4, "shuffle": True},
+    "shuffled, whole batches": lambda: {"batch_size": 5, "shuffle": True, "drop_last": True},
+    "shuffled by a generator": lambda: {
+        "batch_size": 4,
+        "shuffle": True,
+        "generator": torch.Generator().manual_seed(5),
+    },
+    "sampler with a generator": lambda: {
+        "batch_size": 23,
+        "sampler": RandomSampler(range(LENGTH), generator=torch.Generator().manual_seed(6)),
+    },
+    "distributed": lambda: {"batch_size": 3, "sampler": DistributedSampler(Numbers(), 2, 1, shuffle=True)},
+    "distributed, whole batches": lambda: {
+        "batch_size": 3,
+        "drop_last": True,
+        "sampler": DistributedSampler(Numbers(), 2, 1, shuffle=True, drop_last=True),
+    },
+    "with replacement": lambda: {
+        "batch_size": 5,
+        "sampler": RandomSampler(range(LENGTH), replacement=True, num_samples=70),
+    },
+    "with replacement by a generator": lambda: {
+        "batch_size": 5,
+        "sampler": RandomSampler(
+            range(LENGTH), replacement=True, num_samples=70, generator=torch.Generator().manual_seed(4)
+        ),
+    },
+    "weighted": lambda: {"batch_size": 4, "sampler": WeightedRandomSampler([0.1, 0.7, 0.2], 15)},
+    "uneven batches": lambda: {"batch_sampler": Buckets()},
+    "drawn at once": lambda: {"batch_size": 4, "sampler": DrawsAtOnce()},
+    "without batches": lambda: {"batch_size": None, "shuffle": True},
+}
+WORKERS: dict[str, dict[str, Any]] = {
+    "no workers": {"num_workers": 0},
+    "2 workers": {"num_workers": 2},
+    "1 persistent worker": {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True},
+}
+any_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
+# Starting workers is what these tests spend their time on: with them, only loaders that differ in what they draw when.
+WITH_WORKERS = [
+    "shuffled",
+    "shuffled by a generator",
+    "distributed",
+    "uneven batches",
+    "drawn at once",
+    "without batches",
+]
+
+
+def make_loader(name: str, dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    return DataLoader(Numbers() if dataset is None else dataset, **LOADERS[name](), **options)
+
+
+def set_epoch(loader: DataLoader[Any], epoch: int) -> None:
+    """What a user writes before each epoch."""
+    if isinstance(loader.sampler, DistributedSampler):
+        loader.sampler.set_epoch(epoch)
+
+
+def plain(data: Any) -> Any:
+    """A batch as Python values, which compare."""
+    if isinstance(data, torch.Tensor):
+        return data.tolist()
+    return [plain(part) for part in data] if isinstance(data, (list, tuple)) else data
+
+
+def model() -> None:
+    """Draws from the random states of the process while the data are on their way, as dropout does."""
+    random.random()
+    np.random.rand()
+    torch.rand(2)
+
+
+def generator_states(loader: DataLoader[Any]) -> list[list[int]]:
+    owners = (loader, loader.sampler)
+    generators = [owner.generator for owner in owners if getattr(owner, "generator", None) is not None]
+    return [generator.get_state().tolist() for generator in generators]
+
+
+def process_states() -> str:
+    numpy = np.random.get_state()
+    return repr((random.getstate(), numpy[1].tolist(), numpy[2:], torch.get_rng_state().tolist()))  # type: ignore[index,union-attr]
+
+
+def skip_to_the_end(cursor: Cursor) -> list[Any]:
+    skipped = []
+    while True:
+        try:
+            skipped.append(cursor.skip())
+        except StopIteration:
+            return skipped
+
+
+def unguarded(loader: DataLoader[Any], epochs: int = EPOCHS) -> list[Any]:
+    batches = []
+    for epoch in range(epochs):
+        set_epoch(loader, epoch)
+        for batch in loader:
+            batches.append(plain(batch))
+            model()
+    return batches
+
+
+def drive(cursor: Cursor, loader: DataLoader[Any], epochs: int = EPOCHS) -> Iterator[Any]:
+    """The batches from the cursor's position to the end of the last epoch, as the guard asks for them."""
+    while cursor.epoch < epochs:
+        if not cursor.opened:
+            set_epoch(loader, cursor.epoch)
+            cursor.open_epoch()
+        try:
+            data = plain(cursor.next())
+        except StopIteration:
+            continue
+        model()
+        yield data
+
+
+@pytest.mark.parametrize(
+    ("name", "workers"),
+    [
+        pytest.param(name, options, id=f"{name}, {workers}")
+        for name in LOADERS
+        for workers, options in WORKERS.items()
+        if workers == "no workers" or name in WITH_WORKERS
+    ],
+)
+def test_a_healthy_run_gets_what_an_unguarded_one_gets_and_every_position_can_be_gone_back_to(
+    name: str, workers: dict[str, Any]
+) -> None:
+    loader = make_loader(name, **workers)
+    expected = unguarded(loader)
+    at_the_end, own_states = process_states(), generator_states(loader)
+
+    loader = make_loader(name, **workers)
+    cursor = cursor_for(loader)
+    positions, got = [(cursor.state_dict(), rng.capture())], []
+    for batch in drive(cursor, loader):
+        got.append(batch)
+        indices = cursor.indices()
+        assert indices is not None
+        assert list(indices) == (batch if isinstance(batch, list) else [batch])
+        positions.append((cursor.state_dict(), rng.capture()))
+    assert got == expected
+    assert process_states() == at_the_end
+    assert generator_states(loader) == own_states
+    assert cursor.batch == len(expected)
+
+    every = 1 if workers["num_workers"] == 0 else 5  # an odd number
+    for state, random_states in positions[::-every]:
+        before = process_states()
+        cursor.load_state_dict(state)
+        assert process_states() == before
+        assert (cursor.epoch, cursor.offset, cursor.batch) == (state["epoch"], state["offset"], state["batch"])
+        rng.restore(random_states)  # as the guard does
+        got = list(itertools.islice(drive(cursor, loader), 2))
+        assert got == expected[state["batch"] : state["batch"] + 2], "in this process"
+    cursor.close()
+
+    for state, random_states in positions[:: every * 2 + 1]:
+        loader = make_loader(name, **workers)
+        cursor = cursor_for(loader)
+        cursor.load_state_dict(state)
+        rng.restore(random_states)
+        assert list(drive(cursor, loader)) == expected[state["batch"] :], "in a fresh process, to the end"
+        assert process_states() == at_the_end
+        assert generator_states(loader) == own_states
+
+
+@pytest.mark.parametrize("name", ["shuffled by a generator", "with replacement by a generator"])
+def test_a_loader_s_own_generator_is_where_it_would_be_at_that_position(name: str) -> None:
+    loader = make_loader(name)
+    cursor = cursor_for(loader)
+    seen = [(cursor.state_dict(), generator_states(loader))]
+    for _ in drive(cursor, loader):
+        seen.append((cursor.state_dict(), generator_states(loader)))
+    for state, own_states in reversed(seen):
+        cursor.load_state_dict(state)
+        assert generator_states(loader) == own_states
+
+
+@pytest.mark.parametrize("name", ["shuffled", "distributed", "uneven batches", "without batches"])
+def test_skipping_names_the_indices_and_reads_nothing(name: str) -> None:
+    expected = unguarded(make_loader(name), epochs=1)
+    loader = make_loader(name, Numbers(forbidden=frozenset(range(LENGTH))))
+    cursor = cursor_for(loader)
+    cursor.open_epoch()
+    skipped = skip_to_the_end(cursor)
+    assert skipped == [tuple(batch) if isinstance(batch, list) else (batch,) for batch in expected]
+    assert (cursor.epoch, cursor.offset, cursor.batch) == (1, 0, len(expected))
+
+
+@any_workers
+@pytest.mark.parametrize("planned", [True, False])
+def test_after_a_skip_the_data_go_on_behind_it(workers: dict[str, Any], planned: bool) -> None:
+    loader = make_loader("in sequence", **workers)
+    expected = unguarded(loader, epochs=2)
+    # Batches 2 and 3 hold samples 8 to 15. Announced, they are never read, however far workers read ahead.
+    unread = frozenset(range(8, 16)) if planned or workers["num_workers"] == 0 else frozenset()
+    loader = make_loader("in sequence", Numbers(forbidden=unread), **workers)
+    cursor = cursor_for(loader)
+    if planned:
+        cursor.plan_skips(2, 3)
+    cursor.open_epoch()
+    got = [plain(cursor.next()), plain(cursor.next())]
+    assert [cursor.skip(), cursor.skip()] == [(8, 9, 10, 11), (12, 13, 14, 15)]
+    assert cursor.indices() == (4, 5, 6, 7), "the batch last handed out, not the one skipped"
+    got += [plain(cursor.next()), plain(cursor.next())]
+    assert got == [expected[0], expected[1], expected[4], expected[5]]
+    with pytest.raises(StopIteration):
+        cursor.next()
+    cursor.close()
+
+
+def test_a_batch_that_was_to_be_skipped_can_still_be_read() -> None:
+    loader = make_loader("shuffled", num_workers=2)
+    expected = unguarded(loader, epochs=1)
+    loader = make_loader("shuffled", num_workers=2)
+    cursor = cursor_for(loader)
+    cursor.plan_skips(1, 4)
+    assert list(drive(cursor, loader, epochs=1)) == expected
+
+
+@any_workers
+def test_a_batch_that_cannot_be_read_can_be_passed_over(workers: dict[str, Any]) -> None:
+    loader = make_loader("in sequence", Numbers(forbidden=frozenset({9})), **workers)
+    cursor = cursor_for(loader)
+    cursor.open_epoch()
+    got = [plain(cursor.next()), plain(cursor.next())]
+    for _ in range(2):
+        with pytest.raises(OSError, match="sample 9 was read"):
+            cursor.next()
+        assert (cursor.offset, cursor.batch) == (2, 2), "the position stays before it"
+    assert cursor.skip() == (8, 9, 10, 11)
+    got.append(plain(cursor.next()))
+    assert got == [[0, 1, 2, 3], [4, 5, 6, 7], [12, 13, 14, 15]]
+    cursor.close()
+
+
+def test_random_augmentation_in_workers_is_a_function_of_the_position() -> None:
+    def augmented(**workers: Any) -> tuple[Cursor, DataLoader[Any]]:
+        loader = make_loader("shuffled", Augmented(), **workers)
+        return cursor_for(loader), loader
+
+    cursor, loader = augmented(num_workers=1)
+    states, expected = [], []
+    for batch in drive(cursor, loader, epochs=2):
+        expected.append(batch)
+        states.append(cursor.state_dict())
+    assert len({repr(batch[1:]) for batch in expected}) == len(expected), "each batch has draws of its own"
+
+    more, loader = augmented(num_workers=2, prefetch_factor=5)
+    assert list(drive(more, loader, epochs=2)) == expected, "whatever the number of workers"
+
+    cursor.load_state_dict(states[2])
+    again = [plain(cursor.next())]
+    cursor.skip()
+    again.append(plain(cursor.next()))
+    assert again == [expected[3], expected[5]], "across a seek and a skip"
+    cursor.close()
+
+
+def test_without_workers_augmentation_draws_from_the_process_as_ever() -> None:
+    loader = make_loader("shuffled", Augmented())
+    expected = unguarded(loader, epochs=2)
+    loader = make_loader("shuffled", Augmented())
+    assert list(drive(cursor_for(loader), loader, epochs=2)) == expected
+
+
+class Inspected(Numbers):
+    """Its samples tell what a worker sees of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shift = 0
+
+    def __getitem__(self, index: int) -> Any:
+        info = get_worker_info()
+        assert info is not None
+        assert isinstance(info.dataset, Inspected)
+        assert len(info.dataset) == LENGTH
+        return index + self.shift
+
+
+class ReadsMany(Inspected):
+    def __getitems__(self, indices: list[int]) -> list[int]:
+        return [1000 + index + self.shift for index in indices]
+
+
+def shift_by_ten(_: int) -> None:
+    info = get_worker_info()
+    assert info is not None
+    info.dataset.shift = 10
+
+
+@pytest.mark.parametrize(
+    ("dataset", "context", "first"),
+    [(Inspected(), None, 10), (ReadsMany(), None, 1010), (Inspected(), "spawn", 10)],
+    ids=["one by one", "many at once", "spawned"],
+)
+def test_workers_see_the_user_s_own_data_set(dataset: Any, context: str | None, first: int) -> None:
+    loader = DataLoader(
+        dataset, 4, num_workers=1, worker_init_fn=shift_by_ten, multiprocessing_context=context, timeout=60
+    )
+    cursor = cursor_for(loader)
+    cursor.open_epoch()
+    assert plain(cursor.next()) == [first, first + 1, first + 2, first + 3]
+    cursor.close()
+
+
+def worker_pids(cursor: Any) -> list[int]:
+    return [worker.pid for worker in cursor._clone._iterator._workers]
+
+
+def test_workers_are_kept_through_a_seek_and_ended_with_the_epoch() -> None:
+    loader = make_loader("shuffled", num_workers=1)
+    cursor: Any = cursor_for(loader)
+    cursor.open_epoch()
+    cursor.next()
+    state, pids = cursor.state_dict(), worker_pids(cursor)
+    cursor.next()
+    cursor.load_state_dict(state)
+    cursor.next()
+    assert worker_pids(cursor) == pids
+    workers = cursor._clone._iterator._workers
+    skip_to_the_end(cursor)
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_persistent_workers_live_on_through_epochs_and_seeks() -> None:
+    loader = make_loader("shuffled", num_workers=1, persistent_workers=True)
+    cursor: Any = cursor_for(loader)
+    cursor.open_epoch()
+    cursor.next()
+    state, pids = cursor.state_dict(), worker_pids(cursor)
+    skip_to_the_end(cursor)
+    cursor.open_epoch()
+    cursor.next()
+    cursor.load_state_dict(state)
+    cursor.next()
+    assert worker_pids(cursor) == pids
+    workers = cursor._clone._iterator._workers
+    cursor.close()
+    assert not any(worker.is_alive() for worker in workers)
+
+
+def test_set_epoch_is_repeated_when_a_rollback_crosses_an_epoch_s_start() -> None:
+    loader = make_loader("distributed")
+    expected = unguarded(loader)
+    per_epoch = len(expected) // EPOCHS
+    loader = make_loader("distributed")
+    cursor = cursor_for(loader)
+    stream = drive(cursor, loader)
+    states = []
+    for _ in range(2 * per_epoch + 2):
+        states.append(cursor.state_dict())
+        next(stream)
+    assert loader.sampler.epoch == 2  # type: ignore[attr-defined]
+
+    cursor.load_state_dict(states[2])
+    got = []
+    while cursor.epoch < EPOCHS:  # the user's loop is still inside epoch 2 and calls set_epoch no more
+        try:
+            got.append(plain(cursor.next()))
+        except StopIteration:
+            if cursor.epoch < EPOCHS:
+                cursor.open_epoch()
+    assert got == expected[2:]
+
+
+def test_set_epoch_called_by_the_user_after_a_rollback_stands() -> None:
+    loader = make_loader("distributed")
+    sampler: Any = loader.sampler
+    cursor = cursor_for(loader)
+    between = []
+    for _ in drive(cursor, loader, epochs=2):
+        between.append(cursor.state_dict())
+    cursor.load_state_dict(between[0])
+    skip_to_the_end(cursor)
+    sampler.set_epoch(17)
+    cursor.open_epoch()
+    first = cursor.skip()
+    assert sampler.epoch == 17
+    assert first == tuple(list(sampler)[:3])
+
+
+def test_an_epoch_gone_back_to_at_its_very_beginning_is_not_opened_twice() -> None:
+    loader = make_loader("shuffled")
+    cursor = cursor_for(loader)
+    cursor.open_epoch()
+    state = cursor.state_dict()
+    expected = plain(cursor.next())
+    cursor.load_state_dict(state)
+    before = process_states()
+    cursor.open_epoch()
+    assert process_states() == before
+    assert plain(cursor.next()) == expected
+    cursor.open_epoch()
+    assert process_states() != before, "begun anew once it has been used"
+
+
+def test_another_order_than_before_is_refused() -> None:
+    cursor = cursor_for(make_loader("shuffled"))
+    cursor.open_epoch()
+    cursor.next()
+    state = cursor.state_dict()
+    other = cursor_for(make_loader("shuffled", Numbers(LENGTH + 1)))
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        other.load_state_dict(state)
+
+
+class Forgetful(Sampler[int]):
+    """Its order depends on how often it has been asked, which no random state tells."""
+
+    asked = 0
+
+    def __iter__(self) -> Iterator[int]:
+        self.asked += 1
+        return iter(range(self.asked, self.asked + 12))
+
+
+def test_a_sampler_whose_order_cannot_be_made_again_is_refused() -> None:
+    cursor = cursor_for(DataLoader(Numbers(), 3, sampler=Forgetful()))
+    cursor.open_epoch()
+    cursor.next()
+    state = cursor.state_dict()
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        cursor.load_state_dict(state)
+
+
+def test_a_shorter_epoch_than_before_is_refused() -> None:
+    cursor = cursor_for(make_loader("in sequence"))
+    cursor.open_epoch()
+    for _ in range(5):
+        cursor.skip()
+    other = cursor_for(DataLoader(Numbers(9), 4))
+    with pytest.raises(RunDoesNotFit, match="fewer batches"):
+        other.load_state_dict(cursor.state_dict())
+
+
+def test_the_data_are_described_by_what_tells_another_data_set() -> None:
+    assert cursor_for(make_loader("shuffled")).describe() == {
+        "kind": "map-style",
+        "length": 23,
+        "batch_size": 4,
+        "drop_last": False,
+        "sampler": "RandomSampler",
+        "batches": 6,
+    }
+    assert cursor_for(make_loader("uneven batches")).describe()["sampler"] == "Buckets"
+
+
+def test_batches_are_refused_while_no_epoch_is_open() -> None:
+    cursor = cursor_for(make_loader("shuffled"))
+    with pytest.raises(RuntimeError, match="open_epoch"):
+        cursor.next()

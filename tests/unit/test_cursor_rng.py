@@ -1,0 +1,119 @@
+"""Random states are captured whole, restored exactly, and split without touching what they are split from."""
+
+import contextlib
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollback.train import rng
+
+
+def draws() -> tuple[Any, ...]:
+    return (
+        random.random(),
+        random.gauss(0, 1),
+        np.random.rand(),
+        np.random.standard_normal(),
+        torch.rand(3).tolist(),
+        torch.randn(()).item(),
+    )
+
+
+@pytest.fixture(autouse=True)
+def _seeded() -> None:
+    random.seed(1)
+    np.random.seed(2)
+    torch.manual_seed(3)
+    draws()  # leaves half-used pairs of Gaussian numbers behind
+
+
+def test_what_is_restored_draws_the_same_again() -> None:
+    state = rng.capture()
+    first = draws()
+    draws()
+    rng.restore(state)
+    assert draws() == first
+
+
+def test_a_captured_state_is_a_tree_of_json_values_and_tensors() -> None:
+    def check(tree: Any) -> None:
+        if isinstance(tree, dict):
+            assert all(type(key) is str for key in tree)
+            for value in tree.values():
+                check(value)
+        elif isinstance(tree, list):
+            for value in tree:
+                check(value)
+        else:
+            assert tree is None or type(tree) in (int, float, str, bool, torch.Tensor)
+
+    check(rng.capture())
+
+
+def test_preserved_undoes_every_draw_and_seed_even_on_an_error() -> None:
+    state = rng.capture()
+    expected = draws()
+    rng.restore(state)
+    with contextlib.suppress(ZeroDivisionError), rng.preserved():
+        draws()
+        torch.manual_seed(9)
+        _ = 1 // 0
+    assert draws() == expected
+
+
+def test_a_stream_that_takes_over_draws_what_the_process_would_have_drawn() -> None:
+    state = rng.capture()
+    expected = [draws(), draws()]
+    rng.restore(state)
+    stream = rng.Stream.take_over()
+    outside = draws()
+    with stream:
+        first = draws()
+    draws()
+    with stream:
+        second = draws()
+    assert [first, second] == expected
+    assert not set(map(str, outside)) & set(map(str, expected[0]))
+
+
+def test_splitting_a_stream_off_leaves_the_process_as_it_was() -> None:
+    state = rng.capture()
+    expected = draws()
+    rng.restore(state)
+    stream = rng.Stream.split_off()
+    assert draws() == expected
+    with stream:
+        assert not set(map(str, draws())) & set(map(str, expected))
+
+
+def test_a_stream_comes_back_from_its_state_dict() -> None:
+    stream = rng.Stream.split_off()
+    state = stream.state_dict()
+    with stream:
+        expected = draws()
+    with rng.Stream.from_state_dict(state):
+        assert draws() == expected
+
+
+def test_work_that_raises_leaves_the_stream_where_it_was() -> None:
+    stream = rng.Stream.split_off()
+    before = stream.state_dict()
+    with contextlib.suppress(ZeroDivisionError), stream:
+        draws()
+        _ = 1 // 0
+    with stream:
+        again = draws()
+    with rng.Stream.from_state_dict(before):
+        assert draws() == again
+
+
+def test_seeding_by_key_depends_on_the_key_alone() -> None:
+    rng.seed_all("7/0/3")
+    first = draws()
+    rng.seed_all("7/0/4")
+    assert draws() != first
+    rng.seed_all("7/0/3")
+    assert draws() == first
