@@ -141,7 +141,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     history, damaged = reading.history, dict(reading.damaged)
     chosen: Manifest | None = None
     for manifest in candidates(history, reading.manifests):
-        fault = restore(paths, manifest, ranks, state)
+        fault = restore(paths, manifest.name, ranks, state)
         if fault is None:
             chosen = manifest
             break

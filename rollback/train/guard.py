@@ -347,7 +347,7 @@ class Guard:
         while True:
             assert decision.plan.checkpoint is not None
             target = self._watch.manifest(decision.plan.checkpoint)
-            fault = restore(self._paths, target, self._ranks, self._state)
+            fault = restore(self._paths, target.name, self._ranks, self._state)
             if fault is None:
                 break
             replanned = self._watch.plan_without(target.name, fault, decision)
@@ -381,7 +381,7 @@ class Guard:
         """The script has run code of its own since the restore, for epochs that were over. Undo what that did."""
         source = self._source
         assert source is not None
-        fault = restore(self._paths, source, self._ranks, self._state)
+        fault = restore(self._paths, source.name, self._ranks, self._state)
         if fault is not None:
             raise RollbackError(
                 f"restoring {source.name} once more at the start of its epoch: {fault}",

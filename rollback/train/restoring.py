@@ -10,7 +10,7 @@ from torch import Tensor
 
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import ring
-from rollback.rundir.manifest import Manifest
+from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import ShardReader
 from rollback.train import tree
@@ -18,13 +18,13 @@ from rollback.train.ranks import Ranks
 from rollback.train.state import TrainingState
 
 
-def restore(paths: RunPaths, manifest: Manifest, ranks: Ranks, state: TrainingState) -> str | None:
+def restore(paths: RunPaths, name: str, ranks: Ranks, state: TrainingState) -> str | None:
     """Collective: put a checkpoint into the live objects of every rank, or into none.
 
     Returns None on success, else why it cannot be believed, in the words of the first rank that found fault; nothing
     was touched then.
     """
-    decoded, fault = _read(paths, manifest, ranks.rank)
+    decoded, fault = _read(paths, name, ranks.rank)
     for text in ranks.from_each(fault or ""):
         if text:
             return text
@@ -33,25 +33,26 @@ def restore(paths: RunPaths, manifest: Manifest, ranks: Ranks, state: TrainingSt
     return None
 
 
-def _read(paths: RunPaths, manifest: Manifest, rank: int) -> tuple[tuple[Any, Any] | None, str | None]:
+def _read(paths: RunPaths, name: str, rank: int) -> tuple[tuple[Any, Any] | None, str | None]:
     try:
-        readers = ring.open_shards(paths, manifest)
+        # Read from disk even where the caller has a manifest: ranks that did not commit it do not know the hashes.
+        readers = ring.open_shards(paths, read_manifest(paths.checkpoint(name)))
     except CheckpointDamaged as error:
         return None, error.message
     try:
-        source = {name: reader for reader in readers for name in reader.entries}
+        source = {key: reader for reader in readers for key in reader.entries}
 
-        def fetch(name: str) -> Tensor:
-            return _tensor(source[name], name)
+        def fetch(key: str) -> Tensor:
+            return _tensor(source[key], key)
 
         shared = tree.decode(json.loads(readers[0].metadata["shared"]), fetch)
         # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
-        local = tree.decode(json.loads(readers[rank].metadata["local"]), lambda name: _tensor(readers[rank], name))
+        local = tree.decode(json.loads(readers[rank].metadata["local"]), lambda key: _tensor(readers[rank], key))
         return (shared, local), None
     except CheckpointDamaged as error:
         return None, error.message
-    except (KeyError, ValueError, TypeError) as error:
-        return None, f"the trees of checkpoint {manifest.name} do not fit its tensors: {error!r}"
+    except (KeyError, IndexError, ValueError, TypeError) as error:
+        return None, f"the trees of checkpoint {name} do not fit its tensors: {error!r}"
     finally:
         for reader in readers:
             reader.close()
