@@ -57,8 +57,10 @@ class MapStyleCursor(Cursor):
         return self._indices
 
     def plan_skips(self, first: int, last: int) -> None:
-        self._feed.planned.append(range(first, last + 1))
-        self._reader = None
+        window = range(first, last + 1)
+        if window not in self._feed.planned:
+            self._feed.planned.append(window)
+            self._reader = None  # it may be reading what is now planned to be skipped
 
     def describe(self) -> dict[str, Any]:
         batching = self._loader.batch_sampler
