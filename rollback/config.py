@@ -63,7 +63,7 @@ class Settings(BaseModel):
     observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
     snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
-    keep: int = Field(6, ge=2, description="capacity of the ring in checkpoints")
+    keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
 

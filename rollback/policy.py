@@ -47,9 +47,10 @@ def plan(
     escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
     action = _action(repeated, escalation, settings)
     target, why = _target(incident, previous if repeated and escalation else None, held, settings)
-    if action == "stop" or target is None:
-        reason = why if target is None else _structural(escalation)
-        return _planned(incident, "stop", escalation, None, None, held, reason)
+    if target is None:
+        return _planned(incident, "observe" if settings.observe_only else "stop", escalation, None, None, held, why)
+    if action == "stop":
+        return _planned(incident, "stop", escalation, None, None, held, _structural(escalation))
     window = None
     if action != "retry":
         window = _window(incident, target, previous if repeated else None, settings, batches_per_step)

@@ -62,7 +62,7 @@ def read_identity(paths: RunPaths) -> Identity | None:
         return None
     except OSError as error:
         raise RunDirectoryError(f"reading {path}: {error.strerror or error}") from error
-    except (ValueError, ValidationError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         raise RunDirectoryError(
             f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
             hint="restore the file from a copy, or use another run directory",

@@ -119,6 +119,7 @@ class Journal:
                 os.ftruncate(self._fd, reading.sound_bytes)
             os.fsync(self._fd)
             sync_directory(path.parent)
+            sync_directory(path.parent.parent)
         except OSError as error:
             raise RunDirectoryError(
                 f"opening the journal {path}: {error.strerror or error}",

@@ -73,6 +73,6 @@ def _describe_holder(paths: RunPaths) -> str:
         age = datetime.now(timezone.utc) - datetime.fromisoformat(str(holder.get("since")))
         minutes, seconds = divmod(max(0, int(age.total_seconds())), 60)
         since = f"{minutes // 60} h {minutes % 60} min" if minutes >= 60 else f"{minutes} min {seconds} s"
-    except ValueError:
+    except (ValueError, TypeError):
         since = "an unknown time"
     return f"{holder.get('role')} with pid {holder.get('pid')} on host {holder.get('host')}, since {since}"

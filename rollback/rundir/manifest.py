@@ -64,13 +64,15 @@ def read_manifest(directory: Path) -> Manifest:
     path = directory / MANIFEST
     try:
         body = json.loads(read_small_file(path, _LIMIT))
+        if not isinstance(body, dict):
+            raise ValueError("it is not a JSON object")
         stated = body.pop("check", None)
         if stated != _check(body):
             raise ValueError("its check value does not match its content")
         manifest = Manifest.model_validate(body)
     except OSError as error:
         raise CheckpointDamaged(f"reading the manifest {path}: {error.strerror or error}") from error
-    except (ValueError, ValidationError, AttributeError, RecursionError) as error:
+    except (ValueError, ValidationError, RecursionError) as error:
         raise CheckpointDamaged(f"the manifest {path} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
         raise CheckpointDamaged(f"the manifest {path} has format {manifest.format}; this version reads {FORMAT}")

@@ -44,6 +44,7 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
     sync_directory(directory)
     os.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
+    sync_directory(paths.root)  # the first checkpoint's ring is new itself
 
 
 def _noted_shard(directory: Path, rank: int) -> ShardRecord:
@@ -104,13 +105,15 @@ def choose_evictions(
 ) -> list[tuple[str, str]]:
     """Which checkpoints leave a ring of capacity `keep`, with the reason, given all names oldest first.
 
-    Discarded ones go at once. Beyond capacity the oldest goes first, except that the newest good one always stays, and
-    so does the newest of all, which is on probation: a ring that evicted it could never gain a good one.
+    Discarded ones go at once. Beyond capacity the oldest goes first, except that three always stay: the newest good
+    one; the oldest candidate after it, which will be the next good one (where checkpoints come faster than probation
+    passes, a ring that evicted it would never gain another); and the newest of all, from which a crash resumes.
     """
     leaving = [(name, "beyond a restored checkpoint") for name in held if name in discarded]
     staying = [name for name in held if name not in discarded]
-    newest_good = next((name for name in reversed(staying) if name in good), None)
-    protected = {newest_good, *staying[-1:]}
+    goods = [place for place, name in enumerate(staying) if name in good]
+    after = goods[-1] + 1 if goods else 0
+    protected = {*(staying[place] for place in goods[-1:]), *staying[after : after + 1], *staying[-1:]}
     surplus = len(staying) - keep
     for name in staying:
         if surplus <= 0:
@@ -138,7 +141,8 @@ def quarantine(paths: RunPaths, name: str) -> None:
         shutil.rmtree(paths.quarantine)
     paths.quarantine.mkdir()
     os.rename(paths.checkpoint(name), paths.quarantine / name)
-    sync_directory(paths.ring)
+    for directory in (paths.quarantine, paths.ring, paths.root):
+        sync_directory(directory)
 
 
 def sweep(paths: RunPaths) -> list[str]:

@@ -1,0 +1,161 @@
+"""A crash after any number of file operations leaves the old checkpoint or the new one, never neither.
+
+The operations of a change to the ring are counted; then, for every N, the change is made again and the process "dies"
+at its Nth operation: that one is not done (a write is done by half), and neither is anything after it, clean-up
+handlers included. What the next attempt does first (`sweep`) must then find a ring that is whole.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from checkpoints import damage, whole, write_checkpoint
+from rollback.rundir import ring
+from rollback.rundir.paths import RunPaths
+
+OPERATIONS = ["mkdir", "rmdir", "unlink", "rename", "replace", "fsync", "ftruncate", "write", "open"]
+
+
+class Died(BaseException):
+    """The process is no more."""
+
+
+class Mortal:
+    """Counts file operations and dies at one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.dies_at: int | None = None
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._mortal(name, getattr(os, name)))
+
+    def _mortal(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not (args[1] & os.O_CREAT):
+                return really(*args, **kwargs)
+            self.count += 1
+            if self.dies_at is None or self.count < self.dies_at:
+                return really(*args, **kwargs)
+            if name == "write" and self.count == self.dies_at:
+                really(args[0], args[1][: len(args[1]) // 2])
+            raise Died
+
+        return operation
+
+    def live(self, act: Callable[[], object]) -> int:
+        """Do it undisturbed; the number of operations it took."""
+        self.count, self.dies_at = 0, None
+        act()
+        return self.count
+
+    def die(self, at: int, act: Callable[[], object]) -> None:
+        self.count, self.dies_at = 0, at
+        with pytest.raises(Died):
+            act()
+        self.dies_at = None
+
+
+@pytest.fixture
+def mortal(monkeypatch: pytest.MonkeyPatch) -> Mortal:
+    return Mortal(monkeypatch)
+
+
+def for_every_crash(
+    mortal: Mortal,
+    tmp_path: Path,
+    prepare: Callable[[RunPaths], Any],
+    change: Callable[[RunPaths], object],
+    judge: Callable[[RunPaths], None],
+) -> int:
+    """Die at every operation of `change` in a fresh directory, sweep, judge; then die at every operation of a sweep."""
+    paths = RunPaths(tmp_path / "undisturbed")
+    paths.root.mkdir()
+    prepare(paths)
+    total = mortal.live(lambda: change(paths))
+    judge(paths)
+    for at in range(1, total + 1):
+        paths = RunPaths(tmp_path / f"dies-at-{at}")
+        paths.root.mkdir()
+        prepare(paths)
+        mortal.die(at, lambda paths=paths: change(paths))  # type: ignore[misc]
+        if at % 3 == 0 and any(path.name.startswith(".") for path in paths.ring.iterdir()):
+            mortal.die(1, lambda paths=paths: ring.sweep(paths))  # type: ignore[misc]
+        ring.sweep(paths)
+        assert not [path for path in paths.ring.iterdir() if path.name.startswith(".")]
+        judge(paths)
+    return total
+
+
+def test_dying_while_a_checkpoint_is_written_leaves_the_old_one_or_both(mortal: Mortal, tmp_path: Path) -> None:
+    old, new = "c000000-s00000010", "c000001-s00000020"
+    seen = set()
+
+    def judge(paths: RunPaths) -> None:
+        names = ring.names(paths)
+        assert names in ([old], [old, new])
+        assert all(whole(paths, name) for name in names)
+        seen.add(len(names))
+        later = write_checkpoint(paths, 2, 30)
+        assert ring.names(paths) == [*names, later]
+
+    total = for_every_crash(
+        mortal,
+        tmp_path,
+        lambda paths: write_checkpoint(paths, 0, 10),
+        lambda paths: write_checkpoint(paths, 1, 20),
+        judge,
+    )
+    assert seen == {1, 2}
+    assert total > 20
+
+
+def test_dying_while_the_first_checkpoint_is_written_leaves_none_or_a_whole_one(mortal: Mortal, tmp_path: Path) -> None:
+    def judge(paths: RunPaths) -> None:
+        assert all(whole(paths, name) for name in ring.names(paths))
+
+    for_every_crash(
+        mortal, tmp_path, lambda paths: paths.ring.mkdir(), lambda paths: write_checkpoint(paths, 0, 0), judge
+    )
+
+
+def test_dying_while_one_is_committed_and_another_evicted_leaves_at_least_one(mortal: Mortal, tmp_path: Path) -> None:
+    old, new = "c000000-s00000010", "c000001-s00000020"
+
+    def change(paths: RunPaths) -> None:
+        write_checkpoint(paths, 1, 20)
+        ring.evict(paths, old)
+
+    def judge(paths: RunPaths) -> None:
+        names = ring.names(paths)
+        assert names in ([old], [old, new], [new])
+        assert all(whole(paths, name) for name in names)
+
+    for_every_crash(mortal, tmp_path, lambda paths: write_checkpoint(paths, 0, 10), change, judge)
+
+
+def test_dying_while_one_is_quarantined_loses_neither_it_nor_a_sound_one(mortal: Mortal, tmp_path: Path) -> None:
+    sound, bad, worse = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
+
+    def prepare(paths: RunPaths) -> None:
+        for seq in range(3):
+            name = write_checkpoint(paths, seq, 10 + 10 * seq)
+            if seq:
+                damage(paths.checkpoint(name) / "rank-00001.safetensors")
+        ring.quarantine(paths, worse)
+
+    def judge(paths: RunPaths) -> None:
+        held = ring.names(paths)
+        kept = sorted(path.name for path in paths.quarantine.iterdir()) if paths.quarantine.exists() else []
+        assert whole(paths, sound)
+        assert (bad in held) != (bad in kept)
+        if bad in held:
+            ring.quarantine(paths, bad)
+        assert ring.names(paths) == [sound]
+        assert [path.name for path in paths.quarantine.iterdir()] == [bad]
+
+    for_every_crash(mortal, tmp_path, prepare, lambda paths: ring.quarantine(paths, bad), judge)

@@ -1,0 +1,54 @@
+"""Small checkpoints for tests, made by the real protocol."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from rollback.rundir import ring
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
+from rollback.rundir.shard import Piece, write_shard
+
+RANKS = 2
+
+
+def manifest_of(seq: int, step: int) -> Manifest:
+    return Manifest(
+        name=checkpoint_name(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=1,
+        created="2030-01-01T00:00:00+00:00", world_size=RANKS, shards=(),
+    )  # fmt: skip
+
+
+def content(rank: int, step: int) -> bytes:
+    return bytes((rank + step + place) % 256 for place in range(64))
+
+
+def write_checkpoint(paths: RunPaths, seq: int, step: int) -> str:
+    """Every step of the protocol, by both ranks."""
+    manifest = manifest_of(seq, step)
+    for rank in range(RANKS):
+        directory = ring.begin_writing(paths, manifest.name)
+        piece = Piece(f"w{rank}", "U8", (64,), memoryview(content(rank, step)))
+        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), [piece], {"local": "{}"}))
+    ring.commit(paths, manifest)
+    return manifest.name
+
+
+def whole(paths: RunPaths, name: str) -> bool:
+    """Whether a listed checkpoint is complete and holds what was written. Raises CheckpointDamaged where it is not."""
+    sound, damaged = ring.manifests(paths)
+    assert not damaged, damaged
+    manifest = next(manifest for manifest in sound if manifest.name == name)
+    readers = ring.open_shards(paths, manifest)
+    held = [bytes(reader.data(f"w{rank}")) for rank, reader in enumerate(readers)]
+    for reader in readers:
+        reader.close()
+    extra = {path.name for path in paths.checkpoint(name).iterdir()} - {"manifest.json", shard_name(0), shard_name(1)}
+    return held == [content(rank, manifest.step) for rank in range(RANKS)] and not extra
+
+
+def damage(path: Path) -> None:
+    """Flip one bit in the middle."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)

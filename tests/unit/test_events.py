@@ -1,0 +1,148 @@
+"""Facts survive the journal whatever they hold, and docs/format.md lists them all.
+
+`python tests/unit/test_events.py` writes the table of facts into docs/format.md.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import typing
+from pathlib import Path
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from rollback import events
+from rollback.events import Fact, Window, parse_fact
+
+FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
+BEGIN, END = "<!-- facts:begin -->\n", "<!-- facts:end -->\n"
+
+FACTS: list[type[Fact]] = list(get_args(get_args(events.AnyFact)[0]))
+
+
+# --- round trip -------------------------------------------------------------------------------------------------------
+
+windows = st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)).map(lambda p: Window(first=p[0], last=p[0] + p[1]))
+_BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
+    int: st.integers(-(2**53), 2**53),
+    str: st.text(),
+    float: st.floats(),
+    bool: st.booleans(),
+    Window: windows,
+    type(None): st.none(),
+}
+
+
+def values(annotation: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type."""
+    origin, args = get_origin(annotation), get_args(annotation)
+    if origin is Literal:
+        return st.sampled_from(args)
+    if origin in (Union, UnionType):
+        return st.one_of(*map(values, args))
+    if origin is tuple:
+        return st.lists(values(args[0]), max_size=3).map(tuple)
+    if origin is dict:
+        return st.dictionaries(st.text(), st.integers() | st.text(), max_size=3)
+    return _BY_TYPE[annotation]
+
+
+def facts() -> st.SearchStrategy[Fact]:
+    return st.one_of(
+        *(
+            st.builds(kind, **{name: values(hint) for name, hint in typing.get_type_hints(kind).items() if name in own})
+            for kind in FACTS
+            if (own := set(kind.model_fields) - {"kind"}) is not None
+        )
+    )
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equality that takes NaN for equal to NaN."""
+    return repr(one) == repr(other)
+
+
+@given(facts())
+def test_a_fact_comes_back_from_json_as_it_was(fact: Fact) -> None:
+    body = json.loads(fact.model_dump_json())
+    assert same(parse_fact.validate_python(body), fact)
+
+
+@given(facts())
+def test_the_json_of_a_fact_is_standard_json(fact: Fact) -> None:
+    def refuse(constant: str) -> None:
+        raise AssertionError(f"{constant} is not JSON")
+
+    json.loads(fact.model_dump_json(), parse_constant=refuse)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_numbers_that_json_lacks_survive(value: float) -> None:
+    fact = events.Noticed(first_step=1, last_step=2, peak=value, threshold=1.0, rule="r", fate="f")
+    assert same(parse_fact.validate_python(json.loads(fact.model_dump_json())), fact)
+
+
+def test_text_that_utf8_cannot_write_is_spelt_out_instead_of_failing_the_journal() -> None:
+    undecodable = b"caf\xe9.txt".decode("utf-8", "surrogateescape")
+    fact = events.Trouble(doing="reading", error=f"no such file: {undecodable}")
+    assert fact.error == "no such file: caf\\udce9.txt"
+    fact.model_dump_json()
+    nested = events.AttemptStarted(command=("python", undecodable), host="h", pid=1)
+    assert nested.command == ("python", "caf\\udce9.txt")
+
+
+def test_an_unknown_kind_and_an_unknown_field_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        parse_fact.validate_python({"kind": "no_such_fact"})
+    with pytest.raises(ValidationError):
+        parse_fact.validate_python({"kind": "finished", "step": 1, "batch": 2, "more": 3})
+
+
+# --- windows ----------------------------------------------------------------------------------------------------------
+
+
+@given(windows, st.integers(0, 2 * 10**9))
+def test_a_window_contains_what_lies_between_its_ends(window: Window, batch: int) -> None:
+    assert (batch in window) == (window.first <= batch <= window.last)
+    assert len(window) == window.last - window.first + 1
+
+
+@pytest.mark.parametrize(("first", "last"), [(5, 4), (-1, 3)])
+def test_a_window_that_ends_before_it_begins_or_begins_before_0_is_refused(first: int, last: int) -> None:
+    with pytest.raises(ValidationError):
+        Window(first=first, last=last)
+
+
+# --- the table in the format document ---------------------------------------------------------------------------------
+
+
+def facts_table() -> str:
+    """The table of facts as docs/format.md must have it."""
+    rows = ["A field with `?` may be null.", "", "| `kind` | journal | fields | says |", "|---|---|---|---|"]
+    for kind in FACTS:
+        name = kind.model_fields["kind"].default
+        fields = ", ".join(
+            f"`{field}`{'?' if type(None) in get_args(hint) else ''}"
+            for field, hint in typing.get_type_hints(kind).items()
+            if field in kind.model_fields and field != "kind"
+        )
+        says = " ".join((inspect.getdoc(kind) or "").split())
+        rows.append(f"| `{name}` | {kind.writer} | {fields} | {says} |")
+    return "\n".join(rows) + "\n"
+
+
+def test_the_format_document_lists_all_facts() -> None:
+    written = FORMAT.read_text().split(BEGIN)[1].split(END)[0]
+    assert written == facts_table(), "run `python tests/unit/test_events.py` to bring docs/format.md up to date"
+
+
+if __name__ == "__main__":
+    before, rest = FORMAT.read_text().split(BEGIN)
+    FORMAT.write_text(before + BEGIN + facts_table() + END + rest.split(END)[1])

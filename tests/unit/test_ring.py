@@ -1,0 +1,194 @@
+"""The ring: what it lists, what it evicts, what it refuses."""
+
+from __future__ import annotations
+
+import os
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints import damage, manifest_of, whole, write_checkpoint
+from rollback.errors import CheckpointDamaged
+from rollback.rundir import ring
+from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
+from rollback.rundir.ring import choose_evictions
+from rollback.rundir.shard import Piece, write_shard
+
+NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(20)]
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path)
+
+
+# --- choosing what leaves ---------------------------------------------------------------------------------------------
+
+
+@st.composite
+def rings(draw: st.DrawFn) -> tuple[list[str], set[str], set[str], int]:
+    held = NAMES[: draw(st.integers(0, len(NAMES)))]
+    some = st.sets(st.sampled_from(held)) if held else st.just(set())
+    discarded = draw(some)
+    return held, draw(some) - discarded, discarded, draw(st.integers(3, 8))
+
+
+@given(rings())
+def test_the_newest_good_the_next_good_and_the_newest_checkpoint_always_stay(
+    case: tuple[list[str], set[str], set[str], int],
+) -> None:
+    held, good, discarded, keep = case
+    leaving = {name for name, _ in choose_evictions(held, good, discarded, keep)}
+    staying = [name for name in held if name not in leaving]
+    present = [name for name in held if name not in discarded]
+    newest_good = max((name for name in present if name in good), default="")
+    assert newest_good in ("", *staying)
+    assert [name for name in present if name > newest_good][:1] == [name for name in staying if name > newest_good][:1]
+    assert present[-1:] == staying[-1:]
+
+
+@given(rings())
+def test_capacity_is_kept_and_nothing_leaves_below_it(case: tuple[list[str], set[str], set[str], int]) -> None:
+    held, good, discarded, keep = case
+    evictions = choose_evictions(held, good, discarded, keep)
+    leaving = [name for name, _ in evictions]
+    assert len(leaving) == len(set(leaving))
+    assert discarded & set(held) <= set(leaving)
+    present = len(held) - len(discarded)
+    assert len(held) - len(leaving) == min(present, keep)
+    assert all(reason for _, reason in evictions)
+
+
+@given(st.integers(1, 12), st.integers(1, 60), st.integers(3, 8))
+def test_new_checkpoints_become_good_for_ever_however_often_they_come(every: int, probation: int, keep: int) -> None:
+    """A ring that fills with candidates faster than probation passes must not evict each before it is good."""
+    held: list[tuple[str, int]] = []
+    good: set[str] = set()
+    became_good = []
+    for step in range(0, 20 * (every + probation), every):
+        for name, taken in held:
+            if step - taken >= probation and name not in good:
+                good.add(name)
+                became_good.append(taken)
+        held.append((checkpoint_name(step, step), step))
+        gone = {name for name, _ in choose_evictions([name for name, _ in held], good, (), keep)}
+        held = [(name, taken) for name, taken in held if name not in gone]
+    gaps = [later - earlier for earlier, later in pairwise(became_good)]
+    assert len(became_good) > 5
+    assert max(gaps) <= 2 * (every + probation)
+
+
+def test_the_oldest_of_several_good_ones_goes_first() -> None:
+    assert choose_evictions(NAMES[:5], set(NAMES[:5]), (), 4) == [(NAMES[0], "the ring is full")]
+
+
+# --- names ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10**12 - 1), st.integers(0, 10**15 - 1))
+def test_a_checkpoint_name_says_sequence_number_and_step(seq: int, step: int) -> None:
+    assert parse_checkpoint_name(checkpoint_name(seq, step)) == (seq, step)
+
+
+@pytest.mark.parametrize("name", ["", "c1-s1", "c000001-s0000000a", "xc000001-s00000001", "c000001-s00000001.tmp"])
+def test_other_names_are_not_checkpoints(name: str) -> None:
+    assert parse_checkpoint_name(name) is None
+
+
+def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: RunPaths) -> None:
+    assert ring.names(paths) == []
+    second, first = write_checkpoint(paths, 11, 10), write_checkpoint(paths, 2, 30)
+    ring.begin_writing(paths, checkpoint_name(12, 40))
+    (paths.ring / checkpoint_name(13, 50)).write_text("a file")
+    (paths.ring / checkpoint_name(14, 60)).symlink_to(paths.checkpoint(first))
+    (paths.ring / "notes").mkdir()
+    assert ring.names(paths) == [first, second]
+    assert whole(paths, first)
+    assert whole(paths, second)
+
+
+# --- committing -------------------------------------------------------------------------------------------------------
+
+
+def half_written(paths: RunPaths, *, noted: bool = True) -> Path:
+    """A checkpoint of two ranks, of which only rank 0 has written."""
+    directory = ring.begin_writing(paths, manifest_of(0, 10).name)
+    written = write_shard(directory / "rank-00000.safetensors", [Piece("w", "U8", (2,), memoryview(b"ab"))], {})
+    if noted:
+        ring.leave_note(directory, 0, written)
+    return directory
+
+
+def test_a_checkpoint_without_the_notes_of_all_ranks_is_not_committed(paths: RunPaths) -> None:
+    half_written(paths)
+    with pytest.raises(OSError, match="rank-00001"):
+        ring.commit(paths, manifest_of(0, 10))
+    assert ring.names(paths) == []
+
+
+def test_a_shard_that_is_not_what_its_rank_wrote_is_not_committed(paths: RunPaths) -> None:
+    directory = half_written(paths)
+    written = write_shard(directory / "rank-00001.safetensors", [Piece("v", "U8", (2,), memoryview(b"cd"))], {})
+    ring.leave_note(directory, 1, written)
+    os.truncate(directory / "rank-00001.safetensors", written.size - 1)
+    with pytest.raises(CheckpointDamaged, match="rank 1"):
+        ring.commit(paths, manifest_of(0, 10))
+    (directory / "rank-00001.json").write_text("{}")
+    with pytest.raises(CheckpointDamaged, match="note of rank 1"):
+        ring.commit(paths, manifest_of(0, 10))
+    assert ring.names(paths) == []
+
+
+def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
+    kept = write_checkpoint(paths, 0, 0)
+    half_written(paths)
+    ring.abandon(paths, manifest_of(0, 10).name)
+    ring.abandon(paths, manifest_of(0, 10).name)
+    half_written(paths, noted=False)
+    paths.evicting(checkpoint_name(7, 70)).mkdir()
+    assert len(ring.sweep(paths)) == 2
+    assert os.listdir(paths.ring) == [kept]
+    assert ring.sweep(paths) == []
+
+
+def test_sweeping_before_there_is_a_ring_is_fine(paths: RunPaths) -> None:
+    assert ring.sweep(paths) == []
+
+
+# --- reading and leaving ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "manifest.json"])
+@pytest.mark.parametrize("fault", ["gone", "flipped", "link"])
+def test_a_checkpoint_with_a_fault_in_any_file_is_not_believed(paths: RunPaths, file: str, fault: str) -> None:
+    sound, faulty = write_checkpoint(paths, 0, 0), write_checkpoint(paths, 1, 10)
+    path = paths.checkpoint(faulty) / file
+    if fault == "flipped":
+        damage(path)
+    else:
+        path.rename(paths.root / "moved")
+    if fault == "link":
+        path.symlink_to(paths.root / "moved")
+    manifests, damaged = ring.manifests(paths)
+    if file == "manifest.json":
+        assert [manifest.name for manifest in manifests] == [sound]
+        assert "manifest.json" in damaged[faulty]
+    else:
+        with pytest.raises(CheckpointDamaged, match=file):
+            ring.open_shards(paths, manifests[1])
+        for reader in ring.open_shards(paths, manifests[0]):
+            reader.close()
+
+
+def test_an_evicted_checkpoint_is_gone_and_a_quarantined_one_can_be_looked_at(paths: RunPaths) -> None:
+    first, second, third, fourth = (write_checkpoint(paths, seq, 10 * seq) for seq in range(4))
+    ring.evict(paths, first)
+    ring.quarantine(paths, second)
+    assert os.listdir(paths.quarantine) == [second]
+    ring.quarantine(paths, third)
+    assert os.listdir(paths.quarantine) == [third]
+    assert ring.names(paths) == [fourth]
+    assert os.listdir(paths.ring) == [fourth]
