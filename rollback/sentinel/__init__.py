@@ -52,8 +52,9 @@ less, since no handful of bad batches covers so many steps.
 state; they enter no window. An infinite norm in a step that GradScaler skipped is routine.
 
 **Hints** excuse a rise for a while (`machine.EXCUSED_FOR`): within it only a loss far above the first ones is called
-(``loss-beyond-start``), and a new level is accepted after 16 observations. A learning rate above all earlier ones is no
-excuse (`learning_rate_hint`).
+(``loss-beyond-start``), and a new level is accepted after 16 observations. An announced phase may have any level, so
+everything is learned afresh. A learning rate above all earlier ones is no excuse (`learning_rate_hint`), nor is the
+end of an epoch of less than 100 observations.
 
 **Onset** is the first observation of the excursion, or of the run of raised ones (2 noise units) that led into it; for
 the slow rules, where the change began.

@@ -105,6 +105,10 @@ class Excursion:
     """Begins with a reading that stands out. Keeps what is needed to judge it and to learn from it, no more."""
 
     onset: int
+    rule: str
+    """By which it began: `loss-high` or `loss-and-grad-norm-high`."""
+    threshold: float
+    """The loss that its first reading exceeded."""
     count: int = 0
     lows: int = 0
     """Low readings in a row, up to now."""
@@ -115,9 +119,16 @@ class Excursion:
     recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
 
     @classmethod
-    def begin(cls, onset: int, reading: Reading, patience: int) -> Excursion:
+    def begin(cls, onset: int, reading: Reading, scale: Scale, patience: int) -> Excursion:
         """An excursion whose first reading this is; `onset` may lie a few steps before it."""
-        excursion = cls(onset, last_high=reading.step, peak=reading.loss)
+        alone = reading.height > OPENS
+        excursion = cls(
+            onset,
+            rule="loss-high" if alone else "loss-and-grad-norm-high",
+            threshold=scale.loss_at(OPENS if alone else OPENS_SUPPORTED),
+            last_high=reading.step,
+            peak=reading.loss,
+        )
         excursion.add(reading, patience)
         return excursion
 
@@ -137,15 +148,15 @@ class Excursion:
     def evidence(self, patience: int) -> Evidence | None:
         """What the last `patience` readings show if they are all high, else None.
 
-        Patience is in steps. Where a log has a line every few steps only, so that the readings at hand already span
-        more than twice as many, one reading less will do.
+        Patience is in steps: where a log has a line every few steps only, one reading less covers as many.
         """
-        spans = self.recent[-1].step - self.recent[0].step
-        needed = patience if spans < 2 * patience else max(_FEWEST, patience - 1)
-        if self.count < needed or self.lows:
+        if self.lows:
             return None
+        fewest = max(_FEWEST, patience - 1)
+        sparse = self.count >= fewest and self.recent[-1].step - self.recent[-fewest].step >= patience
+        needed = fewest if sparse and self.count < patience else patience
         last = list(self.recent)[-needed:]
-        if any(reading.height <= LOW for reading in last):
+        if self.count < needed or any(reading.height <= LOW for reading in last):
             return None
         lost = [reading.lost for reading in last]
         opening = self.opening[:needed]
@@ -162,6 +173,8 @@ class Excursion:
         rows = [[r.step, r.loss, r.log_norm, r.height, r.lost, r.norm_height] for r in self.recent]
         return {
             "onset": self.onset,
+            "rule": self.rule,
+            "threshold": self.threshold,
             "count": self.count,
             "lows": self.lows,
             "last_high": self.last_high,

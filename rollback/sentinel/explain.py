@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollback.sentinel.excursion import LOW, OPENS, OPENS_SUPPORTED, Evidence, Excursion, Found, Reading, Scale
+from rollback.sentinel.excursion import Evidence, Excursion, Found, Reading, Scale
 from rollback.sentinel.slow import Slow
 from rollback.sentinel.verdict import Blip, Kind, Verdict
 
@@ -20,13 +20,11 @@ def nonfinite(step: int, onset: int, witness: str, value: float, window: tuple[f
 
 def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> Verdict:
     """An excursion that is on, called or not."""
-    height = OPENS if reading.height > OPENS else OPENS_SUPPORTED
-    threshold = scale.loss_at(height if excursion.count == 1 else LOW)
     text = (
         f"loss {reading.loss:.6g} at step {reading.step}, normally {scale.level:.6g} with noise {scale.noise:.3g}; "
-        f"standing out since step {excursion.onset}"
+        f"standing out since step {excursion.onset}, when it exceeded {excursion.threshold:.6g}"
     )
-    return Verdict(kind, reading.step, excursion.onset, "loss-high", "loss", reading.loss, threshold, explanation=text)
+    return Verdict(kind, reading.step, excursion.onset, excursion.rule, "loss", reading.loss, excursion.threshold, text)
 
 
 def spike(step: int, onset: int, found: Found, evidence: Evidence, scale: Scale, window: tuple[float, ...]) -> Verdict:
@@ -83,7 +81,7 @@ def collapse(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
     )
 
 
-def ended(excursion: Excursion, persisted: bool, scale: Scale) -> Blip:
+def ended(excursion: Excursion, persisted: bool) -> Blip:
     """An excursion that ended without a call."""
     fate = "accepted" if persisted else "recovered"
-    return Blip(excursion.onset, excursion.last_high, excursion.peak, scale.loss_at(OPENS), "loss-high", fate)
+    return Blip(excursion.onset, excursion.last_high, excursion.peak, excursion.threshold, excursion.rule, fate)

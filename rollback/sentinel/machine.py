@@ -58,8 +58,10 @@ PERSISTS_AFTER = {State.WATCHING: 80, State.CALLED: 150}
 PERSISTS_WHEN_EXCUSED = 16
 EXCUSED_FOR = {Hint.LR_CHANGED: 100, Hint.RESUMED: 50, Hint.EPOCH: 10, Hint.ANNOUNCED: 150}
 """Observations for which a hint explains a rise of the loss."""
-NEW_PHASE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
-"""Hints after which the slow rules need a new reference. The end of an epoch is no new phase."""
+SHORTEST_EPOCH = 100
+"""Epochs of fewer observations explain nothing: the excuse of their ends would cover a good part of the run."""
+NEW_REFERENCE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
+"""Hints after which the slow rules need a new reference; the end of an epoch is none of them."""
 
 _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
@@ -89,6 +91,7 @@ class Sentinel:
         self._first_losses: list[float] = []
         self._rising_since: int | None = None
         self._excused = 0
+        self._since_epoch = SHORTEST_EPOCH
 
     @property
     def patience(self) -> int:
@@ -98,6 +101,7 @@ class Sentinel:
     def update(self, observation: Observation) -> Verdict:
         """The verdict on `observation`. Call once per optimizer step, on every rank with the same numbers."""
         step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
+        self._since_epoch = min(self._since_epoch + 1, SHORTEST_EPOCH)
         if hints:
             self._heed(hints)
         skipped = Hint.SCALER_SKIPPED in hints
@@ -122,11 +126,11 @@ class Sentinel:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
             stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
             if stuck is not None and self._state is not State.CALLED and not self._excused:
-                return self._call(explain.collapse(step, stuck, self._loss.recent()), reading)
+                return self._call(explain.collapse(step, stuck, self._loss.recent()), reading, scale)
         if self._excursion is not None:
             return self._follow(self._excursion, reading, scale)
         if reading.stands_out(self._preset):
-            self._excursion = Excursion.begin(self._onset(step), reading, self._preset.patience)
+            self._excursion = Excursion.begin(self._onset(step), reading, scale, self._preset.patience)
             return explain.watch(self._move(Event.HIGH), reading, self._excursion, scale)
         return self._calm(reading, scale)
 
@@ -136,7 +140,7 @@ class Sentinel:
         self._accept(reading.loss, reading.log_norm)
         drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
         if drift is not None and not self._excused:
-            return self._call(explain.drift(reading.step, drift, self._loss.recent()), reading)
+            return self._call(explain.drift(reading.step, drift, self._loss.recent()), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
 
     def _follow(self, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
@@ -151,22 +155,22 @@ class Sentinel:
             found = judge(evidence, self._preset, scale, excused=self._excused > 0) if evidence else None
             if evidence and found:
                 verdict = explain.spike(reading.step, excursion.onset, found, evidence, scale, self._loss.recent())
-                return self._call(verdict, reading)
+                return self._call(verdict, reading, scale)
         if excursion.count >= self._persists_after():
             return self._end(Event.PERSISTED, excursion, reading, scale)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
-    def _call(self, verdict: Verdict, reading: Reading) -> Verdict:
+    def _call(self, verdict: Verdict, reading: Reading, scale: Scale) -> Verdict:
         """Demand action, once: what follows belongs to the same incident."""
         self._move(Event.CALL)
         if self._excursion is None:
             onset = verdict.onset if verdict.onset is not None else reading.step
-            self._excursion = Excursion.begin(onset, reading, self._preset.patience)
+            self._excursion = Excursion.begin(onset, reading, scale, self._preset.patience)
         return verdict
 
     def _end(self, event: Event, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
         """The excursion is over. What was called is not reported again; what was left alone is, as a blip."""
-        ended = explain.ended(excursion, event is Event.PERSISTED, scale) if self._state is State.WATCHING else None
+        ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
         if event is Event.PERSISTED:
             self._relearn(excursion)
@@ -188,12 +192,25 @@ class Sentinel:
         return PERSISTS_AFTER[self._state]
 
     def _heed(self, hints: Hint) -> None:
+        if Hint.EPOCH in hints:
+            hints = hints if self._since_epoch >= SHORTEST_EPOCH else hints & ~Hint.EPOCH
+            self._since_epoch = 0
         for hint, observations in EXCUSED_FOR.items():
             if hint in hints:
                 self._excused = max(self._excused, observations)
-        if hints & NEW_PHASE:
+        if hints & NEW_REFERENCE:
             self._drift.restart()
             self._collapse.restart()
+        if Hint.ANNOUNCED in hints:
+            self._begin_phase()
+
+    def _begin_phase(self) -> None:
+        """Another loss or other data may have any level: learn everything afresh, the first losses included."""
+        self._loss.restart()
+        self._norm.restart()
+        self._first_losses.clear()
+        self._excursion = self._rising_since = None
+        self._state = State.LEARNING
 
     def _move(self, event: Event) -> Kind:
         self._state, kind = TRANSITIONS[self._state, event]
@@ -230,6 +247,7 @@ class Sentinel:
             "first_losses": list(self._first_losses),
             "rising_since": self._rising_since,
             "excused": self._excused,
+            "since_epoch": self._since_epoch,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -251,3 +269,4 @@ class Sentinel:
         self._first_losses = list(state["first_losses"])
         self._rising_since = state["rising_since"]
         self._excused = state["excused"]
+        self._since_epoch = state["since_epoch"]

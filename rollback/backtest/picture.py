@@ -1,0 +1,54 @@
+"""A replay as a picture: loss, gradient norm, what was called, what was left alone, what would have been skipped."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+from rollback.backtest.replay import Replay
+from rollback.errors import RunDirectoryError, UsageError
+
+
+def draw(replay: Replay, target: Path) -> None:
+    """Write the picture; its format is what the name's ending says. Raises UsageError where matplotlib is missing."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise UsageError(
+            "pictures are drawn with matplotlib, which is not installed", hint="pip install 'torch-rollback[plot]'"
+        ) from error
+    has_norm = any(observation.grad_norm is not None for observation in replay.observations)
+    figure = Figure(figsize=(11, 6.5 if has_norm else 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots(2 if has_norm else 1, 1, sharex=True, squeeze=False)[:, 0]
+    steps = [observation.step for observation in replay.observations]
+    _curve(axes[0], steps, [observation.loss for observation in replay.observations], replay.columns.loss)
+    if has_norm:
+        norms = [observation.grad_norm for observation in replay.observations]
+        _curve(axes[1], steps, norms, replay.columns.grad_norm or "grad_norm")
+    for axis in axes:
+        for blip in replay.blips:
+            axis.axvspan(blip.first_step, blip.last_step, color="tab:green", alpha=0.25, lw=0)
+        for verdict, planned in zip(replay.calls, replay.plan, strict=True):
+            if planned.skip is not None:
+                axis.axvspan(planned.skip.first, planned.skip.last, color="tab:red", alpha=0.12, lw=0)
+            axis.axvline(verdict.step, color="tab:red", lw=1)
+    axes[0].set_title(f"{replay.path.name}: {len(replay.calls)} calls (red), {len(replay.blips)} left alone (green)")
+    axes[-1].set_xlabel("step")
+    try:
+        figure.savefig(target, dpi=120)
+    except ValueError as error:
+        raise UsageError(f"{target} cannot be drawn: {error}", hint="end the name in .png, .svg or .pdf") from error
+    except OSError as error:
+        raise RunDirectoryError(f"{target} cannot be written: {error.strerror}", hint="choose another place") from error
+
+
+def _curve(axis, steps: list[int], values: list[float | None], label: str) -> None:  # type: ignore[no-untyped-def]
+    numbers = [value if value is not None and math.isfinite(value) else math.nan for value in values]
+    axis.plot(steps, numbers, lw=0.7, color="tab:blue")
+    positive = sorted(number for number in numbers if number > 0)
+    whole = len(positive) == sum(not math.isnan(number) for number in numbers)
+    if whole and positive and positive[-1] > 30 * positive[0]:
+        axis.set_yscale("log")
+    axis.set_ylabel(label)

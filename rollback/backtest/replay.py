@@ -1,0 +1,175 @@
+"""Run the sentinel over a log as it is, and ask the policy what it would have answered.
+
+The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from rollback import policy
+from rollback.backtest.columns import Columns, Overrides, find_columns, observations
+from rollback.backtest.table import read_table
+from rollback.config import Settings
+from rollback.events import Incident, Planned
+from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class Replay:
+    """What would have happened on one log."""
+
+    path: Path
+    columns: Columns
+    observations: list[Observation]
+    calls: list[Verdict]
+    blips: list[Blip]
+    plan: list[Planned]
+
+    def to_json(self) -> dict[str, Any]:
+        """The result as documented in docs/sentinel.md; JSON types only, numbers that are not finite as strings."""
+        return {
+            "schema": SCHEMA,
+            "log": str(self.path),
+            "observations": len(self.observations),
+            "first_step": self.observations[0].step,
+            "last_step": self.observations[-1].step,
+            "columns": {name: column for name, column in vars(self.columns).items() if column is not None},
+            "calls": [_call(verdict) for verdict in self.calls],
+            "blips": [_blip(blip) for blip in self.blips],
+            "plan": [_planned(planned) for planned in self.plan],
+        }
+
+
+def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
+    """Read a log and run the sentinel over it. Raises UsageError if it cannot be read or has no loss."""
+    table = read_table(path)
+    columns = find_columns(path, table, overrides)
+    seen = observations(path, table, columns)
+    calls, blips = judge(seen, Sentinel(settings.sensitivity))
+    return Replay(path, columns, seen, calls, blips, plans(calls, seen[0].step, settings))
+
+
+def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], list[Blip]]:
+    """Every verdict that demands action, and every excursion that was left alone.
+
+    A stretch of non-finite steps is one call: the guard would have acted on the first.
+    """
+    calls: list[Verdict] = []
+    blips: list[Blip] = []
+    was_nonfinite = False
+    for observation in seen:
+        verdict = sentinel.update(observation)
+        nonfinite = verdict.kind is Kind.NONFINITE
+        if verdict.kind is Kind.SPIKE or (nonfinite and not was_nonfinite):
+            calls.append(verdict)
+        if verdict.ended is not None:
+            blips.append(verdict.ended)
+        was_nonfinite = nonfinite
+    return calls, blips
+
+
+def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Planned]:
+    """The policy's answer to each call, with checkpoints where the settings would have put them.
+
+    One batch a step is assumed. A checkpoint is good when it was `probation` steps old without a call.
+    """
+    answers: list[Planned] = []
+    carried_out: Planned | None = None
+    last_detection = first_step
+    for number, verdict in enumerate(calls):
+        incident = _incident(number, verdict)
+        held = _held(verdict.step, first_step, last_detection, settings)
+        answer = policy.plan(incident, carried_out, held, settings)
+        answers.append(answer)
+        if answer.action in ("rollback", "retry"):
+            carried_out = answer
+        last_detection = verdict.step
+    return answers
+
+
+def _held(detected: int, first_step: int, last_detection: int, settings: Settings) -> list[policy.Held]:
+    """The ring at the time of a detection: the newest `keep` checkpoints, and the newest good one in any case."""
+    every = settings.snapshot_every
+    if not every:
+        return []
+    begin = -(-first_step // every) * every
+    taken = range(begin, detected, every)
+
+    def good(step: int) -> bool:
+        proven = detected - settings.probation
+        return step <= proven and not step <= last_detection < min(detected, step + settings.probation)
+
+    newest = list(taken[-settings.keep :])
+    older = (step for step in reversed(taken[: -settings.keep]) if good(step))
+    if not any(good(step) for step in newest):
+        newest[:0] = [step for step in [next(older, None)] if step is not None]
+    return [policy.Held(name=f"step-{step:09d}", step=step, batch=step, good=good(step)) for step in newest]
+
+
+def _incident(number: int, verdict: Verdict) -> Incident:
+    onset = max(0, verdict.onset if verdict.onset is not None else verdict.step)
+    kind: Literal["spike", "nonfinite"] = "spike" if verdict.kind is Kind.SPIKE else "nonfinite"
+    return Incident(
+        incident=number,
+        verdict=kind,
+        cause=verdict.rule,
+        rule=verdict.rule,
+        value=verdict.value,
+        threshold=verdict.threshold,
+        explanation=verdict.explanation,
+        window=verdict.window,
+        ranks=(),
+        onset_step=onset,
+        onset_batch=onset,
+        detection_step=max(0, verdict.step),
+        detection_batch=max(0, verdict.step),
+        step=max(0, verdict.step),
+        timeline=0,
+    )
+
+
+def _call(verdict: Verdict) -> dict[str, Any]:
+    return {
+        "onset": verdict.onset,
+        "detected": verdict.step,
+        "verdict": verdict.kind.value,
+        "rule": verdict.rule,
+        "witness": verdict.witness,
+        "value": _number(verdict.value),
+        "threshold": _number(verdict.threshold),
+        "explanation": verdict.explanation,
+    }
+
+
+def _blip(blip: Blip) -> dict[str, Any]:
+    return {
+        "first_step": blip.first_step,
+        "last_step": blip.last_step,
+        "peak": _number(blip.peak),
+        "threshold": _number(blip.threshold),
+        "rule": blip.rule,
+        "fate": blip.fate,
+    }
+
+
+def _planned(planned: Planned) -> dict[str, Any]:
+    return {
+        "call": planned.incident,
+        "action": planned.action,
+        "restore": planned.step,
+        "skip": [planned.skip.first, planned.skip.last] if planned.skip else None,
+        "escalation": planned.escalation,
+        "reason": planned.reason,
+    }
+
+
+def _number(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

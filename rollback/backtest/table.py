@@ -1,0 +1,182 @@
+"""A log as columns of numbers, read from CSV, TSV, JSON lines, trainer_state.json, TensorBoard events or npz.
+
+What a file is, is told from its content; names and endings lie. Nothing here knows which column is the loss.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import zipfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from rollback.backtest import tensorboard
+from rollback.errors import UsageError
+
+Cell = float | str | None
+Table = dict[str, list[Cell]]
+"""Columns by name, all of one length, in the file's order. None where a row has no value."""
+
+_SUPPORTED = "CSV, TSV, JSON lines, Hugging Face trainer_state.json, TensorBoard event files and npz are read"
+_SIZE_LIMIT = 2 << 30
+_SNIFFED = 4096
+
+
+def read_table(path: Path) -> Table:
+    """The columns of a log. Raises UsageError for a file that is missing, empty, binary or malformed."""
+    head = _head(path)
+    if head.startswith(b"PK\x03\x04"):
+        return _from_npz(path)
+    if tensorboard.is_event_file(head):
+        return tensorboard.read_scalars(path)
+    if b"\0" in head:
+        raise UsageError(f"{path} is a binary file of no kind that is read here", hint=_SUPPORTED)
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UsageError(f"{path} is not text: byte {error.start} is no UTF-8", hint=_SUPPORTED) from error
+    except OSError as error:
+        raise _unreadable(path, error) from error
+    if not text.strip():
+        raise UsageError(f"{path} is empty", hint=_SUPPORTED)
+    if text.lstrip()[0] in "{[":
+        return _columns_of(_json_rows(path, text))
+    return _from_csv(path, text)
+
+
+def _head(path: Path) -> bytes:
+    try:
+        if path.is_dir():
+            raise UsageError(f"{path} is a directory", hint="name the log files in it, for example DIR/*.csv")
+        if path.stat().st_size > _SIZE_LIMIT:
+            raise UsageError(f"{path} has more than {_SIZE_LIMIT >> 30} GiB", hint="cut it down to the metrics")
+        with path.open("rb") as file:
+            return file.read(_SNIFFED)
+    except OSError as error:
+        raise _unreadable(path, error) from error
+
+
+def _unreadable(path: Path, error: OSError) -> UsageError:
+    return UsageError(f"{path} cannot be read: {error.strerror}", hint="name an existing log file")
+
+
+def _from_npz(path: Path) -> Table:
+    """Arrays of one dimension in a NumPy archive. Object arrays, which would need unpickling, are refused."""
+    import numpy
+
+    try:
+        with numpy.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, zipfile.BadZipFile) as error:
+        raise UsageError(f"{path} is no NumPy archive of plain numbers: {error}", hint=_SUPPORTED) from error
+    flat = {name: array for name, array in arrays.items() if array.ndim == 1 and array.dtype.kind in "fiub"}
+    if len({len(array) for array in flat.values()}) > 1:
+        lengths = ", ".join(f"{name} {len(array)}" for name, array in flat.items())
+        raise UsageError(f"the arrays of {path} differ in length ({lengths})", hint="one entry for each logged step")
+    return {name: [float(value) for value in array] for name, array in flat.items()}
+
+
+def _from_csv(path: Path, text: str) -> Table:
+    lines = text.splitlines()
+    delimiter = max("\t,;", key=lines[0].count)
+    rows = csv.reader(lines, delimiter=delimiter) if lines[0].count(delimiter) else ([cell] for cell in lines)
+    try:
+        return _named(path, [row for row in rows if any(cell.strip() for cell in row)])
+    except csv.Error as error:
+        raise UsageError(f"{path} is not well-formed CSV: {error}", hint=_SUPPORTED) from error
+
+
+def _named(path: Path, rows: list[list[str]]) -> Table:
+    header = [cell.strip() for cell in rows[0]]
+    if all(isinstance(_cell(cell), float) for cell in header):
+        names = {1: ["loss"], 2: ["step", "loss"], 3: ["step", "loss", "grad_norm"]}.get(len(header))
+        if names is None:
+            raise UsageError(f"{path} has {len(header)} columns and no header", hint="add a first line that names them")
+        header, rows = names, [[], *rows]
+    table: Table = {name: [] for name in header if name}
+    for number, row in enumerate(rows[1:], start=2):
+        cells = [cell.strip() for cell in row]
+        if cells == header:
+            continue  # a log that was appended to by a second run repeats its header
+        if len(cells) > len(header) and any(cells[len(header) :]):
+            raise UsageError(
+                f"{path}: row {number} has {len(cells)} cells where the header names {len(header)}",
+                hint="see whether another program wrote into the file",
+            )
+        cells += [""] * (len(header) - len(cells))  # a torn last line, or trailing cells left out
+        for name, cell in zip(header, cells, strict=False):
+            if name:
+                table[name].append(_cell(cell))
+    return table
+
+
+def _cell(text: str) -> Cell:
+    if not text:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        return text
+
+
+def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
+    """Rows of a trainer_state.json, of one JSON list, or of JSON lines."""
+    try:
+        document = json.loads(text)
+    except json.JSONDecodeError:
+        return list(_json_lines(path, text.splitlines()))
+    if isinstance(document, dict) and isinstance(document.get("log_history"), list):
+        document = document["log_history"]
+    if isinstance(document, dict):
+        document = [document]
+    if not all(isinstance(row, dict) for row in document):
+        raise UsageError(f"{path} is JSON, but no list of records", hint=_SUPPORTED)
+    return list(document)
+
+
+def _json_lines(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            if number == len(lines):
+                return  # the writer was killed in the middle of its last line
+            raise UsageError(f"{path}: line {number} is no JSON: {error.msg}", hint=_SUPPORTED) from error
+        if not isinstance(row, dict):
+            raise UsageError(f"{path}: line {number} is JSON, but no record", hint=_SUPPORTED)
+        yield row
+
+
+def _columns_of(rows: Iterable[dict[str, Any]]) -> Table:
+    """Columns from records. Records that hold other records are flattened with `/`, as trackers write them."""
+    table: Table = {}
+    for count, row in enumerate(rows):
+        for name, value in _flat(row, ""):
+            table.setdefault(name, [None] * count).append(_number(value))
+        for column in table.values():
+            if len(column) == count:
+                column.append(None)
+    return table
+
+
+def _flat(row: dict[str, Any], prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in row.items():
+        if isinstance(value, dict):
+            yield from _flat(value, f"{prefix}{name}/")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _number(value: Any) -> Cell:
+    if isinstance(value, bool) or value is None:
+        return None
+    if isinstance(value, (int, float)):
+        return float(value) if abs(value) < 1e300 or not math.isfinite(value) else math.copysign(math.inf, value)
+    if isinstance(value, list):
+        return "|".join(str(part) for part in value)
+    return _cell(value) if isinstance(value, str) else None

@@ -1,0 +1,88 @@
+"""A replay for people: a plot that fits the terminal, and what was called in words."""
+
+from __future__ import annotations
+
+import math
+from textwrap import TextWrapper
+
+from rollback.backtest.replay import Replay
+from rollback.events import Planned
+from rollback.sentinel import Verdict
+
+_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: rows from the top, columns from the left
+_BRAILLE = 0x2800
+
+
+def describe(replay: Replay, width: int, height: int = 12) -> str:
+    """The whole account as plain text, `width` columns wide. Only the plot's marks are not ASCII."""
+    lines = [_headline(replay), "", *plot(replay, width, height), ""]
+    for verdict, planned in zip(replay.calls, replay.plan, strict=True):
+        lines += _call_in_words(verdict, planned, width)
+    if not replay.calls:
+        lines.append("nothing that would have demanded action")
+    for blip in replay.blips[:10]:
+        fate = "went back by itself" if blip.fate == "recovered" else "became the new level"
+        lines.append(f"  left alone: steps {blip.first_step} to {blip.last_step}, peak {blip.peak:.6g}, {fate}")
+    if len(replay.blips) > 10:
+        lines.append(f"  and {len(replay.blips) - 10} more that were left alone (--json has them all)")
+    return "\n".join(lines)
+
+
+def plot(replay: Replay, width: int, height: int) -> list[str]:
+    """The loss over the observations in braille dots, with a line of marks below: `^` a call, `o` left alone."""
+    losses = [observation.loss for observation in replay.observations]
+    finite = sorted(loss for loss in losses if loss is not None and math.isfinite(loss))
+    if not finite:
+        return ["(no finite loss to draw)"]
+    low, high = finite[0], finite[int(0.998 * (len(finite) - 1))]
+    logarithmic = low > 0 and high > 30 * low
+    scale = (lambda loss: math.log(max(loss, low))) if logarithmic else (lambda loss: loss)
+    bottom, top = scale(low), scale(high)
+    columns, rows = max(20, width - 12), 4 * height
+    grid = [[0] * columns for _ in range(height)]
+    for index, loss in enumerate(losses):
+        if loss is None or not math.isfinite(loss):
+            continue
+        x = index * (2 * columns - 1) // max(1, len(losses) - 1)
+        share = (min(scale(loss), top) - bottom) / (top - bottom) if top > bottom else 0.0
+        y = rows - 1 - round(share * (rows - 1))
+        grid[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
+    lines = ["".join(chr(_BRAILLE + cell) for cell in row) for row in grid]
+    labels = [f"{high:10.4g} "] + [" " * 11] * (height - 2) + [f"{low:10.4g} "]
+    drawn = [label + line for label, line in zip(labels, lines, strict=True)]
+    return [*drawn, " " * 11 + _marks(replay, columns), _axis(replay, columns, logarithmic)]
+
+
+def _marks(replay: Replay, columns: int) -> str:
+    place = {observation.step: index for index, observation in enumerate(replay.observations)}
+    marks = [" "] * columns
+    events = [(blip.first_step, "o") for blip in replay.blips] + [(verdict.step, "^") for verdict in replay.calls]
+    for step, mark in events:
+        marks[place.get(step, 0) * (columns - 1) // max(1, len(replay.observations) - 1)] = mark
+    return "".join(marks).rstrip()
+
+
+def _axis(replay: Replay, columns: int, logarithmic: bool) -> str:
+    first, last = str(replay.observations[0].step), str(replay.observations[-1].step)
+    middle = "step (loss on a logarithmic scale)" if logarithmic else "step"
+    return " " * 11 + first + middle.center(max(0, columns - len(first) - len(last))) + last
+
+
+def _headline(replay: Replay) -> str:
+    columns = ", ".join(f"{name}={column}" for name, column in vars(replay.columns).items() if column is not None)
+    return f"{replay.path}: {len(replay.observations)} observations ({columns})"
+
+
+def _call_in_words(verdict: Verdict, planned: Planned, width: int) -> list[str]:
+    onset = f", since step {verdict.onset}" if verdict.onset != verdict.step else ""
+    answer: str = planned.action
+    if planned.step is not None:
+        answer += f": restore step {planned.step}"
+    if planned.skip is not None:
+        answer += f", skip batches {planned.skip.first} to {planned.skip.last}"
+    wrap = TextWrapper(max(50, width), initial_indent=" " * 6, subsequent_indent=" " * 6)
+    return [
+        f"  {verdict.kind} at step {verdict.step}{onset} ({verdict.rule})",
+        *wrap.wrap(verdict.explanation),
+        *wrap.wrap(f"{answer} ({planned.reason})"),
+    ]

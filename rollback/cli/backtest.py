@@ -1,0 +1,60 @@
+"""`rollback backtest`: what the sentinel and the policy would have done on logs that exist already."""
+
+from __future__ import annotations
+
+import json as json_format
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollback.cli.terminal import printable, show_error
+from rollback.config import PresetName, Sensitivity
+from rollback.errors import ExitCode, UsageError
+
+
+def backtest(
+    logs: Annotated[list[Path], typer.Argument(help="Logs to replay.", show_default=False)],
+    loss: Annotated[str | None, typer.Option(help="Column of the training loss.", show_default="guessed")] = None,
+    grad_norm: Annotated[str | None, typer.Option(help="Column of the gradient norm.", show_default="guessed")] = None,
+    step: Annotated[str | None, typer.Option(help="Column of the step.", show_default="guessed")] = None,
+    lr: Annotated[str | None, typer.Option(help="Column of the learning rate.", show_default="guessed")] = None,
+    sensitivity: Annotated[Sensitivity, typer.Option(help="How readily a spike is called.")] = "normal",
+    policy: Annotated[PresetName, typer.Option(help="Preset for what would be restored and skipped.")] = "balanced",
+    json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per log (`schema`: 1).")] = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw a picture of the log here.", show_default=False)] = None,
+) -> None:
+    """Replay logs through the sentinel, with no training and no run directory.
+
+    Reads CSV, TSV, JSON lines (also metrics/train.jsonl of a run), Hugging Face trainer_state.json, TensorBoard event
+    files and npz. Logs that have a line every few steps only work too.
+    """
+    from rollback.backtest.columns import Overrides
+    from rollback.backtest.many import replay_all
+    from rollback.backtest.picture import draw
+    from rollback.backtest.text import describe
+    from rollback.config import Settings
+
+    if plot is not None and len(logs) > 1:
+        raise UsageError(f"--plot draws one log, and {len(logs)} were given", hint="name one log")
+    overrides = Overrides(loss=loss, step=step, grad_norm=grad_norm, lr=lr)
+    settings = Settings(sensitivity=sensitivity, policy=policy)
+    failed = False
+    for path, result in zip(logs, replay_all(logs, overrides, settings), strict=True):
+        if isinstance(result, UsageError):
+            failed = True
+            show_error(result)
+            if json and len(logs) > 1:
+                print(json_format.dumps({"schema": 1, "log": str(path), "error": result.message}))
+            continue
+        if json:
+            print(json_format.dumps(result.to_json(), allow_nan=False))
+        else:
+            print(printable(describe(result, shutil.get_terminal_size().columns)) + "\n")
+        if plot is not None:
+            draw(result, plot)
+    sys.stdout.flush()
+    if failed:
+        raise typer.Exit(ExitCode.USAGE)
