@@ -9,6 +9,7 @@ import typer
 
 from rollback import __version__
 from rollback.cli.audit import audit
+from rollback.cli.backtest import backtest
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
 from rollback.cli.status import status
@@ -23,7 +24,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.command(context_settings=LAUNCH_CONTEXT)(launch)
-for _command in (status, audit):
+for _command in (status, audit, backtest):
     app.command()(_command)
 
 
