@@ -104,6 +104,8 @@ def explain(error: ValidationError) -> str:
     """A validation error of Settings in one line for people."""
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        return f"there is no setting {name!r}"
     return (
         f"setting {name}: {first['msg']} (got {first['input']!r})"
         if name

@@ -8,7 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from rollback.errors import JournalDamaged
 from rollback.events import (
+    Advice,
     BecameGood,
     Committed,
     Concluded,
@@ -52,6 +54,7 @@ class History:
     good: set[str] = field(default_factory=set)
     discarded: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
+    advised: set[str] = field(default_factory=set)
     timeline: int = 0
     last_attempt: int = 0
 
@@ -70,7 +73,7 @@ class History:
 
 
 def fold(records: Iterable[Record], history: History | None = None) -> History:
-    """Add records to a history (a new one by default) and return it."""
+    """Add records to a history (a new one by default) and return it. Raises JournalDamaged if they do not add up."""
     history = history or History()
     for record in records:
         history.last_attempt = max(history.last_attempt, record.attempt)
@@ -103,12 +106,17 @@ def _apply(history: History, record: Record) -> None:
             _case(history, fact.incident).outcome = fact
         case SkipAdded() as fact:
             history.added.append(fact)
+        case Advice() as fact:
+            history.advised.add(fact.code)
         case _:
             pass
 
 
 def _case(history: History, incident: int) -> Case:
-    return next(case for case in reversed(history.cases) if case.incident.incident == incident)
+    for case in reversed(history.cases):
+        if case.incident.incident == incident:
+            return case
+    raise JournalDamaged(f"the journal has a fact about incident {incident}, which it does not report")
 
 
 def merge_windows(windows: Iterable[Window]) -> list[Window]:

@@ -60,7 +60,7 @@ def read_holder(paths: RunPaths) -> dict[str, object] | None:
     """What holder.json says, or None. It may be out of date: only the lock itself tells whether the holder lives."""
     try:
         body = json.loads(read_small_file(paths.holder, 1 << 16))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return None
     return body if isinstance(body, dict) else None
 

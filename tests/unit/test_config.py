@@ -1,0 +1,88 @@
+"""Settings: defaults, who wins, and what is refused with which words."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_from
+from rollback.errors import ExitCode, UsageError
+from rollback.events import Window
+
+
+def test_the_default_is_the_balanced_preset() -> None:
+    assert settings_from({}, {}).reach == PRESETS["balanced"]
+
+
+def test_the_palm_preset_is_what_the_paper_did_by_hand() -> None:
+    reach = Settings(policy="palm").reach
+    assert (reach.rewind, reach.skip_min, reach.skip_from) == (100, 200, "checkpoint")
+
+
+def test_the_surgical_preset_skips_what_was_seen_and_nothing_else() -> None:
+    reach = Settings(policy="surgical").reach
+    assert (reach.rewind, reach.skip_min, reach.skip_after, reach.skip_from) == (0, 0, 0, "onset")
+
+
+def test_a_setting_by_hand_takes_the_presets_place_also_when_it_is_0() -> None:
+    reach = Settings(policy="palm", rewind=0, skip_after=7).reach
+    assert (reach.rewind, reach.skip_after, reach.skip_min) == (0, 7, 200)
+
+
+windows = st.tuples(st.integers(0, 99), st.integers(0, 9)).map(lambda pair: Window(first=pair[0], last=sum(pair)))
+own: dict[str, st.SearchStrategy[Any]] = {
+    "policy": st.sampled_from(["balanced", "palm", "surgical"]),
+    "rewind": st.integers(0, 1000),
+    "skip_after": st.integers(0, 1000),
+    "horizon": st.integers(1, 1000),
+    "retry_first": st.booleans(),
+    "sensitivity": st.sampled_from(["low", "normal", "high"]),
+    "snapshot_every": st.integers(1, 1000),
+    "keep": st.integers(3, 10),
+    "skip": st.lists(windows),
+}  # fmt: skip
+some = st.fixed_dictionaries({}, optional=own)
+
+
+@given(some, some)
+def test_the_command_line_wins_over_the_script_and_leaves_the_rest_alone(
+    script: dict[str, Any], operator: dict[str, Any]
+) -> None:
+    handed_down = Settings(**operator).model_dump_json(exclude_unset=True)
+    settings = settings_from(script, {ENV_SETTINGS: handed_down})
+    assert settings == Settings(**{**script, **operator})
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"rewind": -1}, "setting rewind"),
+        ({"keep": 2}, "setting keep"),
+        ({"probation": 0}, "setting probation"),
+        ({"horizon": "far"}, "setting horizon"),
+        ({"sensitivity": "extreme"}, "setting sensitivity"),
+        ({"policy": "brave"}, "setting policy"),
+        ({"skip": [{"first": 5, "last": 2}]}, "setting skip.0"),
+        ({"skip": [(5, 2)]}, "setting skip.0"),
+        ({"rewindd": 3}, "no setting 'rewindd'"),
+        ({"snapshot_every": 0}, "snapshot_every=0 leaves nothing to restore"),
+    ],
+)
+def test_what_cannot_be_is_refused_by_name(settings: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words) as caught:
+        settings_from(settings, {})
+    assert caught.value.exit_code == ExitCode.USAGE
+    assert "\n" not in caught.value.message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '"text"', '{"rewind": -1}', '{"unheard_of": 1}'])
+def test_settings_handed_down_that_cannot_be_are_refused_too(text: str) -> None:
+    with pytest.raises(UsageError):
+        settings_from({}, {ENV_SETTINGS: text})
+
+
+def test_without_snapshots_one_may_still_observe() -> None:
+    assert settings_from({"snapshot_every": 0, "observe_only": True}, {}).snapshot_every == 0

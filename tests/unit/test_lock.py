@@ -1,0 +1,127 @@
+"""One process runs a run directory; the others are told who, and a dead holder is no obstacle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollback.errors import ExitCode, RunDirectoryError, RunInUse
+from rollback.rundir.lock import RunLock, read_holder
+from rollback.rundir.paths import RunPaths
+
+# Ready, then tries when told to by a line on stdin, says how it went, and holds on until stdin closes.
+CONTENDER = """
+import sys
+from pathlib import Path
+from rollback.errors import RunInUse
+from rollback.rundir.lock import RunLock
+from rollback.rundir.paths import RunPaths
+print("ready", flush=True)
+sys.stdin.readline()
+try:
+    lock = RunLock(RunPaths(Path(sys.argv[1])), "supervisor")
+    print("won", flush=True)
+except RunInUse as error:
+    print("lost:", error.message, flush=True)
+sys.stdin.read()
+"""
+
+
+def contender(root: Path) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", CONTENDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+
+def answer(process: subprocess.Popen[str], *, told: bool = False) -> str:
+    assert process.stdin is not None
+    assert process.stdout is not None
+    if told:
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    return process.stdout.readline()
+
+
+def end(process: subprocess.Popen[str]) -> None:
+    process.communicate(timeout=30)
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    return RunPaths(tmp_path / "runs" / "demo")
+
+
+def test_of_many_processes_at_once_exactly_one_wins(paths: RunPaths) -> None:
+    contenders = [contender(paths.root) for _ in range(20)]
+    for process in contenders:
+        assert answer(process) == "ready\n"
+    for process in contenders:
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.flush()
+    answers = [answer(process) for process in contenders]
+    assert answers.count("won\n") == 1
+    winner = contenders[answers.index("won\n")]
+    holder = read_holder(paths)
+    assert holder is not None
+    assert holder["pid"] == winner.pid
+    for process in contenders:
+        end(process)
+
+
+def test_a_killed_holder_is_taken_over_from_without_ceremony(paths: RunPaths) -> None:
+    process = contender(paths.root)
+    answer(process)
+    assert answer(process, told=True) == "won\n"
+    with pytest.raises(RunInUse, match=f"supervisor with pid {process.pid} on host"):
+        RunLock(paths, "supervisor")
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    end(process)
+    assert read_holder(paths) is not None, "it died without a chance to clean up"
+    lock = RunLock(paths, "rank 0")
+    holder = read_holder(paths)
+    assert holder is not None
+    assert (holder["pid"], holder["role"]) == (os.getpid(), "rank 0")
+    lock.release()
+
+
+def test_a_second_holder_in_the_same_process_is_refused_until_the_first_releases(paths: RunPaths) -> None:
+    first = RunLock(paths, "supervisor")
+    with pytest.raises(RunInUse, match=r"since 0 min \d+ s") as caught:
+        RunLock(paths, "supervisor")
+    assert caught.value.exit_code == ExitCode.IN_USE
+    first.release()
+    assert read_holder(paths) is None
+    RunLock(paths, "supervisor").release()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", "7", "{}", '{"since": 3}', '{"since": "2030-01-01T00:00:00"}', '{"since": "yesterday"}', "[" * 9999],
+)
+def test_a_damaged_holder_file_spoils_neither_lock_nor_message(paths: RunPaths, text: str) -> None:
+    lock = RunLock(paths, "supervisor")
+    paths.holder.write_text(text)
+    with pytest.raises(RunInUse, match="in use by"):
+        RunLock(paths, "supervisor")
+    lock.release()
+
+
+def test_who_holds_it_can_be_read(paths: RunPaths) -> None:
+    lock = RunLock(paths, "supervisor")
+    body = json.loads(paths.holder.read_text())
+    assert body.keys() == {"pid", "host", "since", "role"}
+    lock.release()
+
+
+def test_a_run_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("a file where a directory should be")
+    with pytest.raises(RunDirectoryError, match="runs"):
+        RunLock(RunPaths(tmp_path / "runs" / "demo"), "supervisor")

@@ -1,0 +1,257 @@
+"""The policy: what is restored lies before the onset and is good, what is skipped covers it, and repeats escalate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from rollback.config import Settings
+from rollback.events import Incident, Planned, Window
+from rollback.policy import Held, horizon_end, plan, repeats
+from rollback.rundir.paths import checkpoint_name
+
+
+def incident(onset: int, detected: int, *, batches_per_step: int = 1, timeline: int = 0) -> Incident:
+    return Incident(
+        incident=1, verdict="spike", cause="loss", rule="r", value=9.0, threshold=3.0, explanation="", window=(),
+        ranks=(), onset_step=onset, onset_batch=onset * batches_per_step, detection_step=detected,
+        detection_batch=(detected + 1) * batches_per_step - 1, step=detected + 1, timeline=timeline,
+    )  # fmt: skip
+
+
+def held(*steps: int, good: bool = True, batches_per_step: int = 1) -> list[Held]:
+    return [Held(checkpoint_name(seq, step), step, step * batches_per_step, good) for seq, step in enumerate(steps)]
+
+
+RING = held(0, 50, 100, 150, 200, 250)
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "onset", "detected", "step", "skip"),
+    [
+        # balanced: 20 steps before the onset, from the checkpoint through 20 batches beyond the detection
+        ({}, 230, 233, 200, (200, 253)),
+        ({}, 219, 222, 150, (150, 242)),
+        ({}, 220, 220, 200, (200, 240)),
+        # palm: 100 steps before, at least 200 batches
+        ({"policy": "palm"}, 230, 233, 100, (100, 299)),
+        ({"policy": "palm"}, 250, 255, 150, (150, 349)),
+        ({"policy": "palm"}, 260, 460, 150, (150, 460)),
+        # surgical: the newest good one, only what was seen
+        ({"policy": "surgical"}, 230, 233, 200, (230, 233)),
+        ({"policy": "surgical"}, 200, 200, 200, (200, 200)),
+        ({"policy": "surgical"}, 199, 200, 150, (199, 200)),
+        # by hand, over the preset
+        ({"policy": "surgical", "rewind": 40, "skip_after": 5}, 230, 233, 150, (230, 238)),
+        ({"skip_from": "onset"}, 230, 233, 200, (230, 253)),
+        ({"skip_after": 0, "skip_min": 100}, 230, 233, 200, (200, 299)),
+        # none is early enough: the oldest there is
+        ({"policy": "palm"}, 60, 61, 0, (0, 199)),
+        ({}, 10, 12, 0, (0, 32)),
+    ],
+)
+def test_first_answers(settings: dict[str, Any], onset: int, detected: int, step: int, skip: tuple[int, int]) -> None:
+    answer = plan(incident(onset, detected), None, RING, Settings(**settings))
+    assert (answer.action, answer.escalation, answer.step, answer.batch) == ("rollback", 0, step, step)
+    assert answer.skip == Window(first=skip[0], last=skip[1])
+    assert answer.timeline == 1
+    assert answer.discards == tuple(point.name for point in RING if point.step > step)
+
+
+def test_candidates_are_never_restored() -> None:
+    ring = [*held(0, 50), Held(checkpoint_name(9, 100), 100, 100, False)]
+    answer = plan(incident(150, 152), None, ring, Settings())
+    assert answer.step == 50
+    assert answer.discards == (checkpoint_name(9, 100),)
+
+
+@dataclass
+class Story:
+    """Incidents one after the other, each answered."""
+
+    settings: Settings
+    last: Planned | None = None
+
+    def meets(self, onset: int, ring: list[Held] = RING) -> Planned:
+        answer = plan(incident(onset, onset + 3), self.last, ring, self.settings)
+        if answer.action in ("rollback", "retry"):
+            self.last = answer
+        return answer
+
+
+def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_is_structural() -> None:
+    story = Story(Settings(max_rollbacks=3))
+    first = story.meets(230)
+    assert (first.step, first.skip) == (200, Window(first=200, last=253))
+    second = story.meets(260)
+    assert (second.escalation, second.step) == (1, 150)
+    assert second.skip == Window(first=150, last=283)
+    third = story.meets(290)
+    assert (third.escalation, third.step) == (2, 100)
+    assert third.skip == Window(first=100, last=367)
+    fourth = story.meets(370)
+    assert (fourth.action, fourth.escalation, fourth.skip, fourth.checkpoint) == ("stop", 3, None, None)
+    assert "structural" not in fourth.reason
+    assert "3 rollbacks" in fourth.reason
+
+
+def test_when_the_oldest_checkpoint_was_restored_already_it_is_restored_again_with_a_wider_window() -> None:
+    story = Story(Settings())
+    first = story.meets(30, held(0, 50))
+    second = story.meets(60, held(0, 50))
+    assert (first.step, second.step) == (0, 0)
+    assert first.skip
+    assert second.skip
+    assert len(second.skip) >= 2 * len(first.skip)
+
+
+@pytest.mark.parametrize(("onset", "escalation"), [(199, 0), (200, 1), (254, 1), (353, 1), (354, 0)])
+def test_a_repeat_is_what_begins_between_the_restored_batch_and_the_horizon(onset: int, escalation: int) -> None:
+    story = Story(Settings(horizon=100))
+    assert story.meets(230).skip == Window(first=200, last=253)
+    assert story.meets(onset).escalation == escalation
+
+
+def test_retry_first_replays_once_then_skips_then_escalates() -> None:
+    story = Story(Settings(retry_first=True))
+    retry = story.meets(230)
+    assert (retry.action, retry.step, retry.skip, retry.escalation) == ("retry", 200, None, 0)
+    skip = story.meets(230)
+    assert (skip.action, skip.step, skip.skip, skip.escalation) == ("rollback", 200, Window(first=200, last=253), 0)
+    wider = story.meets(256)
+    assert (wider.action, wider.step, wider.escalation) == ("rollback", 150, 1)
+    elsewhere = story.meets(900)
+    assert (elsewhere.action, elsewhere.escalation) == ("retry", 0)
+
+
+def test_observe_only_says_what_would_have_been_done_and_does_nothing() -> None:
+    answer = plan(incident(230, 233), None, RING, Settings(observe_only=True))
+    assert (answer.action, answer.step, answer.skip) == ("observe", 200, Window(first=200, last=253))
+    assert answer.discards == ()
+    assert answer.timeline == 0
+
+
+def test_observe_only_without_a_checkpoint_observes_all_the_same() -> None:
+    answer = plan(incident(230, 233), None, [], Settings(observe_only=True, snapshot_every=0))
+    assert (answer.action, answer.checkpoint, answer.skip) == ("observe", None, None)
+
+
+@pytest.mark.parametrize("ring", [[], held(300, 350), held(0, 50, good=False)])
+def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[Held]) -> None:
+    answer = plan(incident(230, 233), None, ring, Settings())
+    assert (answer.action, answer.checkpoint) == ("stop", None)
+    assert "no good checkpoint" in answer.reason
+
+
+def test_a_plan_that_was_not_carried_out_has_no_repeats() -> None:
+    observed = plan(incident(230, 233), None, RING, Settings(observe_only=True))
+    assert not repeats(incident(231, 233), observed, Settings())
+
+
+# --- rules that hold for all ------------------------------------------------------------------------------------------
+
+
+@st.composite
+def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
+    """An incident and a ring that may have anything in it but the checkpoint at step 0, which is there and good."""
+    per_step = draw(st.integers(1, 8))
+    later = draw(st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=8, unique_by=lambda pair: pair[0]))
+    points = [(0, True), *sorted(later)]
+    ring = [Held(checkpoint_name(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
+    onset = draw(st.integers(0, 500))
+    found = incident(onset, onset + draw(st.integers(0, 50)), batches_per_step=per_step)
+    settings = Settings(
+        policy=draw(st.sampled_from(["balanced", "palm", "surgical"])),
+        rewind=draw(st.none() | st.integers(0, 200)),
+        skip_from=draw(st.sampled_from([None, "checkpoint", "onset"])),
+        skip_after=draw(st.none() | st.integers(0, 300)),
+        skip_min=draw(st.none() | st.integers(0, 300)),
+        max_rollbacks=100,
+    )
+    return found, ring, settings, per_step
+
+
+@given(situations())
+def test_what_is_restored_is_good_and_not_after_the_onset(case: tuple[Incident, list[Held], Settings, int]) -> None:
+    found, ring, settings, per_step = case
+    answer = plan(found, None, ring, settings, per_step)
+    target = next(point for point in ring if point.name == answer.checkpoint)
+    assert target.good
+    assert target.step == answer.step <= found.onset_step
+    assert target.batch == answer.batch
+    early = [p for p in ring if p.good and p.step <= found.onset_step - settings.reach.rewind]
+    assert target == (early[-1] if early else ring[0])
+
+
+@given(situations())
+def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
+    case: tuple[Incident, list[Held], Settings, int],
+) -> None:
+    found, ring, settings, per_step = case
+    answer = plan(found, None, ring, settings, per_step)
+    assert answer.skip is not None
+    assert found.onset_batch in answer.skip
+    assert found.detection_batch in answer.skip
+    assert answer.skip.last >= found.detection_batch + settings.reach.skip_after
+    assert len(answer.skip) >= settings.reach.skip_min
+    assert answer.skip.first % per_step == 0
+    assert len(answer.skip) % per_step == 0
+    assert answer.batch is not None
+    assert answer.skip.first >= answer.batch, "what comes before the restored batch is not read again"
+
+
+@given(situations(), st.integers(0, 60), st.integers(0, 20))
+def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the_old_one(
+    case: tuple[Incident, list[Held], Settings, int], later: int, delay: int
+) -> None:
+    found, ring, settings, per_step = case
+    first = plan(found, None, ring, settings, per_step)
+    assert first.skip is not None
+    onset = first.skip.last // per_step + later
+    again = incident(onset, onset + delay, batches_per_step=per_step, timeline=1)
+    assume(repeats(again, first, settings, per_step))
+    kept = [point for point in ring if point.name not in first.discards]
+    second = plan(again, first, kept, settings, per_step)
+    assert second.action == "rollback"
+    assert second.escalation == 1
+    assert second.step is not None
+    assert first.step is not None
+    assert second.step <= first.step
+    older = [point for point in kept if point.good and point.step < first.step]
+    assert not older or second.checkpoint == older[-1].name
+    assert second.skip is not None
+    assert len(second.skip) >= 2 * len(first.skip)
+    assert second.skip.first <= first.skip.first
+    assert second.skip.last >= again.detection_batch
+    assert second.timeline == 2
+
+
+@given(situations())
+def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
+    case: tuple[Incident, list[Held], Settings, int],
+) -> None:
+    found, ring, settings, per_step = case
+    answer = plan(found, None, ring, settings, per_step)
+    assert answer.step is not None
+    assert set(answer.discards) == {point.name for point in ring if point.step > answer.step}
+
+
+@given(situations())
+def test_the_same_evidence_gives_the_same_plan(case: tuple[Incident, list[Held], Settings, int]) -> None:
+    found, ring, settings, per_step = case
+    assert plan(found, None, ring, settings, per_step) == plan(found, None, list(ring), settings, per_step)
+
+
+@given(situations())
+def test_beyond_the_horizon_a_trouble_is_a_new_one(case: tuple[Incident, list[Held], Settings, int]) -> None:
+    found, ring, settings, per_step = case
+    first = plan(found, None, ring, settings, per_step)
+    after = horizon_end(first, settings, per_step) // per_step + 1
+    assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)

@@ -1,0 +1,137 @@
+"""Metrics, skip records and heartbeats: read what was written, cut what was torn, pass over what is damaged."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.rundir.records import (
+    Heartbeat,
+    LineWriter,
+    Metric,
+    SkippedBatch,
+    metric_line,
+    read_heartbeats,
+    read_metrics,
+    read_skipped,
+    write_heartbeat,
+)
+
+SKIPPED = [
+    SkippedBatch(batch=7, epoch=0, offset=7, indices=[3, 1, 4], timeline=1),
+    SkippedBatch(batch=8, epoch=0, offset=8, indices=None, timeline=1),
+    SkippedBatch(batch=9, epoch=1, offset=0, indices=[], timeline=1),
+]
+
+
+def write(path: Path, lines: list[str]) -> None:
+    writer = LineWriter(path)
+    for line in lines:
+        writer.write(line)
+    writer.flush(durable=True)
+    writer.close()
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    return tmp_path / "skips" / "rank-00000.jsonl"
+
+
+numbers = st.none() | st.floats()
+metrics = st.builds(
+    Metric, step=st.integers(0, 2**53), batch=st.integers(0, 2**53), loss=numbers, grad_norm=numbers,
+    verdict=st.sampled_from(["healthy", "watch", "spike", "nonfinite"]), attempt=st.integers(1, 99),
+    timeline=st.integers(0, 99),
+)  # fmt: skip
+
+
+@given(metrics)
+def test_a_metric_line_reads_as_it_was_written_and_as_pydantic_would_write_it(metric: Metric) -> None:
+    line = metric_line(metric)
+    assert repr(Metric.model_validate_json(line)) == repr(metric)
+    assert json.loads(line) == json.loads(metric.model_dump_json())
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_the_numbers_that_json_lacks_are_written_as_text(value: float) -> None:
+    line = metric_line(Metric(step=1, batch=2, loss=value, grad_norm=None, verdict="nonfinite", attempt=1, timeline=0))
+    assert json.loads(line)["loss"] in ("NaN", "Infinity", "-Infinity")
+    assert repr(Metric.model_validate_json(line).loss) == repr(value)
+
+
+def test_skipped_batches_come_back_in_order(path: Path) -> None:
+    write(path, [skipped.model_dump_json() for skipped in SKIPPED])
+    assert list(read_skipped(path)) == SKIPPED
+
+
+def test_an_absent_file_has_no_lines(path: Path) -> None:
+    assert list(read_skipped(path)) == []
+    assert list(read_metrics(path)) == []
+
+
+def test_every_byte_prefix_reads_as_its_whole_lines_and_a_writer_goes_on_from_there(path: Path) -> None:
+    write(path, [skipped.model_dump_json() for skipped in SKIPPED])
+    data = path.read_bytes()
+    for length in range(len(data)):
+        path.write_bytes(data[:length])
+        whole = data[:length].count(b"\n")
+        assert list(read_skipped(path)) == SKIPPED[:whole]
+        write(path, [SKIPPED[0].model_dump_json()])
+        assert list(read_skipped(path)) == [*SKIPPED[:whole], SKIPPED[0]]
+
+
+def test_a_long_torn_tail_is_cut_off_too(path: Path) -> None:
+    write(path, [SKIPPED[0].model_dump_json()])
+    with open(path, "ab") as file:
+        file.write(b"x" * 50_000)
+    LineWriter(path).close()
+    assert list(read_skipped(path)) == SKIPPED[:1]
+
+
+def test_a_damaged_line_raises_or_is_passed_over_and_described(path: Path) -> None:
+    lines = [skipped.model_dump_json() for skipped in SKIPPED]
+    write(path, [lines[0], '{"batch": "many"}', lines[1], "[" * 100_000, "\0\0\0", lines[2]])
+    with pytest.raises(ValueError, match="SkippedBatch"):
+        list(read_skipped(path))
+    damaged: list[str] = []
+    assert list(read_skipped(path, damaged)) == SKIPPED
+    assert [text.split(":")[1] for text in damaged] == [
+        " line 2 is damaged",
+        " line 4 is damaged",
+        " line 5 is damaged",
+    ]
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, lambda path: os.symlink("/dev/zero", path)])
+def test_what_is_not_a_regular_file_is_refused_at_once(path: Path, make: Any) -> None:
+    path.parent.mkdir()
+    make(path)
+    with pytest.raises((OSError, ValueError)):
+        list(read_skipped(path))
+
+
+BEAT = Heartbeat(pid=7, host="h", attempt=1, step=5, batch=10, doing="training", monotonic=1.5, created=2.5)
+
+
+def test_heartbeats_are_found_by_rank_and_bad_ones_left_out(tmp_path: Path) -> None:
+    for rank in (0, 3):
+        write_heartbeat(tmp_path / f"rank-{rank:05d}.json", BEAT)
+    write_heartbeat(tmp_path / "rank-00003.json", BEAT.model_copy(update={"step": 6}))
+    (tmp_path / "rank-00001.json").write_text('{"pid":')
+    (tmp_path / "rank-x.json").write_text(BEAT.model_dump_json())
+    os.mkfifo(tmp_path / "rank-00002.json")
+    assert read_heartbeats(tmp_path) == {0: BEAT, 3: BEAT.model_copy(update={"step": 6})}
+    assert read_heartbeats(tmp_path / "nothing") == {}
+
+
+def test_a_heartbeat_is_replaced_without_leaving_anything_else(tmp_path: Path) -> None:
+    for _ in range(3):
+        write_heartbeat(tmp_path / "rank-00000.json", BEAT)
+    assert os.listdir(tmp_path) == ["rank-00000.json"]
