@@ -130,6 +130,24 @@ def test_each_kind_goes_back_to_every_position(name: str) -> None:
         fresh.close()
 
 
+class SeededReader(Reader):
+    """Seeds itself in `__iter__`, and keeps only its position."""
+
+    def __iter__(self) -> Iterator[int]:
+        seed = random.randrange(10**9)
+        return (number ^ seed for number in super().__iter__())
+
+
+def test_a_stateful_loader_that_seeds_itself_begins_again_from_the_same_random_states() -> None:
+    cursor = cursor_for(SeededReader())
+    drive(cursor, 2)
+    state = cursor.state_dict()
+    expected = drive(cursor, 3)
+    fresh = cursor_for(SeededReader())
+    fresh.load_state_dict(state)
+    assert drive(fresh, 3) == expected
+
+
 @pytest.mark.parametrize("name", ["callable", "generator", "list", "iterable data set", "stateful reader"])
 def test_a_skip_passes_over_exactly_one_batch(name: str) -> None:
     _, make = LOADERS[name]

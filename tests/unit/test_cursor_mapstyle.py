@@ -1,6 +1,8 @@
 """A map-style loader under a cursor: the same data in the same order, from any position, without a needless read."""
 
+import copy
 import itertools
+import json
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -443,6 +445,40 @@ def test_set_epoch_is_repeated_when_a_rollback_crosses_an_epoch_s_start() -> Non
     assert got == expected[2:]
 
 
+def test_set_epoch_is_repeated_after_a_rollback_to_between_two_epochs() -> None:
+    loader = make_loader("distributed")
+    cursor = cursor_for(loader)
+    between, openings = [], []
+    for epoch in range(EPOCHS):
+        set_epoch(loader, epoch)
+        between.append(cursor.state_dict())
+        cursor.open_epoch()
+        openings.append(skip_to_the_end(cursor))
+    cursor.load_state_dict(between[1])
+    cursor.open_epoch()
+    assert skip_to_the_end(cursor) == openings[1]
+    cursor.open_epoch()
+    assert skip_to_the_end(cursor) == openings[2]
+
+
+def test_set_epoch_is_repeated_for_an_epoch_that_an_earlier_process_began() -> None:
+    loader = make_loader("distributed")
+    cursor = cursor_for(loader)
+    states = []
+    for _ in drive(cursor, loader, epochs=2):
+        states.append(cursor.state_dict())
+    in_epoch_1 = next(state for state in states if state["epoch"] == 1 and state["opened"])
+
+    resumed = cursor_for(make_loader("distributed"))
+    resumed.load_state_dict(in_epoch_1)
+    expected = skip_to_the_end(resumed)
+    resumed.load_state_dict(states[0])  # a rollback into epoch 0, which this process never began
+    skip_to_the_end(resumed)
+    resumed.open_epoch()
+    resumed.skip()
+    assert skip_to_the_end(resumed) == expected
+
+
 def test_set_epoch_called_by_the_user_after_a_rollback_stands() -> None:
     loader = make_loader("distributed")
     sampler: Any = loader.sampler
@@ -484,6 +520,13 @@ def test_another_order_than_before_is_refused() -> None:
         other.load_state_dict(state)
 
 
+def test_a_loader_with_another_generator_than_before_is_refused() -> None:
+    cursor = cursor_for(make_loader("shuffled by a generator"))
+    cursor.open_epoch()
+    with pytest.raises(RunDoesNotFit, match="other generators"):
+        cursor_for(make_loader("shuffled")).load_state_dict(cursor.state_dict())
+
+
 class Forgetful(Sampler[int]):
     """Its order depends on how often it has been asked, which no random state tells."""
 
@@ -523,6 +566,18 @@ def test_the_data_are_described_by_what_tells_another_data_set() -> None:
         "batches": 6,
     }
     assert cursor_for(make_loader("uneven batches")).describe()["sampler"] == "Buckets"
+
+
+@pytest.mark.parametrize("name", ["shuffled by a generator", "distributed", "uneven batches"])
+def test_a_position_is_a_tree_that_a_checkpoint_can_hold(name: str) -> None:
+    cursor = cursor_for(make_loader(name))
+    cursor.open_epoch()
+    cursor.next()
+    state = cursor.state_dict()
+    json.dumps(state, default=lambda leaf: leaf.tolist() if isinstance(leaf, torch.Tensor) else leaf)
+    kept = copy.deepcopy(state)
+    skip_to_the_end(cursor)
+    assert repr(state) == repr(kept), "and later batches do not change it"
 
 
 def test_batches_are_refused_while_no_epoch_is_open() -> None:
