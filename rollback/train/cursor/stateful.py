@@ -39,10 +39,18 @@ class StatefulCursor(Cursor):
         return None
 
     def _state(self) -> dict[str, Any]:
-        return {"opening": self._opening if self.opened else None, "loader": self._loader.state_dict()}
+        # torchdata's loader begins an epoch, with draws from the random states, when it is asked before its first one.
+        begun = self.opened or self.epoch > 0
+        return {
+            "opening": self._opening if self.opened else None,
+            "loader": self._loader.state_dict() if begun else None,
+        }
 
     def _seek(self, state: dict[str, Any]) -> None:
         self._iterator = None
+        if state["loader"] is None:
+            self._opening = None
+            return
         with rng.preserved():
             self._loader.load_state_dict(state["loader"])
             self._opening = state["opening"]
