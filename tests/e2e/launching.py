@@ -1,0 +1,99 @@
+"""Starting `rollback launch` from a test and looking at what it leaves."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+RANK = Path(__file__).parent / "rank.py"
+LIMIT = 60.0  # a wait that is longer than this has failed
+
+# One rank in torchrun's place, for tests that are not about torchrun: it takes seconds to import.
+WITHOUT_TORCHRUN = """
+import sys
+from rollback import cli
+from rollback.supervisor import supervise
+
+supervise.torchrun_command = lambda job, environment: [sys.executable, job.script, *job.arguments]
+cli.main()
+"""
+
+
+class Launch:
+    """A supervised job in its own folder, and what is left of it."""
+
+    def __init__(self, folder: Path, with_torchrun: bool) -> None:
+        self.folder = folder
+        self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
+        self.run = folder / "runs" / "rank"
+        self.paths = RunPaths(self.run)
+        self.started: list[subprocess.Popen[str]] = []
+
+    def start(self, behaviour: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
+        flags = ("--nproc", str(ranks), *flags)
+        command = [sys.executable, *self.program, "launch", *flags, str(RANK), behaviour, "-x"]
+        environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
+        process = subprocess.Popen(
+            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self.started.append(process)
+        return process
+
+    def finish(self, behaviour: str, *flags: str, ranks: int = 1) -> tuple[int, str]:
+        process = self.start(behaviour, *flags, ranks=ranks)
+        output, _ = process.communicate(timeout=LIMIT)
+        return process.returncode, output
+
+    def facts(self, *kinds: type) -> list[object]:
+        return [
+            record.fact
+            for record in read_journal(self.paths.supervisor_journal).records
+            if isinstance(record.fact, kinds)
+        ]
+
+    def wait_for(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, "what the test waits for did not happen"
+            time.sleep(0.02)
+
+    def wait_for_heartbeats(self, count: int) -> list[psutil.Process]:
+        self.wait_for(lambda: len(read_heartbeats(self.paths.ranks)) == count)
+        return [psutil.Process(beat.pid) for beat in read_heartbeats(self.paths.ranks).values()]
+
+    def torchrun(self) -> psutil.Process:
+        (torchrun,) = psutil.Process(self.started[-1].pid).children()
+        return torchrun
+
+
+@contextmanager
+def launching(folder: Path, *, with_torchrun: bool) -> Iterator[Launch]:
+    """A `Launch` whose supervisors are gone at the end, however the test ended."""
+    launch = Launch(folder, with_torchrun)
+    try:
+        yield launch
+    finally:
+        for process in launch.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def is_gone(process: psutil.Process) -> bool:
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE

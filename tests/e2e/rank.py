@@ -1,0 +1,135 @@
+"""A rank that keeps the guard's side of the contract with the supervisor, without torch: `rank.py BEHAVIOUR`."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+from rollback.events import Attached, Committed, Fact, Stopped
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Heartbeat, write_heartbeat
+
+RANK = int(os.environ["RANK"])
+ATTEMPT = int(os.environ["ROLLBACK_ATTEMPT"])
+PATHS = RunPaths(Path(os.environ["ROLLBACK_RUN"]))
+HERE = Path(__file__).parent
+
+
+def tell(fact: Fact) -> None:
+    if RANK == 0:
+        journal = Journal(PATHS.train_journal, ATTEMPT)
+        journal.append(fact)
+        journal.close()
+
+
+def beat(step: int) -> None:
+    PATHS.ranks.mkdir(parents=True, exist_ok=True)
+    heartbeat = Heartbeat(
+        pid=os.getpid(),
+        host=socket.gethostname(),
+        attempt=ATTEMPT,
+        step=step,
+        batch=step,
+        doing="step",
+        monotonic=time.monotonic(),
+        created=psutil.Process().create_time(),
+    )
+    write_heartbeat(PATHS.heartbeat(RANK), heartbeat)
+
+
+def attach(step: int = 0) -> None:
+    world = int(os.environ["WORLD_SIZE"])
+    tell(
+        Attached(
+            world_size=world,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            supervised=True,
+            checkpoint=None,
+            step=step,
+            batch=step,
+            torch="none",
+            settings={},
+        )
+    )
+    beat(step)
+
+
+def until_told() -> None:
+    """Wait for SIGTERM; a test that never sends it is a failure of the test, which ends it after a minute."""
+    signal.sigtimedwait([signal.SIGTERM], 60)
+
+
+def finish() -> None:
+    print(f"rank {RANK} arguments {sys.argv[2:]} settings {os.environ['ROLLBACK_SETTINGS']}", flush=True)
+    attach()
+
+
+def die_once() -> None:
+    """Rank 1 dies in the first attempt, after some progress."""
+    attach()
+    beat(7)
+    if ATTEMPT == 1 and RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ATTEMPT == 1:
+        until_told()
+
+
+def die_always() -> None:
+    attach()
+    beat(3)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def stop_when_told() -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    attach()
+    until_told()
+    tell(Committed(checkpoint="c000001-s00000004", step=4, batch=4, timeline=0, bytes=1, seconds=0.1))
+    account = "saved at step 4"
+    tell(Stopped(reason="preempted", step=4, batch=4, checkpoint="c000001-s00000004", account=account))
+
+
+def ignore_everything() -> None:
+    """Rank 0 and its worker take no notice of SIGTERM; in the second attempt all is well."""
+    if ATTEMPT > 1:
+        return attach()
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    worker = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+    Path(os.environ["NOTES"], f"worker-{RANK}").write_text(str(worker.pid))
+    attach()
+    return time.sleep(60)
+
+
+def structural() -> None:
+    attach()
+    tell(Stopped(reason="structural", step=9, batch=9, checkpoint=None, account="three rollbacks did not help"))
+
+
+def refuse() -> None:
+    if RANK == 0:
+        body = {"exit_code": 78, "message": "another model", "hint": "another run directory"}
+        Path(os.environ["ROLLBACK_REFUSAL"]).write_text(json.dumps(body))
+
+
+def broken() -> None:
+    raise ValueError("this script never worked")
+
+
+def sleep() -> None:
+    """No guard, no heartbeat."""
+    Path(os.environ["NOTES"], f"rank-{RANK}").write_text(str(os.getpid()))
+    time.sleep(60)
+
+
+if __name__ == "__main__":
+    globals()[sys.argv[1]]()

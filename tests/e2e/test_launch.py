@@ -1,0 +1,112 @@
+"""`rollback launch` with a real torchrun, and ranks that keep the guard's side of the contract without torch."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from launching import LIMIT, Launch, is_gone, launching, tree
+
+from rollback.events import AttemptEnded, AttemptStarted, RestartScheduled, RunEnded, Signalled
+from rollback.rundir.journal import read_journal
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launch]:
+    with launching(tmp_path, with_torchrun=True) as launch:
+        yield launch
+
+
+def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) -> None:
+    code, output = job.finish("finish", "--rewind", "7", "--skip=3:5", "--observe_only", "--", ranks=2)
+    assert code == 0
+    for rank in (0, 1):
+        assert f"rank {rank} arguments ['-x'] settings" in output
+    settings = json.loads(output.partition("settings ")[2].splitlines()[0])
+    assert settings == {"rewind": 7, "observe_only": True, "skip": [{"first": 3, "last": 5}]}
+    started, ended, over = job.facts(AttemptStarted, AttemptEnded, RunEnded)
+    assert "--standalone" in started.command
+    assert ended.status == 0
+    assert over.exit_code == 0
+    assert "rollback audit runs/rank" in output.splitlines()[-1]
+    assert not job.paths.holder.exists()
+
+
+def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch) -> None:
+    code, output = job.finish("die_once", ranks=2)
+    assert code == 0, output
+    first, second = job.facts(AttemptEnded)
+    assert first.cause.startswith("rank 1 (pid ")
+    assert first.cause.endswith("was killed by signal 9 (SIGKILL)")
+    assert first.step == 7
+    assert second.status == 0
+    (restart,) = job.facts(RestartScheduled)
+    assert restart.delay == 0.0
+    assert "Traceback" not in output
+
+
+def test_a_killed_torchrun_leaves_nothing_behind_when_the_next_attempt_starts(job: Launch) -> None:
+    supervisor = job.start("ignore_everything")
+    (rank,) = job.wait_for_heartbeats(1)
+    worker = psutil.Process(int((job.folder / "worker-0").read_text()))
+    job.torchrun().kill()
+    output, _ = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 0, output
+    assert is_gone(rank)
+    assert is_gone(worker)
+    assert job.facts(AttemptEnded)[0].cause == "torchrun was killed by signal 9 (SIGKILL)"
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_stop_signal_reaches_the_ranks_and_the_run_is_resumable(job: Launch, signum: signal.Signals) -> None:
+    supervisor = job.start("stop_when_told", ranks=2)
+    job.wait_for_heartbeats(2)
+    supervisor.send_signal(signum)
+    output, _ = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 75, output
+    assert [fact.signal for fact in job.facts(Signalled)] == [signum.name]
+    assert job.facts(RunEnded)[0].reason == "saved at step 4"
+    assert "go on with `rollback launch --nproc 2" in output.splitlines()[-1]
+
+
+def test_a_refused_job_leaves_no_run_directory(job: Launch) -> None:
+    code, output = job.finish("refuse", ranks=2)
+    assert code == 78
+    assert output.count("rollback: error: another model\n  hint: another run directory\n") == 1
+    assert tree(job.folder) == {}
+
+
+def test_flags_that_torchrun_does_not_accept_are_a_usage_error(job: Launch) -> None:
+    code, output = job.finish("finish", "--monitor-interval", "soon")
+    assert code == 2
+    assert "invalid float value: 'soon'" in output
+    assert tree(job.folder) == {}
+
+
+def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(job: Launch) -> None:
+    supervisor = job.start("ignore_everything")
+    (rank,) = job.wait_for_heartbeats(1)
+    torchrun = job.torchrun()
+    job.wait_for(lambda: job.facts(AttemptStarted))
+    supervisor.kill()
+    supervisor.wait(timeout=LIMIT)
+    # This rank has no guard that would end it, and torchrun cannot: the next supervisor must.
+    code, output = job.finish("ignore_everything")
+    assert code == 0, output
+    assert "an earlier supervisor left behind" in output
+    assert is_gone(rank)
+    assert is_gone(torchrun)
+    assert [record.attempt for record in read_journal(job.paths.train_journal).records] == [1, 2]
+
+
+def test_a_killed_supervisor_ends_ranks_that_hold_no_guard(job: Launch) -> None:
+    supervisor = job.start("sleep")
+    job.wait_for((job.folder / "rank-0").exists)
+    rank = psutil.Process(int((job.folder / "rank-0").read_text()))
+    supervisor.kill()
+    supervisor.communicate(timeout=LIMIT)
+    job.wait_for(lambda: is_gone(rank))

@@ -1,0 +1,96 @@
+"""How `rollback launch` ends: real processes, signals and run directories, with one rank in torchrun's place."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import LIMIT, Launch, is_gone, launching, tree
+
+from rollback.events import Attached, AttemptStarted, RestartScheduled, RunEnded, Signalled
+from rollback.rundir.journal import Journal
+from rollback.rundir.lock import RunLock
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launch]:
+    with launching(tmp_path, with_torchrun=False) as launch:
+        yield launch
+
+
+def test_restarts_without_progress_are_bounded_and_the_reason_is_told(job: Launch) -> None:
+    code, output = job.finish("die_always", "--restart-budget", "1")
+    assert code == 1
+    # The first attempt reaches step 3, which is progress; the second has the one restart and gets no further.
+    assert len(job.facts(AttemptStarted)) == 2
+    assert "killed by signal 9" in output.splitlines()[-1]
+    assert "1 restarts brought no progress" in output.splitlines()[-1]
+
+
+def test_a_script_that_cannot_start_is_given_up_after_two_attempts(job: Launch) -> None:
+    code, output = job.finish("broken", "--max-restarts", "5")
+    assert code == 1
+    assert "--max-restarts 5 is taken as --restart-budget 5" in output
+    assert len(job.facts(AttemptStarted)) == 2
+    assert job.facts(RestartScheduled)[0].budget_left == 4
+    assert "this script never worked" in output
+
+
+def test_a_second_interrupt_ends_ranks_that_do_not_listen(job: Launch) -> None:
+    supervisor = job.start("ignore_everything")
+    (rank,) = job.wait_for_heartbeats(1)
+    supervisor.send_signal(signal.SIGINT)
+    job.wait_for(lambda: len(job.facts(Signalled)) == 1)
+    supervisor.send_signal(signal.SIGINT)
+    output, _ = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 75, output
+    assert is_gone(rank)
+
+
+def test_when_the_grace_is_over_everything_is_ended_and_the_run_is_resumable(job: Launch) -> None:
+    supervisor = job.start("ignore_everything", "--grace", "0.2")
+    (rank,) = job.wait_for_heartbeats(1)
+    supervisor.send_signal(signal.SIGTERM)
+    output, _ = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 75, output
+    assert is_gone(rank)
+
+
+def test_ranks_without_a_guard_are_ended_at_once_by_a_stop_signal(job: Launch) -> None:
+    supervisor = job.start("sleep")
+    job.wait_for((job.folder / "rank-0").exists)
+    supervisor.send_signal(signal.SIGTERM)
+    output, _ = supervisor.communicate(timeout=LIMIT)
+    assert supervisor.returncode == 75, output
+
+
+def test_a_structural_stop_is_accounted_for(job: Launch) -> None:
+    code, output = job.finish("structural")
+    assert code == 76
+    assert "three rollbacks did not help" in output
+    assert job.facts(RunEnded)[0].exit_code == 76
+
+
+def test_a_refused_job_leaves_an_existing_run_directory_as_it_was(job: Launch) -> None:
+    journal = Journal(job.paths.train_journal, 3)
+    attached = {"host": "h", "pid": 1, "checkpoint": None, "step": 0, "batch": 0, "torch": "2.13", "settings": {}}
+    journal.append(Attached(world_size=1, supervised=True, **attached))
+    journal.close()
+    job.paths.holder.write_text('{"pid": 1, "host": "elsewhere"}')
+    before = tree(job.folder)
+    code, _ = job.finish("refuse")
+    assert code == 78
+    assert tree(job.folder) == before
+
+
+def test_a_run_directory_in_use_is_refused_with_the_name_of_the_holder(job: Launch) -> None:
+    lock = RunLock(job.paths, "rollback launch")
+    before = tree(job.folder)
+    code, output = job.finish("finish")
+    assert code == 73
+    assert f"in use by rollback launch with pid {os.getpid()}" in output
+    assert tree(job.folder) == before
+    lock.release()
