@@ -105,6 +105,7 @@ def states() -> str:
 @pytest.mark.parametrize("name", LOADERS)
 def test_each_kind_goes_back_to_every_position(name: str) -> None:
     kind, make = LOADERS[name]
+    start = rng.capture()
     cursor = cursor_for(make())
     assert cursor.describe()["kind"] == kind
     positions, expected = [], []
@@ -113,7 +114,7 @@ def test_each_kind_goes_back_to_every_position(name: str) -> None:
         expected += drive(cursor, 1, model)
     every = 5 if "worker" in name else 1
 
-    for state, random_states in positions[:0:-every]:
+    for state, random_states in positions[::-every]:
         before = states()
         cursor.load_state_dict(state)
         assert states() == before
@@ -122,7 +123,8 @@ def test_each_kind_goes_back_to_every_position(name: str) -> None:
         assert drive(cursor, 11 - cursor.batch, model) == expected[state["batch"] :], "in this process"
     cursor.close()
 
-    for state, random_states in positions[1::every]:
+    for state, random_states in positions[::every]:
+        rng.restore(start)  # as the script does: torchdata's loader seeds itself when it is made
         fresh = cursor_for(make())
         fresh.load_state_dict(state)
         rng.restore(random_states)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -25,10 +26,15 @@ class StatefulCursor(Cursor):
         self._loader = loader
         self._opening: dict[str, Any] | None = None
         self._iterator: Iterator[Any] | None = None
+        self._beginning: Any = None
+        """The loader's state at the beginning of the first epoch, where this process has seen it."""
 
     def _open(self) -> None:
         self._opening = rng.capture(cuda=False)
         self._iterator = iter(self._loader)
+        if self.batch == 0:
+            with rng.preserved():
+                self._beginning = copy.deepcopy(self._loader.state_dict())
 
     def _fetch(self) -> Any:
         assert self._iterator is not None
@@ -50,6 +56,9 @@ class StatefulCursor(Cursor):
         self._iterator = None
         if state["loader"] is None:
             self._opening = None
+            if self._beginning is not None:  # what has been read here is to be read again
+                with rng.preserved():
+                    self._loader.load_state_dict(copy.deepcopy(self._beginning))
             return
         with rng.preserved():
             self._loader.load_state_dict(state["loader"])
