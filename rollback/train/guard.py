@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import atexit
 import os
-import socket
 import time
 from collections.abc import Iterator
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor, nn
 
-from rollback.config import Settings, settings_from
+from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.events import Finished, Restored, Stopped
 from rollback.rundir.history import Case
-from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import attach as attaching
+from rollback.train.arguments import scalar, settings_and_objects
 from rollback.train.cursor import cursor_for
 from rollback.train.holdings import Holdings
+from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
-from rollback.train.record import say
 from rollback.train.restoring import restore
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
@@ -34,7 +32,10 @@ from rollback.train.stopping import StopRequest, end_with_supervisor
 from rollback.train.updates import Updates
 from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
 
-_HEARTBEAT_SECONDS = 0.5
+_PLAIN_EPOCH_LOOP = (
+    "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
+    "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands"
+)
 
 
 class Guard:
@@ -75,7 +76,7 @@ class Guard:
     ) -> None:
         try:
             self._ranks = Ranks()
-            settings, objects = _sort_out(others)
+            settings, objects = settings_and_objects(others)
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
             attaching.refuse(error, int(os.environ.get("RANK", "0")))
@@ -86,8 +87,6 @@ class Guard:
         self._batches = 0
         self._epoch_began = False
         self._closed = False
-        self._beat_at = -_HEARTBEAT_SECONDS
-        self._process = (os.getpid(), socket.gethostname(), psutil.Process().create_time())
         end_with_supervisor()
         atexit.register(self.close)
 
@@ -116,7 +115,7 @@ class Guard:
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
         attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
         self._record = attached.record
-        self._attempt = attached.attempt
+        self._life = SignsOfLife(self._paths, ranks.rank, attached.attempt)
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
@@ -160,9 +159,9 @@ class Guard:
         loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
         accumulation steps may stay so.
         """
-        self._losses.append(_scalar(loss, "loss"))
+        self._losses.append(scalar(loss, "loss"))
         if grad_norm is not None:
-            self._grad_norm = _scalar(grad_norm, "grad_norm")
+            self._grad_norm = scalar(grad_norm, "grad_norm")
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
@@ -179,6 +178,8 @@ class Guard:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
                 self._restore_again()
+        if self._passes.uncounted:
+            self._watch.advise("plain-epoch-loop", _PLAIN_EPOCH_LOOP)
         return self
 
     def __next__(self) -> Any:
@@ -210,6 +211,7 @@ class Guard:
         if self._closed:
             return
         self._closed = True
+        self._life.show("ended", self.step, self.batch, now=True)
         self._snapshots.close()
         self._watch.close()
         self._state.cursor.close()
@@ -231,7 +233,7 @@ class Guard:
         if self._first_batch is None:
             self._first_batch = position
         self._batches += 1
-        self._show_life("training")
+        self._life.show("training", self.step, self.batch)
         return batch
 
     def _end_step(self) -> Decision | None:
@@ -271,14 +273,16 @@ class Guard:
         """Judge the last step too. False if that led to a rewind: then there are batches to come."""
         decision = self._watch.settle()
         self._act(decision)
-        return decision is None
+        return not isinstance(decision, Rewind)
 
     def _act(self, decision: Decision | None) -> None:
         match decision:
             case Rewind():
                 self._rewind(decision)
-            case Halt():
+            case Halt() if decision.structural or self._may_resume_here():
                 self._halt(decision)
+            case _:  # told to stop where no run may resume: the next step's beat says it again
+                return
 
     # Snapshots -----------------------------------------------------------------------------------------------------
 
@@ -286,9 +290,15 @@ class Guard:
         every = self._settings.snapshot_every
         if every == 0 or self._snapshots.in_flight or self._first_batch is not None or not self._watch.calm:
             return False
+        if not self._may_resume_here():
+            return False
         if self._snapshot_at is None:
             return True
         return self.step // every > self._snapshot_at // every
+
+    def _may_resume_here(self) -> bool:
+        """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come."""
+        return self._state.cursor.opened and not self._state.cursor.at_end
 
     def _take_snapshot(self) -> bool:
         """Take one at this step's end. False if there turned out to be something more urgent to do.
@@ -311,14 +321,14 @@ class Guard:
         """A checkpoint of this very step, committed before anything else happens."""
         self._watch.settle_snapshot()
         if self._snapshot_at != self.step and self._settings.snapshot_every:
-            self._show_life("saving")
+            self._life.show("saving", self.step, self.batch, now=True)
             self._begin_snapshot()
             self._watch.settle_snapshot()
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def _end_pass(self, *, final: bool) -> None:
-        self._commit_now()
+        self._watch.settle_snapshot()
         self._passes.end(final=final)
         self._record.note(Finished(step=self.step, batch=self._state.cursor.batch))
 
@@ -341,7 +351,7 @@ class Guard:
 
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan that is in the journal already."""
-        self._show_life("rewinding")
+        self._life.show("rewinding", self.step, self.batch, now=True)
         began, reached = time.monotonic(), self.step
         self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
         while True:
@@ -387,48 +397,3 @@ class Guard:
                 f"restoring {source.name} once more at the start of its epoch: {fault}",
                 hint="run the same command again: an older checkpoint will be used",
             )
-
-    # Signs of life -------------------------------------------------------------------------------------------------
-
-    def _show_life(self, doing: str) -> None:
-        now = time.monotonic()
-        if now - self._beat_at < _HEARTBEAT_SECONDS:
-            return
-        self._beat_at = now
-        pid, host, created = self._process
-        beat = Heartbeat(
-            pid=pid, host=host, attempt=self._attempt, step=self.step, batch=self.batch, doing=doing, monotonic=now,
-            created=created,
-        )  # fmt: skip
-        try:
-            write_heartbeat(self._paths.heartbeat(self._ranks.rank), beat)
-        except OSError as error:
-            say(f"writing the heartbeat of rank {self._ranks.rank} failed ({error}); training goes on")
-
-
-def _sort_out(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:
-    """Settings and objects among the guard's further arguments. Raises UsageError for what is neither."""
-    settings = {name: value for name, value in others.items() if name in Settings.model_fields}
-    objects: dict[str, Stateful] = {}
-    for name, value in others.items():
-        if name in settings or value is None:
-            continue
-        if not isinstance(value, Stateful):
-            raise UsageError(
-                f"Guard({name}=...) is a {type(value).__name__}: neither a setting nor an object with state_dict and "
-                "load_state_dict",
-                hint=f"the settings are {', '.join(Settings.model_fields)}",
-            )
-        objects[name] = value
-    return settings_from(settings), objects
-
-
-def _scalar(value: Tensor | float, what: str) -> Tensor:
-    if not isinstance(value, Tensor):
-        return torch.tensor(float(value))
-    if value.numel() != 1:
-        raise UsageError(
-            f"guard.observe got a {what} of shape {list(value.shape)}; it takes one number",
-            hint=f"reduce it first, for example {what}.mean()",
-        )
-    return value.detach().reshape(())

@@ -7,14 +7,14 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Three things distur
   begun again. Inside a plain `range` loop the script cannot be sent back: the pass goes on with the rest of the earlier
   epoch, crosses the start of its own epoch once more, and repeats the learning-rate steps that the script made there.
   Other things that a script does between epochs are not repeated; `guard.epochs()` is for scripts that do them.
-- A checkpoint taken when a pass ended stands before the code that follows the loop. A run that goes on from it gets
-  that pass as an empty one, so that the code is run.
+
+No checkpoint stands behind the last batch of an epoch (see `Guard`), so every pass that a restored run goes on in has
+at least one batch, and the code after its loop finds what it expects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -32,14 +32,6 @@ class Again(Enum):
     EVERYTHING = "everything"
 
 
-@dataclass(frozen=True)
-class _Target:
-    """The pass in which a restored run goes on; `tail_only`: behind its last batch."""
-
-    number: int
-    tail_only: bool
-
-
 class Passes:
     """Counts passes. The same on all ranks, since the scripts' loops are."""
 
@@ -48,9 +40,10 @@ class Passes:
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._begun = 0
         self._announced: int | None = None
-        self._target: _Target | None = None
+        self._target: int | None = None
         self._strayed = False
         self._finished = False
+        self._by_epochs = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
         self.epoch = 0
@@ -59,25 +52,27 @@ class Passes:
         """Whether the running pass has no batches left."""
         self.interrupted = False
         """Whether the running pass ends because its epochs() goes back to an earlier one."""
+        self.uncounted = False
+        """Whether the script loops over epochs by itself: a resumed run must walk through those that are over."""
 
     def resume(self) -> None:
         """The cursor was put where an earlier attempt was."""
-        self._target = self._where()
+        self._target = self._cursor.epoch
 
     def begin(self) -> Again:
         """A `for batch in guard` begins."""
         number = self._begun if self._announced is None else self._announced
         self._begun, self._announced = number + 1, None
         self.interrupted = False
+        self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
         self._note_boundary(number)
-        if self._finished or (self._target is not None and number < self._target.number):
+        if self._finished or (self._target is not None and number < self._target):
             self.over, self._strayed = True, True
             return Again.NOTHING
         self.epoch, self.over = number, False
         if self._target is None:
             self._leave_broken_epoch(number)
             return Again.NOTHING
-        self.over = self._target.tail_only
         again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
         self._target, self._strayed = None, False
         return again
@@ -93,13 +88,8 @@ class Passes:
 
     def rewound(self) -> None:
         """A rollback has put the cursor back, perhaps into an earlier epoch."""
-        target = self._where()
-        if target.number >= self.epoch:
-            return
-        if self._by_epochs:
-            self._target, self._strayed, self.interrupted = target, True, True
-        elif target.tail_only:
-            self.cross()
+        if self._by_epochs and self._cursor.epoch < self.epoch:
+            self._target, self._strayed, self.interrupted = self._cursor.epoch, True, True
 
     @property
     def replaying(self) -> bool:
@@ -114,14 +104,12 @@ class Passes:
             for _ in range(count):
                 scheduler.step()
 
-    _by_epochs = False
-
     def epochs(self, count: int) -> Iterator[int]:
         """See `Guard.epochs`."""
         self._by_epochs = True
         try:
             while not self._finished:
-                number = self._target.number if self._target else self._cursor.epoch + self._in_broken_epoch()
+                number = self._cursor.epoch + self._in_broken_epoch() if self._target is None else self._target
                 if number >= count:
                     return
                 self._announced = number
@@ -133,11 +121,6 @@ class Passes:
                     )
         finally:
             self._by_epochs = False
-
-    def _where(self) -> _Target:
-        cursor = self._cursor
-        tail_only = not cursor.opened and cursor.epoch > 0
-        return _Target(cursor.epoch - tail_only, tail_only)
 
     def _note_boundary(self, number: int) -> None:
         if self._steps_at_end is not None:

@@ -16,6 +16,7 @@ from torch import Tensor
 from rollback import policy
 from rollback.config import Settings
 from rollback.events import (
+    Advice,
     BecameGood,
     Committed,
     Concluded,
@@ -99,6 +100,7 @@ class Watch:
         self._last_plan = next((c.plan for c in reversed(history.cases) if c.plan and c.plan.action != "observe"), None)
         self._open = next((case for case in reversed(history.cases) if _awaits_outcome(case)), None)
         self._healthy_since = 0
+        self._advised = set(history.advised)
         self.timeline = history.timeline
         self.calm = True
 
@@ -164,6 +166,12 @@ class Watch:
         for name in plan.discards:
             self._holdings.drop(name)
             self._evict(name, "beyond a restored checkpoint")
+
+    def advise(self, code: str, text: str) -> None:
+        """Note a likely mistake in the script, once for each run. Not collective."""
+        if code not in self._advised:
+            self._advised.add(code)
+            self._record.note(Advice(code=code, text=text), text)
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""

@@ -11,6 +11,9 @@ Indices = tuple[int, ...] | None
 """The dataset indices of one batch on this rank, in order; None where the loader has none."""
 
 
+_UNKNOWN = object()
+
+
 class Cursor(ABC):
     """A position in the data stream of one loader, on one rank.
 
@@ -42,6 +45,7 @@ class Cursor(ABC):
         self.opened = False
         """Whether `epoch` has been begun. False before the first batch, and after each StopIteration."""
         self._sought = False
+        self._batches_per_epoch: Any = _UNKNOWN
 
     def open_epoch(self) -> None:
         """Begins `epoch` at its first batch, after the user's own `set_epoch` for it.
@@ -83,6 +87,13 @@ class Cursor(ABC):
             raise
         self._advance()
         return indices
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the open epoch has no further batch; False where that cannot be told beforehand."""
+        if self._batches_per_epoch is _UNKNOWN:
+            self._batches_per_epoch = self.describe().get("batches")
+        return self.opened and self._batches_per_epoch is not None and self.offset >= self._batches_per_epoch
 
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
