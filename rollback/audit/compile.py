@@ -161,7 +161,9 @@ def _incidents(records: Sequence[Record], history: History, costs: Costs, passed
     seen = {fact.incident: record for record, fact in _each(records, Incident)}
     restored = {fact.incident: record for record, fact in _each(records, Restored)}
     entries = []
-    for case, before, after in zip(history.cases, [None, *history.cases[:-1]], [*history.cases[1:], None], strict=True):
+    for place, case in enumerate(history.cases):
+        before = history.cases[place - 1] if place else None
+        after = history.cases[place + 1] if place + 1 < len(history.cases) else None
         fact, plan, number = case.incident, case.plan, case.incident.incident
         price = costs.restores.get(number)
         entries.append(

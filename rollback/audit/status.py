@@ -211,10 +211,10 @@ def _state(
 ) -> Literal["running", "starting", "ended", "died", "unknown"]:
     if any(entry.alive == "yes" for entry in ranks):
         return "running"
-    if holder is not None and holder.alive == "yes":
-        return "starting"
     if ending is not None:
         return "ended"
+    if holder is not None and holder.alive == "yes":
+        return "starting"
     if any(entry.alive == "unknown" for entry in ranks) or (holder is not None and holder.alive == "unknown"):
         return "unknown"
     return "died"

@@ -25,6 +25,7 @@ _OUTCOMES = {
     "observed": ("observed only; nothing was done", "cyan"),
     "open": ("open", "yellow"),
 }
+_VERDICTS = {"spike": "spiked", "nonfinite": "is not finite"}
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
 
@@ -72,7 +73,7 @@ def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) 
     title.append(f"incident {entry.incident}", style="bold")
     title.append(", the same trouble again" if continued else "")
     title.append(": ")
-    title.append_text(quoted(entry.cause, style="bold"))
+    title.append_text(quoted(f"{entry.cause} {_VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
     _print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
 

@@ -36,7 +36,7 @@ START = datetime(2030, 1, 1, tzinfo=timezone.utc)
 def incident(number: int, onset: int, detected: int, *, timeline: int = 0, **changed: Any) -> Incident:
     """An incident of a run that has two batches in a step."""
     fields: dict[str, Any] = {
-        "incident": number, "verdict": "spike", "cause": "the loss rose and stayed", "rule": "loss-level", "value": 6.5,
+        "incident": number, "verdict": "spike", "cause": "loss", "rule": "loss-level", "value": 6.5,
         "threshold": 3.25, "explanation": f"loss 6.5 at step {detected}", "window": (2.5, 2.25), "ranks": (1,),
         "onset_step": onset, "onset_batch": 2 * onset, "detection_step": detected, "detection_batch": 2 * detected + 1,
         "step": detected + 1, "timeline": timeline,

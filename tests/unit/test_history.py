@@ -98,6 +98,11 @@ def test_only_a_rollback_skips_and_only_rollback_and_retry_are_carried_out(
     assert (C2 in history.discarded) == pending
 
 
+def test_a_checkpoint_beyond_the_restored_one_is_good_no_more() -> None:
+    history = fold(records([*CHECKPOINTS, BecameGood(checkpoint=C2, step=40), *STORY[len(CHECKPOINTS) :]]))
+    assert history.good == {C0, C1}
+
+
 def test_a_plan_that_replaces_another_is_the_one_that_counts() -> None:
     facts = [
         *CHECKPOINTS, incident(1, 45, 49), rollback_plan(1, C1, 20, (40, 101)),

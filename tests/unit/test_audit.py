@@ -1,0 +1,443 @@
+"""The audit: the ledger says what happened, its sums are right, and what a journal quotes cannot steer a terminal."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+from typer.testing import CliRunner
+
+from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from rollback.audit import Ledger, compile_ledger, read_material
+from rollback.audit.terminal import printable
+from rollback.audit.text import print_ledger
+from rollback.cli import app
+from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
+from rollback.events import (
+    Advice,
+    AttemptEnded,
+    AttemptStarted,
+    Concluded,
+    Dropped,
+    Finished,
+    PassedOver,
+    Planned,
+    Quarantined,
+    Restored,
+    RunEnded,
+    ScalerSkipped,
+    Signalled,
+    SkipAdded,
+    Stopped,
+    Trouble,
+    Window,
+)
+
+C0, C1, C2 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """A run that has attached and taken checkpoints at steps 0 and 20, one step a second."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    run.commit(0, C0, 0)
+    run.commit(20, C1, 20)
+    return run
+
+
+def ledger_of(run: RecordedRun) -> Ledger:
+    return compile_ledger(read_material(run.paths.root))
+
+
+def text_of(ledger: Ledger, *, everything: bool = False, width: int = 100) -> str:
+    stream = io.StringIO()
+    print_ledger(Console(file=stream, width=width, highlight=False, markup=False), ledger, everything=everything)
+    return stream.getvalue()
+
+
+def cli(*arguments: str | Path) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+# --- an eventful run --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def eventful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    return eventful_run(tmp_path / "run", monkeypatch)
+
+
+def test_an_incident_is_told_with_its_evidence_and_answer(eventful: RecordedRun) -> None:
+    first = ledger_of(eventful).incidents[0]
+    assert (first.onset.step, first.onset.batch, first.detection.step, first.detection.batch) == (45, 90, 49, 99)
+    assert (first.cause, first.rule, first.value, first.threshold) == ("loss", "loss-level", 6.5, 3.25)
+    assert (first.recent, first.ranks) == ([2.5, 2.25], [1])
+    assert first.restored
+    assert (first.restored.checkpoint, first.restored.step, first.restored.batch) == (C2, 40, 80)
+    assert first.skip
+    assert (first.skip.first, first.skip.last, first.skip.batches, first.skip.passed_over) == (80, 101, 22, 22)
+
+
+def test_a_repeat_is_one_story_with_the_incident_that_it_repeats(eventful: RecordedRun) -> None:
+    ledger = ledger_of(eventful)
+    assert [[entry.incident for entry in story] for story in ledger.stories()] == [[1, 2]]
+    first, second = ledger.incidents
+    assert (first.outcome, first.repeated_by, first.repeats) == ("repeated", 2, None)
+    assert (second.outcome, second.outcome_step, second.repeats, second.escalation) == ("recovered", 80, 1, 1)
+
+
+def test_every_skipped_batch_is_listed_once_with_the_indices_of_every_rank_and_its_incidents(
+    eventful: RecordedRun,
+) -> None:
+    ledger = ledger_of(eventful)
+    assert [entry.batch for entry in ledger.skipped] == list(range(40, 104))
+    batch_90 = ledger.skipped[50]
+    assert batch_90.indices == {0: [9000, 9001, 9002, 9003], 1: [9010, 9011, 9012, 9013]}
+    assert batch_90.incidents == [1, 2]
+    assert [entry.batch for entry in ledger.skipped_by(1)] == list(range(80, 102))
+    assert (ledger.totals.skipped_batches, ledger.totals.skipped_samples) == (64, 64 * 2 * 4)
+
+
+def test_steps_and_seconds_lost_are_charged_once(eventful: RecordedRun) -> None:
+    ledger = ledger_of(eventful)
+    first, second = ledger.incidents
+    # The checkpoint of step 40 was taken at 42 s, that of step 20 at 22 s; the restores were done at 53 s and 64 s.
+    assert (first.steps_lost, first.seconds_lost) == (10, pytest.approx(53 - 42))
+    assert (second.steps_lost, second.seconds_lost) == (30, pytest.approx((42 - 22) + (64 - 53)))
+    # It died at 114 s with 70 steps done and went on at 124 s from step 60, which it had reached at 104 s.
+    died = ledger.attempts[0]
+    assert (died.steps_lost, died.seconds_lost) == (10, pytest.approx(114 - 104))
+    totals = ledger.totals
+    assert (totals.steps, totals.steps_lost, totals.goodput) == (100, 50, pytest.approx(100 / 150, abs=1e-6))
+    assert totals.seconds == pytest.approx(165)
+    assert totals.seconds_lost == pytest.approx(11 + 31 + 10)
+    assert totals.seconds_down == pytest.approx(124 - 114)
+
+
+def test_attempts_tell_how_they_ended_and_what_came_next(eventful: RecordedRun) -> None:
+    first, second = ledger_of(eventful).attempts
+    assert (first.ended, first.cause, first.reached) == ("died", "rank 1 was killed by signal 9", 70)
+    assert (first.restart_delay, first.restart_budget_left, first.restart_reason) == (1.0, 2, "a rank died")
+    assert (second.checkpoint, second.ended, second.reached) == ("c000003-s00000060", "finished", 100)
+    assert second.begins
+    assert second.begins.step == 60
+
+
+def test_what_was_left_alone_and_the_end_are_told(eventful: RecordedRun) -> None:
+    ledger = ledger_of(eventful)
+    assert [(entry.first_step, entry.fate) for entry in ledger.noticed] == [(65, "back after 2 steps")]
+    assert ledger.ending
+    assert (ledger.ending.how, ledger.ending.step, ledger.ending.exit_code) == ("finished", 100, 0)
+    assert ledger.notices == []
+
+
+def test_the_command_prints_the_ledger_as_json_with_its_schema(eventful: RecordedRun) -> None:
+    result = cli("audit", eventful.paths.root, "--json")
+    assert result.exit_code == 0
+    body = json.loads(result.stdout)
+    assert body["schema"] == 1
+    assert Ledger.model_validate(body) == ledger_of(eventful)
+    assert result.stderr == ""
+
+
+def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> None:
+    result = cli("audit", eventful.paths.root)
+    assert result.exit_code == 0
+    for words in [
+        "2, answered by 2 restores", "64 batches (512 samples)", "100 count, 50 were undone", "goodput 66.7%",
+        "incident 1: loss spiked", "└ incident 2, the same trouble again", "came back as incident 2",
+        "recovered (step 80)",
+        "4000 4001 4002 4003", "and 52 more (to 103)", "back after 2 steps", "rank 1 was killed by signal 9",
+    ]:  # fmt: skip
+        assert words in result.stdout, words
+    assert "\x1b" not in result.stdout, "not a terminal: no escape sequences"
+
+
+def test_all_shows_every_batch(eventful: RecordedRun) -> None:
+    text = cli("audit", eventful.paths.root, "--all").stdout
+    assert "10310 10311" in text
+    assert "more (to" not in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 79, 200])
+def test_text_fits_the_width_and_loses_nothing(eventful: RecordedRun, width: int) -> None:
+    text = text_of(ledger_of(eventful), width=width)
+    assert all(len(line) <= width for line in text.splitlines())
+    if width >= 40:
+        assert "4010" in text
+        assert "c000002-s00000040" in text.replace("\n", "").replace(" ", "")
+
+
+def test_reading_leaves_no_trace(eventful: RecordedRun) -> None:
+    def state() -> dict[str, tuple[int, bytes]]:
+        files = (path for path in eventful.paths.root.rglob("*"))
+        return {str(p): (p.stat().st_mtime_ns, p.read_bytes() if p.is_file() else b"") for p in files}
+
+    before = state()
+    cli("audit", eventful.paths.root)
+    cli("status", eventful.paths.root, "--json")
+    assert state() == before
+
+
+# --- stories that end otherwise ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_that_a_crash_interrupted_is_open_and_only_planned(run: RecordedRun) -> None:
+    run.judge(0, 34)
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    ledger = ledger_of(run)
+    entry = ledger.incidents[0]
+    assert (entry.outcome, entry.restored, entry.planned_checkpoint, entry.steps_lost) == ("open", None, C1, None)
+    assert entry.skip
+    assert (entry.skip.batches, entry.skip.passed_over) == (50, 0)
+    assert "planned, not carried out yet" in text_of(ledger)
+
+
+def test_a_rollback_that_is_carried_out_by_relaunch_pays_for_the_steps_and_the_death_pays_nothing(
+    run: RecordedRun,
+) -> None:
+    run.judge(0, 34)
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    run.attach(50, 2, C1, 20)
+    done = Restored(incident=1, checkpoint=C1, step=20, batch=40, steps_lost=15, seconds=0.0, route="relaunch")
+    run.tell(51, done, 2)
+    ledger = ledger_of(run)
+    # From the checkpoint (20 s) to the last fact of attempt 1 (35 s), and from attaching (50 s) to the restore (51 s).
+    assert (ledger.incidents[0].steps_lost, ledger.incidents[0].seconds_lost) == (15, pytest.approx(15 + 1))
+    assert (ledger.attempts[0].steps_lost, ledger.attempts[0].seconds_lost) == (0, 0.0)
+    assert ledger.totals.seconds_down == pytest.approx(15)
+    assert ledger.totals.steps_lost == 15
+
+
+def test_a_death_after_a_rollback_counts_steps_from_where_the_rollback_left_it(run: RecordedRun) -> None:
+    run.judge(0, 34)
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    run.tell(36, Restored(incident=1, checkpoint=C1, step=20, batch=40, steps_lost=15, seconds=1, route="in_process"))
+    run.judge(20, 24, timeline=1)
+    run.attach(60, 2, C1, 20)
+    ledger = ledger_of(run)
+    assert ledger.attempts[0].steps_lost == 5
+    assert ledger.totals.steps_lost == 20
+
+
+def test_without_metrics_the_journal_alone_tells_what_it_can(run: RecordedRun) -> None:
+    run.tell(35, AttemptEnded(status=1, cause="a rank died", step=33, seconds=35.0))
+    run.attach(60, 2, C1, 20)
+    assert ledger_of(run).attempts[0].steps_lost == 13
+
+
+def test_a_structural_stop_is_told_with_its_account(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34, verdict="nonfinite", value=float("nan"), threshold=None))
+    stop = {"action": "stop", "checkpoint": None, "step": None, "batch": None, "timeline": 0, "reason": "3 rollbacks"}
+    run.tell(35, rollback_plan(1, C1, 20, None).model_copy(update=stop))
+    run.tell(35, Concluded(incident=1, outcome="structural", step=34))
+    run.tell(35, Stopped(reason="structural", step=34, batch=70, checkpoint=None, account="look at the code"))
+    run.tell(36, RunEnded(exit_code=76, reason="structural"))
+    ledger = ledger_of(run)
+    assert ledger.incidents[0].outcome == "structural"
+    assert ledger.ending
+    assert (ledger.ending.how, ledger.ending.exit_code) == ("structural", 76)
+    text = text_of(ledger)
+    assert "not finite" in text
+    assert "structural: the run was stopped" in text
+    assert "look at the code" in text
+    assert json.loads(ledger.to_json())["incidents"][0]["value"] == "NaN"
+
+
+def test_what_was_only_observed_is_told_as_such(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)).model_copy(update={"action": "observe", "timeline": 0}))
+    run.tell(35, Concluded(incident=1, outcome="observed", step=34))
+    ledger = ledger_of(run)
+    assert ledger.incidents[0].outcome == "observed"
+    assert ledger.totals.rollbacks == 0
+    assert f"it would have been: restore {C1}, skip batches 40:89" in text_of(ledger, width=200)
+
+
+def test_a_replay_that_does_not_reproduce_suggests_and_does_not_claim(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, None).model_copy(update={"action": "retry"}))
+    run.tell(36, Restored(incident=1, checkpoint=C1, step=20, batch=40, steps_lost=15, seconds=1, route="in_process"))
+    run.tell(90, Concluded(incident=1, outcome="not_reproduced", step=80))
+    text = text_of(ledger_of(run), width=200)
+    assert "replay to" in text
+    assert "likely, but not proven" in text
+
+
+def test_user_windows_advice_troubles_and_odd_checkpoints_are_told(run: RecordedRun) -> None:
+    run.tell(21, SkipAdded(window=Window(first=50, last=59), who="user", why="duplicates"))
+    run.pass_over(22, 50, 54, timeline=0)
+    run.tell(23, ScalerSkipped(step=23, batch=47))
+    run.tell(24, Advice(code="clip-after-step", text="gradients are clipped after the step"))
+    run.tell(25, Trouble(doing="writing the metrics", error="No space left on device"))
+    run.tell(26, Dropped(checkpoint="c000007-s00000026", step=26, reason="a rank could not write"))
+    run.tell(27, Quarantined(checkpoint=C1, reason="a flipped bit"))
+    run.tell(28, Signalled(signal="SIGTERM"))
+    ledger = ledger_of(run)
+    assert (ledger.user_windows[0].span.batches, ledger.user_windows[0].span.passed_over) == (10, 5)
+    assert [entry.by_user for entry in ledger.skipped] == [True] * 5
+    assert {entry.checkpoint: entry.status for entry in ledger.checkpoints} == {
+        C0: "good", C1: "quarantined", "c000007-s00000026": "dropped"
+    }  # fmt: skip
+    text = text_of(ledger, width=200)
+    for words in ["duplicates", "clip-after-step", "No space left", "a flipped bit", "could not write", "SIGTERM"]:
+        assert words in text, words
+
+
+def test_batches_without_a_record_make_the_number_of_samples_unknown_and_give_a_notice(run: RecordedRun) -> None:
+    run.pass_over(30, 60, 61)
+    run.tell(31, PassedOver(first=62, last=64, step=31, timeline=1))
+    ledger = ledger_of(run)
+    assert (ledger.totals.skipped_batches, ledger.totals.skipped_samples) == (5, None)
+    assert ledger.notices == ["3 of 5 batches passed over left no record of what they held"]
+
+
+def test_batches_that_a_rank_recorded_before_a_crash_took_the_journal_line_were_passed_over(run: RecordedRun) -> None:
+    run.pass_over(30, 60, 61)
+    lines = run.paths.train_journal.read_bytes().splitlines(keepends=True)
+    run.paths.train_journal.write_bytes(b"".join(lines[:-1]))
+    assert ledger_of(run).totals.skipped_batches == 2
+
+
+def test_a_run_whose_ranks_never_came_up_has_a_ledger_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.paths.identity.unlink()
+    run.tell(0, AttemptStarted(command=("torchrun", "missing.py"), host="h", pid=1))
+    run.tell(1, AttemptEnded(status=2, cause="missing.py does not exist", step=None, seconds=1.0))
+    run.tell(1, RunEnded(exit_code=1, reason="no progress"))
+    ledger = ledger_of(run)
+    assert ledger.run.run_id is None
+    assert (ledger.totals.steps, ledger.totals.goodput) == (0, None)
+    assert ledger.ending
+    assert ledger.ending.how == "gave_up"
+    assert "the ranks never agreed where to begin; died: missing.py does not exist" in text_of(ledger, width=200)
+
+
+def test_a_clock_that_jumps_back_a_year_costs_nothing_and_breaks_nothing(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    back = Restored(incident=1, checkpoint=C1, step=20, batch=40, steps_lost=15, seconds=1, route="in_process")
+    run.tell(35 - 365 * 86400, back)
+    run.tell(40, Finished(step=60, batch=120))
+    ledger = ledger_of(run)
+    assert (ledger.incidents[0].steps_lost, ledger.incidents[0].seconds_lost) == (15, 0.0)
+    assert [entry.incident for entry in ledger.incidents] == [1]
+
+
+# --- what cannot be read ----------------------------------------------------------------------------------------------
+
+
+def test_a_torn_tail_is_dropped_with_a_notice_on_stderr(eventful: RecordedRun) -> None:
+    path = eventful.paths.train_journal
+    path.write_bytes(path.read_bytes()[:-7])
+    result = cli("audit", eventful.paths.root, "--json")
+    assert result.exit_code == 0
+    assert "the last line is incomplete" in result.stderr
+    assert json.loads(result.stdout)["ending"]["how"] == "finished"
+
+
+def test_a_torn_middle_fails_loudly(eventful: RecordedRun) -> None:
+    lines = eventful.paths.train_journal.read_bytes().splitlines(keepends=True)
+    eventful.paths.train_journal.write_bytes(b"".join([*lines[:3], lines[3][:-20], *lines[4:]]))
+    with pytest.raises(JournalDamaged, match=r"train\.jsonl: line 4") as caught:
+        read_material(eventful.paths.root)
+    assert caught.value.exit_code == 74
+
+
+def test_what_is_missing_or_no_run_directory_is_a_clear_error(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    for name, kind, code in [
+        ("missing", UsageError, 2), ("file", RunDirectoryError, 74), ("empty", RunDirectoryError, 74)
+    ]:  # fmt: skip
+        with pytest.raises(kind, match=name) as caught:
+            read_material(tmp_path / name)
+        assert caught.value.exit_code == code
+        assert caught.value.hint
+
+
+def test_a_run_of_another_format_is_refused(run: RecordedRun) -> None:
+    body = json.loads(run.paths.identity.read_text())
+    run.paths.identity.write_text(json.dumps({**body, "format": 99}))
+    with pytest.raises(RunDoesNotFit, match="format 99") as caught:
+        read_material(run.paths.root)
+    assert caught.value.exit_code == 78
+
+
+@pytest.mark.parametrize("file", ["metrics/train.jsonl", "skips/rank-00001.jsonl"])
+def test_damage_to_the_records_beside_the_journal_is_a_notice(eventful: RecordedRun, file: str) -> None:
+    path = eventful.paths.root / file
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:5], b"\0\0\0\n", *lines[6:]]))
+    ledger = ledger_of(eventful)
+    assert any(f"{file}: line 6 is damaged" in notice for notice in ledger.notices)
+    assert len(ledger.incidents) == 2
+    path.unlink()
+    os.mkfifo(path)
+    assert any("not a regular file" in notice for notice in ledger_of(eventful).notices)
+
+
+# --- hostile text -----------------------------------------------------------------------------------------------------
+
+HOSTILE = "[red]bold[/red] [link=http://x]\x1b[31mred\x1b[0m \x1b]0;title\x07 \x9b31m \u202egnp.exe \r\b\0 :smile:"
+
+
+def hostile_run(run: RecordedRun) -> None:
+    run.tell(31, Trouble(doing=HOSTILE, error=f"{HOSTILE}\n[bold]second line"))
+    run.tell(32, Advice(code=HOSTILE, text=HOSTILE))
+    run.tell(33, SkipAdded(window=Window(first=5, last=6), who=HOSTILE, why=HOSTILE))
+    run.tell(34, Quarantined(checkpoint=HOSTILE, reason=HOSTILE))
+    run.tell(35, incident(1, 30, 34, cause=HOSTILE, rule=HOSTILE, explanation=HOSTILE))
+    plan = rollback_plan(1, C1, 20, (40, 89), reason=HOSTILE)
+    run.tell(35, Planned(**{**plan.model_dump(), "checkpoint": HOSTILE}))
+    run.tell(36, Stopped(reason="structural", step=34, batch=70, checkpoint=None, account=HOSTILE))
+    run.tell(36, AttemptEnded(status=1, cause=HOSTILE, step=34, seconds=1.0))
+    run.tell(36, RunEnded(exit_code=76, reason=HOSTILE))
+
+
+def test_hostile_text_is_shown_and_not_obeyed(run: RecordedRun) -> None:
+    hostile_run(run)
+    for command in (["audit"], ["audit", "--json"], ["status"], ["status", "--json"]):
+        result = cli(command[0], run.paths.root, *command[1:])
+        assert result.exit_code == 0
+        assert all(char.isprintable() or char == "\n" for char in result.stdout), command
+    stream = io.StringIO()
+    print_ledger(Console(file=stream, width=500, force_terminal=True, markup=True, emoji=True), ledger_of(run))
+    shown = stream.getvalue()
+    assert "[red]bold[/red] [link=http://x]\\x1b[31mred" in shown
+    assert "\\u202egnp.exe" in shown
+    assert ":smile:" in shown
+    assert "\x1b[31mred" not in shown
+    assert "\x1b]0;" not in shown
+
+
+@given(st.text())
+def test_printable_text_has_no_control_characters_and_keeps_what_can_be_seen(text: str) -> None:
+    shown = printable(text)
+    assert shown.isprintable()
+    assert not text.isprintable() or shown == text
+
+
+def test_windows_too_large_to_be_listed_are_counted_without_listing_them(run: RecordedRun) -> None:
+    run.tell(30, SkipAdded(window=Window(first=0, last=2**70), who="user", why="everything"))
+    run.tell(31, PassedOver(first=0, last=2**70, step=30, timeline=0))
+    ledger = ledger_of(run)
+    assert ledger.totals.skipped_batches == 2**70 + 1
+    assert "everything" in text_of(ledger)
+
+
+def test_errors_are_for_the_reader(tmp_path: Path) -> None:
+    result = cli("audit", tmp_path / "missing")
+    assert isinstance(result.exception, RollbackError)
+    assert cli("audit").exit_code == 2

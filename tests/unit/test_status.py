@@ -1,0 +1,162 @@
+"""The status: alive or not, where the run stands, and how fast, without touching it."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import time
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from typer.testing import CliRunner
+
+from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from rollback.audit import Status, read_status
+from rollback.audit import status as status_module
+from rollback.cli import app
+from rollback.rundir.lock import RunLock
+from rollback.rundir.records import Heartbeat, write_heartbeat
+
+C0, C1 = "c000000-s00000000", "c000001-s00000020"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """A run in its first attempt, with a checkpoint of step 20, judged up to step 34."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    run.commit(0, C0, 0)
+    run.commit(20, C1, 20)
+    run.judge(0, 34)
+    return run
+
+
+def beat(run: RecordedRun, rank: int, **changed: Any) -> None:
+    """A heartbeat of this very process, 2 s old, unless something else is said."""
+    fields: dict[str, Any] = {
+        "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "step": 36, "batch": 72, "doing": "training",
+        "monotonic": time.monotonic() - 2, "created": psutil.Process().create_time(),
+    }  # fmt: skip
+    run.paths.ranks.mkdir(exist_ok=True)
+    write_heartbeat(run.paths.heartbeat(rank), Heartbeat(**{**fields, **changed}))
+
+
+def gone() -> int:
+    """The pid of a process that is no more."""
+    process = subprocess.Popen(["true"])
+    process.wait()
+    return process.pid
+
+
+def status_of(run: RecordedRun) -> Status:
+    return read_status(run.paths.root)
+
+
+def test_living_ranks_make_a_running_run_that_stands_where_the_slowest_is(run: RecordedRun) -> None:
+    beat(run, 0)
+    beat(run, 1, step=35, batch=70, doing="writing a checkpoint")
+    status = status_of(run)
+    assert (status.state, status.doing) == ("running", "writing a checkpoint")
+    assert (status.step, status.batch, status.attempt) == (35, 70, 1)
+    assert [entry.alive for entry in status.ranks] == ["yes", "yes"]
+    assert status.ranks[0].age == pytest.approx(2, abs=1)
+    assert (status.loss, status.grad_norm, status.verdict) == (2.5, 1.0, "healthy")
+    assert (status.last_good_checkpoint, status.last_good_age) == (C1, 15)
+
+
+def test_the_rate_is_that_of_the_present_stretch_of_training(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    began = datetime(2030, 1, 1, tzinfo=timezone.utc).timestamp()
+    monkeypatch.setattr(status_module.time, "time", lambda: began + 20)
+    beat(run, 0)
+    assert status_of(run).steps_per_second == pytest.approx(36 / (20 - 2), rel=0.01)
+
+
+def test_another_process_under_the_same_pid_is_not_the_rank(run: RecordedRun) -> None:
+    beat(run, 0, created=psutil.Process().create_time() - 1000)
+    beat(run, 1, pid=gone())
+    status = status_of(run)
+    assert [entry.alive for entry in status.ranks] == ["no", "no"]
+    assert (status.state, status.steps_per_second) == ("died", None)
+
+
+def test_ranks_on_another_host_may_be_alive(run: RecordedRun) -> None:
+    beat(run, 0, host="somewhere.else")
+    status = status_of(run)
+    assert (status.state, status.ranks[0].alive, status.ranks[0].age) == ("unknown", "unknown", None)
+
+
+def test_heartbeats_of_an_earlier_attempt_are_history(run: RecordedRun) -> None:
+    beat(run, 0)
+    run.attach(40, 2, C1, 20)
+    beat(run, 1, attempt=2, step=21)
+    status = status_of(run)
+    assert [entry.rank for entry in status.ranks] == [1]
+    assert status.step == 21
+
+
+def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: RecordedRun) -> None:
+    lock = RunLock(run.paths, "supervisor")
+    status = status_of(run)
+    assert status.state == "starting"
+    assert status.holder
+    assert (status.holder.role, status.holder.pid, status.holder.alive) == ("supervisor", os.getpid(), "yes")
+    said = json.loads(run.paths.holder.read_text())
+    run.paths.holder.write_text(json.dumps({**said, "pid": gone()}))
+    assert status_of(run).state == "died"
+    # The pid is in use again, by a process that started after the holder took the lock.
+    run.paths.holder.write_text(json.dumps({**said, "since": "2020-01-01T00:00:00+00:00"}))
+    assert status_of(run).state == "died"
+    lock.release()
+
+
+@pytest.mark.parametrize("pid", [0, -1, 2**40, "many", None])
+def test_a_pid_that_cannot_be_is_nobody(run: RecordedRun, pid: Any) -> None:
+    said = {"pid": pid, "host": socket.gethostname(), "since": "2030-01-01T00:00:00+00:00", "role": "supervisor"}
+    run.paths.holder.write_text(json.dumps(said))
+    if isinstance(pid, int):
+        beat(run, 0, pid=pid)
+    assert status_of(run).state in ("unknown", "died")
+
+
+def test_a_pending_plan_is_told(run: RecordedRun) -> None:
+    run.tell(35, incident(1, 30, 34))
+    run.tell(35, rollback_plan(1, C1, 20, (40, 89)))
+    assert status_of(run).pending == f"rollback to {C1} (step 20), skip batches 40:89, for incident 1"
+
+
+def test_an_ended_run_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_of(eventful_run(tmp_path / "run", monkeypatch))
+    assert status.state == "ended"
+    assert status.ending
+    assert (status.ending.how, status.step, status.incidents, status.rollbacks) == ("finished", 100, 2, 2)
+    assert (status.skipped_batches, status.candidates, status.pending) == (64, [], None)
+
+
+def test_a_run_that_has_only_begun_has_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    status = status_of(RecordedRun(tmp_path / "run", monkeypatch))
+    assert (status.step, status.last_good, status.loss, status.attempt) == (None, None, None, 0)
+
+
+@pytest.mark.parametrize("tail", ["", '{"step": 3', "\0" * 100_000, "\0\0\n" * 50])
+def test_the_last_sound_metric_counts(run: RecordedRun, tail: str) -> None:
+    with open(run.paths.metrics, "a") as file:
+        file.write(tail)
+    found = status_module.read_last_metric(run.paths)
+    assert found is None if len(tail) > 1 << 16 else found and found.step == 34
+
+
+def test_the_command_prints_a_few_lines_or_json(run: RecordedRun) -> None:
+    beat(run, 0)
+    text = CliRunner().invoke(app, ["status", str(run.paths.root)])
+    assert text.exit_code == 0
+    assert len(text.stdout.splitlines()) <= 12
+    for words in ["running: training, attempt 1", "36, batch 72", "2.5, gradient norm 1, healthy", C1, "16 steps ago"]:
+        assert words in text.stdout, words
+    body = json.loads(CliRunner().invoke(app, ["status", str(run.paths.root), "--json"]).stdout)
+    assert body["schema"] == 1
+    assert body["step"] == 36
