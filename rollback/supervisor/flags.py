@@ -67,7 +67,7 @@ FLAGS: tuple[Flag, ...] = (
 )
 
 # A flag that says where the ranks meet; torchrun is told to choose a free port where none of them is given.
-RENDEZVOUS = ("standalone", "rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
+RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 
 
 def names_a_rendezvous(given: Mapping[str, str | bool], environment: Mapping[str, str]) -> bool:

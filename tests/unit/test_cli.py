@@ -1,0 +1,203 @@
+"""The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+import rollback
+from rollback import cli
+from rollback.cli.launch import closing_line, default_run, read_settings, require_script
+from rollback.cli.terminal import printable
+from rollback.config import PresetName, Settings
+from rollback.errors import ExitCode, RunDirectoryError, UsageError
+from rollback.events import SkipAdded, Window
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.supervise import Order, Result
+
+
+@pytest.fixture
+def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Order]:
+    """What `rollback launch` would have carried out; the folder has a train.py."""
+    taken: list[Order] = []
+
+    def take(order: Order, say: object) -> Result:
+        taken.append(order)
+        return Result(ExitCode.DONE, "")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys.modules["rollback.cli.launch"], "supervise", take)
+    Path("train.py").write_text("raise SystemExit")
+    return taken
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["rollback", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+class TestFrame:
+    def test_help_and_commands_do_not_import_torch(self) -> None:
+        code = (
+            "import sys, rollback.cli, rollback.supervisor.supervise, rollback.supervisor.torchrun\n"
+            "sys.argv = ['rollback', '--help']\n"
+            "try: rollback.cli.main()\n"
+            "except SystemExit: pass\n"
+            "print('TORCH' if 'torch' in sys.modules else 'FREE')"
+        )
+        output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+        assert output.splitlines()[-1] == "FREE"
+        for command in ("launch", "status", "audit", "backtest"):
+            assert command in output
+
+    def test_version(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+        assert run(monkeypatch, "--version") == 0
+        assert capsys.readouterr().out == f"rollback {rollback.__version__}\n"
+
+    def test_an_error_for_the_reader_is_one_message_on_stderr(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        def fail() -> None:
+            raise RunDirectoryError("reading \x1b[31mx: torn", hint="look at it")
+
+        monkeypatch.setattr(cli, "app", fail)
+        assert run(monkeypatch) == ExitCode.IO
+        said = capsys.readouterr()
+        assert said.out == ""
+        assert said.err == "rollback: error: reading \\x1b[31mx: torn\n  hint: look at it\n"
+
+    def test_what_a_terminal_would_obey_is_shown_and_not_sent(self) -> None:
+        assert printable("naïve\nβ\x07\x9b") == "naïve\nβ\\x07\\x9b"
+
+
+class TestLaunchFlags:
+    def test_a_command_line_in_full(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+        words = "launch --nproc 2 --rdzv_id=x -r3 --grace 5 --restart_budget 3 --policy palm --retry-first --keep=4"
+        assert (
+            run(monkeypatch, *words.split(), "--skip", "9:12", "--skip=1:2", "train.py", "--keep", "-h", "--a_b") == 0
+        )
+        (order,) = orders
+        assert order.paths.root == Path("runs/train")
+        assert order.job.flags == {"nproc-per-node": "2", "rdzv-id": "x", "redirects": "3"}
+        assert order.job.script == "train.py"
+        assert order.job.arguments == ["--keep", "-h", "--a_b"]
+        assert order.restart_budget == 3
+        assert order.grace == 5.0
+        assert json.loads(order.settings.model_dump_json(exclude_unset=True)) == {
+            "policy": "palm",
+            "retry_first": True,
+            "keep": 4,
+            "skip": [{"first": 1, "last": 2}, {"first": 9, "last": 12}],
+        }
+
+    def test_nothing_is_set_that_was_not_given(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+        run(monkeypatch, "launch", "train.py")
+        assert orders[0].settings.model_dump(exclude_unset=True) == {}
+        assert orders[0].job.flags == {}
+        assert orders[0].restart_budget == 10
+        assert orders[0].grace == 60.0
+
+    def test_torchruns_restarts_become_the_budget(
+        self, orders: list[Order], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        run(monkeypatch, "launch", "--max-restarts", "4", "train.py")
+        monkeypatch.setenv("PET_MAX_RESTARTS", "7")
+        run(monkeypatch, "launch", "train.py")
+        assert [order.restart_budget for order in orders] == [4, 7]
+        assert "--max-restarts 4 is taken as --restart-budget 4" in capsys.readouterr().err
+        assert "max-restarts" not in orders[0].job.flags
+
+    def test_help_has_every_setting_and_every_flag_of_torchrun_with_what_it_means(
+        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        monkeypatch.setenv("COLUMNS", "250")
+        monkeypatch.setenv("TERMINAL_WIDTH", "250")
+        assert run(monkeypatch, "launch", "--help") == 0
+        lines = capsys.readouterr().out.splitlines()
+
+        def line_of(flag: str) -> str:
+            return next(line for line in lines if re.search(rf"^│ {flag}[ ,]", line))
+
+        for name, field in Settings.model_fields.items():
+            assert str(field.description) in line_of(f"--{name.replace('_', '-')}")
+        for flag in FLAGS:
+            assert flag.help in line_of(flag.option)
+        assert "|".join(get_args(PresetName)) in line_of("--policy")
+        assert "(default: 50)" in line_of("--snapshot-every")
+
+
+class TestLaunchMistakes:
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["missing.py"], "there is no training script 'missing.py'"),
+            (["."], ". is a directory, not a training script"),
+            (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
+            (["--no-python", "no-such-program"], "there is no program 'no-such-program' on PATH"),
+            (["--rewind", "-3", "train.py"], "--rewind: Input should be greater than or equal to 0 (got '-3')"),
+            (["--policy", "bold", "train.py"], "--policy: Input should be 'balanced', 'palm' or 'surgical'"),
+            (["--skip", "5", "train.py"], "--skip: '5' is not a range of batches"),
+            (["--skip", "5:4", "train.py"], "--skip: '5:4' is not a range of batches"),
+            (["--snapshot-every", "0", "train.py"], "snapshot_every=0 leaves nothing to restore"),
+            (["--max-restarts", "-1", "train.py"], "--max-restarts: '-1' is not a number of restarts"),
+            (["--skips-of", "nowhere", "train.py"], "--skips-of: nowhere is not a run directory"),
+            (["--no-such-flag", "train.py"], "No such option: --no-such-flag"),
+            ([], "Missing argument 'SCRIPT'"),
+        ],
+    )
+    def test_a_mistake_is_told_by_name_before_anything_is_made(
+        self,
+        orders: list[Order],
+        monkeypatch: pytest.MonkeyPatch,
+        capsys: pytest.CaptureFixture[str],
+        words: list[str],
+        told: str,
+    ) -> None:
+        assert run(monkeypatch, "launch", *words) == ExitCode.USAGE
+        assert told in capsys.readouterr().err
+        assert orders == []
+        assert [path.name for path in Path().iterdir()] == ["train.py"]
+
+    def test_a_module_and_a_program_are_found_without_being_run(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.chdir(tmp_path)
+        Path("mine.py").write_text("raise RuntimeError('imported')")
+        require_script("mine", {"module": True})
+        require_script("json.tool", {"module": True})
+        require_script("sh", {"no-python": True})
+        with pytest.raises(UsageError):
+            require_script("mine.py", {"no-python": True})
+
+    def test_the_run_directory_is_named_after_the_script(self) -> None:
+        assert default_run("some/where/train_gpt.py", {}) == Path("runs/train_gpt")
+        assert default_run("pkg.train", {"module": True}) == Path("runs/pkg.train")
+
+
+class TestSkipsOf:
+    def test_the_windows_in_force_there_are_taken_over(self, tmp_path: Path) -> None:
+        paths = RunPaths(tmp_path)
+        journal = Journal(paths.train_journal, 1)
+        journal.append(SkipAdded(window=Window(first=3, last=5), who="operator", why="known bad"))
+        journal.close()
+        assert read_settings({"skip": ["5:9"]}, tmp_path).skip == (Window(first=3, last=9),)
+        assert read_settings({"skip": None}, tmp_path).skip == (Window(first=3, last=5),)
+
+
+class TestClosingLine:
+    @pytest.mark.parametrize("code", [ExitCode.DONE, ExitCode.RESUMABLE, ExitCode.STRUCTURAL, ExitCode.FAILED])
+    def test_it_always_names_the_audit_and_the_reason(self, code: ExitCode) -> None:
+        line = closing_line(Result(code, "because"), Path("runs/my run"), ["rollback", "launch", "train.py", "a b"])
+        assert "`rollback audit 'runs/my run'`" in line
+        assert ("because" in line) is (code != ExitCode.DONE)
+        assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))

@@ -1,0 +1,150 @@
+"""The run directory before the first attempt: what is refused, and that nothing on disk changes by it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollback.errors import ExitCode, RollbackError
+from rollback.events import Finished
+from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.claim import Claim, read_past
+
+
+def tree(root: Path) -> dict[str, bytes | None]:
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
+
+
+def write_past(paths: RunPaths, attempt: int = 4) -> None:
+    paths.root.mkdir(parents=True, exist_ok=True)
+    write_identity(paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    for path, number in ((paths.train_journal, attempt), (paths.supervisor_journal, attempt - 1)):
+        journal = Journal(path, number)
+        journal.append(Finished(step=1, batch=1))
+        journal.append(Finished(step=2, batch=2))
+        journal.close()
+
+
+def is_a_file(paths: RunPaths) -> None:
+    paths.root.write_text("not a directory")
+
+
+def holds_other_files(paths: RunPaths) -> None:
+    paths.root.mkdir()
+    paths.root.joinpath("thesis.tex").write_text("years of work")
+
+
+def has_a_damaged_identity(paths: RunPaths) -> None:
+    write_past(paths)
+    paths.identity.write_text("{")
+
+
+def has_another_format(paths: RunPaths) -> None:
+    write_past(paths)
+    paths.identity.write_text('{"format": 99}')
+
+
+def has_a_damaged_journal(paths: RunPaths) -> None:
+    write_past(paths)
+    lines = paths.train_journal.read_bytes().splitlines(keepends=True)
+    paths.train_journal.write_bytes(b"x" + b"".join(lines))
+
+
+def has_a_damaged_journal_of_supervisors(paths: RunPaths) -> None:
+    write_past(paths)
+    lines = paths.supervisor_journal.read_bytes().splitlines(keepends=True)
+    paths.supervisor_journal.write_bytes(b"x" + b"".join(lines))
+
+
+@pytest.mark.parametrize(
+    ("arrange", "exit_code"),
+    [
+        (is_a_file, ExitCode.IO),
+        (holds_other_files, ExitCode.UNFIT),
+        (has_a_damaged_identity, ExitCode.IO),
+        (has_another_format, ExitCode.UNFIT),
+        (has_a_damaged_journal, ExitCode.IO),
+        (has_a_damaged_journal_of_supervisors, ExitCode.IO),
+    ],
+)
+def test_a_directory_that_cannot_be_used_is_refused_and_stays_as_it_is(
+    tmp_path: Path, arrange: Callable[[RunPaths], None], exit_code: ExitCode
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    arrange(paths)
+    before = tree(tmp_path)
+    with pytest.raises(RollbackError) as caught:
+        read_past(paths)
+    assert caught.value.exit_code == exit_code
+    assert str(paths.root) in caught.value.message
+    assert tree(tmp_path) == before
+
+
+def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RollbackError, match="is not a directory") as caught:
+        read_past(RunPaths(tmp_path / "file" / "run"))
+    assert caught.value.exit_code == ExitCode.IO
+
+
+@pytest.mark.parametrize("name", ["", "ring", "journal"])
+def test_a_directory_without_permission_is_refused_by_name(
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    paths.ring.mkdir()
+    forbidden = paths.root / name if name else paths.root
+    # Tests may run as root, whom permissions do not stop.
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != forbidden)
+    with pytest.raises(RollbackError) as caught:
+        read_past(paths)
+    assert caught.value.message.endswith(f"may not read and write {forbidden}")
+    assert caught.value.exit_code == ExitCode.IO
+
+
+def test_a_new_directory_an_empty_one_and_what_a_crash_at_the_start_left_are_fine(tmp_path: Path) -> None:
+    assert read_past(RunPaths(tmp_path / "a" / "b")).last_attempt == 0
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    assert read_past(paths).last_attempt == 0
+    paths.lock.touch()
+    paths.holder.touch()
+    paths.ranks.mkdir()
+    assert read_past(paths).last_attempt == 0
+
+
+def test_the_last_attempt_is_the_latest_of_both_journals(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths, attempt=4)
+    assert read_past(paths).last_attempt == 4
+
+
+def test_a_claim_that_is_undone_leaves_nothing_of_what_it_made(tmp_path: Path) -> None:
+    claim = Claim(RunPaths(tmp_path / "runs" / "train"))
+    assert (tmp_path / "runs" / "train" / "holder.json").exists()
+    claim.undo()
+    assert tree(tmp_path) == {}
+
+
+def test_a_claim_that_is_undone_restores_the_record_of_a_dead_holder(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    paths.lock.touch()
+    paths.holder.write_bytes(b'{"pid": 1}')
+    before = tree(tmp_path)
+    Claim(paths).undo()
+    assert tree(tmp_path) == before
+
+
+def test_a_directory_can_be_claimed_again_after_a_claim_was_undone(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    Claim(paths).undo()
+    claim = Claim(paths)
+    claim.release()
+    assert not paths.holder.exists()

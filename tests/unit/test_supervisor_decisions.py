@@ -1,0 +1,240 @@
+"""The pure parts of the supervisor: how an attempt ended, what follows, and what torchrun is called with."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.config import Settings
+from rollback.events import Attached, Committed, Fact, Record, Stopped
+from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart
+from rollback.supervisor.command import Job, rank_environment, torchrun_command
+from rollback.supervisor.evidence import cause, got_further
+from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal, ending
+from rollback.supervisor.signals import StopSignals
+
+PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
+
+
+def evidence(
+    *,
+    status: int = 0,
+    told: bool = False,
+    refusal: Refusal | None = None,
+    stopped: Stopped | None = None,
+    failures: Failures | None = None,
+) -> Evidence:
+    return Evidence(
+        status=status,
+        told_to_stop=told,
+        attached=True,
+        refusal=refusal,
+        stopped=stopped,
+        failures=failures,
+        step=None,
+    )
+
+
+class TestEnding:
+    @pytest.mark.parametrize(
+        ("stopped", "told", "status", "expected"),
+        [
+            (STRUCTURAL, False, 0, "structural"),
+            (STRUCTURAL, True, 1, "structural"),
+            (PREEMPTED, True, 0, "resumable"),
+            (PREEMPTED, True, -9, "resumable"),
+            (PREEMPTED, False, 0, "resumable"),
+            (None, False, 0, "done"),
+            (None, True, 0, "done"),
+            (None, True, 1, "resumable"),
+            (PREEMPTED, False, -9, "failed"),
+            (None, False, 1, "failed"),
+            (None, False, -9, "failed"),
+        ],
+    )
+    def test_every_row_of_the_table(self, stopped: Stopped | None, told: bool, status: int, expected: str) -> None:
+        assert ending(evidence(stopped=stopped, told=told, status=status)) == expected
+
+    @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
+    def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
+        refusal = Refusal(exit_code=78, message="another model")
+        assert ending(evidence(refusal=refusal, stopped=stopped, told=told, status=status)) == "refused"
+
+
+class TestBudget:
+    def test_the_first_restart_is_at_once_and_repeats_wait_longer_and_longer(self) -> None:
+        budget, delays = Budget.full(9), []
+        while True:
+            budget, decision = budget.after_failure(progressed=False, attached=True)
+            if isinstance(decision, GiveUp):
+                break
+            delays.append(decision.delay)
+        assert delays == [0.0, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, LONGEST_DELAY, LONGEST_DELAY]
+        assert decision.reason == "9 restarts brought no progress"
+
+    def test_progress_refills_the_budget_and_makes_the_next_restart_immediate(self) -> None:
+        budget = Budget.full(2)
+        for _ in range(2):
+            budget, _ = budget.after_failure(progressed=False, attached=True)
+        assert budget.left == 0
+        budget, decision = budget.after_failure(progressed=True, attached=True)
+        assert decision == Restart(0.0, "it got further than all before it")
+        assert budget.left == 1
+
+    def test_two_failures_in_a_row_before_attaching_are_enough(self) -> None:
+        budget, decision = Budget.full(10).after_failure(progressed=False, attached=False)
+        assert isinstance(decision, Restart)
+        _, decision = budget.after_failure(progressed=False, attached=False)
+        assert isinstance(decision, GiveUp)
+
+    def test_an_attempt_that_attached_lies_between_two_that_did_not(self) -> None:
+        budget = Budget.full(10)
+        for attached in (False, True, False):
+            budget, decision = budget.after_failure(progressed=False, attached=attached)
+            assert isinstance(decision, Restart)
+
+    def test_no_restarts_may_be_allowed(self) -> None:
+        _, decision = Budget.full(0).after_failure(progressed=True, attached=True)
+        assert decision == GiveUp("no restarts are allowed")
+
+    @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.booleans())))
+    def test_without_progress_there_are_never_more_restarts_than_the_limit(
+        self, limit: int, attempts: list[tuple[bool, bool]]
+    ) -> None:
+        budget, in_a_row = Budget.full(limit), 0
+        for progressed, attached in attempts:
+            budget, decision = budget.after_failure(progressed=progressed, attached=attached)
+            if isinstance(decision, GiveUp):
+                return
+            in_a_row = 1 if progressed else in_a_row + 1
+            assert in_a_row <= limit
+            assert 0 <= budget.left < limit
+
+
+class TestProgress:
+    @staticmethod
+    def records(*facts: Fact) -> list[Record]:
+        return [Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
+
+    attached = Attached(
+        world_size=1, host="h", pid=1, supervised=True, checkpoint=None, step=50, batch=50, torch="", settings={}
+    )
+
+    @staticmethod
+    def committed(step: int) -> Committed:
+        return Committed(checkpoint="c", step=step, batch=step, timeline=0, bytes=1, seconds=0.0)
+
+    @pytest.mark.parametrize(
+        ("step", "best", "expected"),
+        [(None, None, False), (0, None, False), (1, None, True), (9, 9, False), (10, 9, True)],
+    )
+    def test_a_step_counts_where_no_attempt_was_before(
+        self, step: int | None, best: int | None, expected: bool
+    ) -> None:
+        assert got_further([], step, best) is expected
+
+    def test_a_checkpoint_beyond_the_one_it_began_with_counts_also_after_a_rollback(self) -> None:
+        assert got_further(self.records(self.attached, self.committed(100)), 110, 500)
+
+    def test_the_checkpoint_that_it_began_with_does_not_count(self) -> None:
+        assert not got_further(self.records(self.attached, self.committed(50)), 60, 500)
+
+
+class TestCause:
+    def test_a_killed_rank_is_named_with_its_signal_and_those_that_torchrun_ended_are_not_blamed(self) -> None:
+        ranks = (
+            RankFailure(rank=2, pid=11, exitcode=-9, message=None),
+            RankFailure(rank=0, pid=10, exitcode=1, message=None),
+            RankFailure(rank=1, pid=12, exitcode=-signal.SIGTERM, message=None),
+        )
+        found = cause(evidence(status=1, failures=Failures(error="ChildFailedError:", failures=ranks)))
+        assert found == "rank 2 (pid 11) was killed by signal 9 (SIGKILL); then rank 0 failed too"
+
+    def test_the_exception_of_a_rank_is_quoted_where_it_left_one(self) -> None:
+        rank = RankFailure(rank=0, pid=10, exitcode=1, message="ValueError: no such sample")
+        found = cause(evidence(status=1, failures=Failures(error="ChildFailedError:", failures=(rank,))))
+        assert found == "rank 0 (pid 10) exited with status 1: ValueError: no such sample"
+
+    def test_what_torchrun_itself_raised_is_told(self) -> None:
+        failures = Failures(error="RendezvousConnectionError: no answer", failures=())
+        assert cause(evidence(status=1, failures=failures)) == (
+            "torchrun failed with RendezvousConnectionError: no answer"
+        )
+
+    def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
+        assert cause(evidence(status=-9)) == "torchrun was killed by signal 9 (SIGKILL)"
+        assert cause(evidence(status=3)) == "torchrun exited with status 3 and left no account"
+
+
+class TestCommand:
+    def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
+        job = Job({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
+        flags = ["--nproc-per-node=2", "--module", "--tee=3", "--max-restarts=0", "--standalone"]
+        expected = [sys.executable, "-m", "rollback.supervisor.torchrun", *flags, "pkg.train", "--lr", "0.1"]
+        assert torchrun_command(job, {}) == expected
+
+    def test_a_given_rendezvous_is_left_alone(self) -> None:
+        job = Job({"rdzv-endpoint": "host:1"}, "train.py", [])
+        assert "--standalone" not in torchrun_command(job, {})
+
+    def test_ranks_learn_only_the_settings_that_were_given(self) -> None:
+        found = rank_environment(
+            {"HOME": "/root", "ROLLBACK_ATTEMPT": "77"},
+            run=Path("runs/x"),
+            attempt=4,
+            settings=Settings(rewind=7),
+            supervisor="12:3.5",
+            refusal=Path("/p/refusal"),
+            failures=Path("/p/failures"),
+        )
+        assert found == {
+            "HOME": "/root",
+            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
+            "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
+            "ROLLBACK_ATTEMPT": "4",
+            "ROLLBACK_SETTINGS": '{"rewind":7}',
+            "ROLLBACK_SUPERVISOR": "12:3.5",
+            "ROLLBACK_REFUSAL": "/p/refusal",
+            "ROLLBACK_TORCHRUN": "12:/p/failures",
+        }
+
+
+class TestInsistence:
+    @pytest.mark.parametrize(
+        ("names", "expected"),
+        [
+            (["SIGTERM"], False),
+            (["SIGINT", "SIGINT"], True),
+            (["SIGUSR1", "SIGTERM"], False),
+            (["SIGUSR1", "SIGTERM", "SIGTERM"], True),
+            (["SIGHUP", "SIGHUP"], False),
+        ],
+    )
+    def test_only_a_repeated_term_or_interrupt_ends_at_once(self, names: list[str], expected: bool) -> None:
+        signals = StopSignals()
+        signals.received = [signal.Signals[name] for name in names]
+        assert signals.insistent is expected
+
+    def test_signals_are_taken_once_and_the_former_handlers_come_back(self) -> None:
+        before = signal.getsignal(signal.SIGUSR1)
+        with StopSignals() as signals:
+            signal.raise_signal(signal.SIGUSR1)
+            assert signals.take() == [signal.SIGUSR1]
+            assert signals.take() == []
+            assert signals.received == [signal.SIGUSR1]
+        assert signal.getsignal(signal.SIGUSR1) is before
+
+    def test_a_signal_that_was_ignored_at_the_start_stays_ignored(self) -> None:
+        before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        try:
+            with StopSignals() as signals:
+                signal.raise_signal(signal.SIGHUP)
+                assert signals.received == []
+        finally:
+            signal.signal(signal.SIGHUP, before)
