@@ -13,7 +13,7 @@ from rollback.backtest.replay import Replay, replay
 from rollback.config import Settings
 from rollback.errors import UsageError
 
-_WORTH_A_POOL = 16 << 20
+_WORTH_A_POOL = 4 << 20
 """Bytes of logs from which on starting processes pays."""
 
 

@@ -81,7 +81,7 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
     """
     answers: list[Planned] = []
     carried_out: Planned | None = None
-    last_detection = first_step
+    last_detection = first_step - 1
     for number, verdict in enumerate(calls):
         incident = _incident(number, verdict)
         held = _held(verdict.step, first_step, last_detection, settings)
@@ -103,7 +103,7 @@ def _held(detected: int, first_step: int, last_detection: int, settings: Setting
 
     def good(step: int) -> bool:
         proven = detected - settings.probation
-        return step <= proven and not step <= last_detection < min(detected, step + settings.probation)
+        return step <= proven and not step <= last_detection < step + settings.probation
 
     newest = list(taken[-settings.keep :])
     older = (step for step in reversed(taken[: -settings.keep]) if good(step))

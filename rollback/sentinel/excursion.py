@@ -192,26 +192,31 @@ class Excursion:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The rule that an excursion is called by, and the mean height that it asks for."""
+    """The rule that an excursion is called by, and the mean loss from which on it holds."""
 
     rule: str
-    height: float
+    threshold: float
 
 
 def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
     """The rule that holds, or None. excused: a hint explains a rise, so that only the inexcusable is called."""
     if excused:
-        return Found("loss-beyond-start", LOW) if evidence.lost > _LOST_BEYOND_EXCUSE else None
+        return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
     if scale.solved:
-        return Found("loss-back-at-start", LOW) if evidence.lost > _LOST_IF_SOLVED else None
+        return _found("loss-back-at-start", evidence, scale, LOW, _LOST_IF_SOLVED)
     alone = preset.only if evidence.support is None else preset.alone
-    if evidence.height > alone:
-        return Found("loss-high", alone)
-    if evidence.height > preset.supported and evidence.support is not None and evidence.support > preset.support:
-        return Found("loss-and-grad-norm-high", preset.supported)
-    if evidence.height > preset.supported and evidence.lost > _LOST_IS_SUPPORT:
-        return Found("loss-back-at-start", preset.supported)
-    return None
+    found = _found("loss-high", evidence, scale, alone)
+    if found is None and evidence.support is not None and evidence.support > preset.support:
+        found = _found("loss-and-grad-norm-high", evidence, scale, preset.supported)
+    return found or _found("loss-back-at-start", evidence, scale, preset.supported, _LOST_IS_SUPPORT)
+
+
+def _found(rule: str, evidence: Evidence, scale: Scale, height: float, lost: float | None = None) -> Found | None:
+    """The rule if the evidence is high enough and, where that is asked, undoes enough of the progress."""
+    if evidence.height <= height or (lost is not None and evidence.lost <= lost):
+        return None
+    threshold = scale.loss_at(height)
+    return Found(rule, threshold if lost is None else max(threshold, scale.level + lost * scale.progress))
 
 
 def _cut(value: float, bound: float) -> float:

@@ -29,40 +29,38 @@ def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> V
 
 def spike(step: int, onset: int, found: Found, evidence: Evidence, scale: Scale, window: tuple[float, ...]) -> Verdict:
     """An excursion that is called now. The value is the mean loss over the observations that it was judged by."""
-    threshold = scale.loss_at(found.height)
+    above = f"above {found.threshold:.6g}"
+    units = f"{(found.threshold - scale.level) / scale.noise:.3g} noise units above the level"
     support = evidence.support if evidence.support is not None else 0.0
+    undone = f"which undoes {'all' if evidence.lost >= 1 else f'{evidence.lost:.0%} of'} progress since the first steps"
     because = {
-        "loss-high": f"above {threshold:.6g}, {found.height:g} noise units above the level",
+        "loss-high": f"{above}, {units}",
         "loss-and-grad-norm-high": (
-            f"above {threshold:.6g}, {found.height:g} noise units above the level, and the gradient norm (logarithm) "
-            f"began {support:.1f} of its noise units up"
+            f"{above}, {units}, and the gradient norm (logarithm) began {support:.1f} of its noise units up"
         ),
-        "loss-back-at-start": (
-            f"above {threshold:.6g}, which undoes {evidence.lost:.0%} of all progress since the first steps"
-        ),
-        "loss-beyond-start": (
-            f"so high that it undoes {evidence.lost:.0%} of all progress since the first steps: more than a new phase, "
-            "learning rate or resume explains"
-        ),
+        "loss-back-at-start": f"{above}, {undone}",
+        "loss-beyond-start": f"{above}, {undone}: more than a new learning rate, resume or phase explains",
     }[found.rule]
     text = (
         f"the loss has stood out since step {onset}: its mean over the last {evidence.count} observations is "
         f"{evidence.loss:.6g}, {because} (level {scale.level:.6g}, noise {scale.noise:.3g})"
     )
-    return Verdict(Kind.SPIKE, step, onset, found.rule, "loss", evidence.loss, threshold, text, window)
+    return Verdict(Kind.SPIKE, step, onset, found.rule, "loss", evidence.loss, found.threshold, text, window)
 
 
-def drift(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
+def drift(step: int, found: Slow) -> Verdict:
     """A slow rise that is called now."""
     text = (
         f"the loss has risen slowly since about step {found.onset} and still rises: the median of the last 16 accepted "
         f"losses is {found.value:.6g}, the lowest such median was {found.reference:.6g}, and from "
         f"{found.threshold:.6g} on a rise is called"
     )
-    return Verdict(Kind.SPIKE, step, found.onset, "loss-drift", "loss", found.value, found.threshold, text, window)
+    return Verdict(
+        Kind.SPIKE, step, found.onset, "loss-drift", "loss", found.value, found.threshold, text, found.window
+    )
 
 
-def collapse(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
+def collapse(step: int, found: Slow) -> Verdict:
     """A dead plateau that is called now."""
     text = (
         f"since about step {found.onset} the gradient norm is {found.value:.3g}, less than half of the "
@@ -77,7 +75,7 @@ def collapse(step: int, found: Slow, window: tuple[float, ...]) -> Verdict:
         found.value,
         found.threshold,
         text,
-        window,
+        found.window,
     )
 
 

@@ -126,7 +126,7 @@ class Sentinel:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
             stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
             if stuck is not None and self._state is not State.CALLED and not self._excused:
-                return self._call(explain.collapse(step, stuck, self._loss.recent()), reading, scale)
+                return self._call(explain.collapse(step, stuck), reading, scale)
         if self._excursion is not None:
             return self._follow(self._excursion, reading, scale)
         if reading.stands_out(self._preset):
@@ -140,7 +140,7 @@ class Sentinel:
         self._accept(reading.loss, reading.log_norm)
         drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
         if drift is not None and not self._excused:
-            return self._call(explain.drift(reading.step, drift, self._loss.recent()), reading, scale)
+            return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
 
     def _follow(self, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:

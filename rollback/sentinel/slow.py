@@ -27,12 +27,17 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A finding of this module: since when, and the numbers that it rests on."""
+    """A finding of this module: since when, and the numbers that it rests on.
+
+    reference: the lowest block for a drift, the rise of the loss for a collapse. window: the medians of the blocks so
+    far, or the gradient norms that were compared.
+    """
 
     onset: int
     value: float
     threshold: float
     reference: float
+    window: tuple[float, ...]
 
 
 class Drift:
@@ -84,7 +89,8 @@ class Drift:
             if median - self._lowest <= margin / 3:
                 break
             onset = began
-        found = Slow(onset, last[-1], self._lowest + margin, self._lowest)
+        window = tuple(median for _, median in self._medians)
+        found = Slow(onset, last[-1], self._lowest + margin, self._lowest, window)
         self.restart()  # a further call needs a further rise
         return found
 
@@ -138,7 +144,9 @@ class Collapse:
         if loss_now <= threshold:
             return None
         self.restart()
-        return Slow(steps[_BEFORE], math.exp(norm_before - fall), math.exp(norm_before) / 2, loss_now - loss_before)
+        before = math.exp(norm_before)
+        window = tuple(math.exp(norm) for norm in norms)
+        return Slow(steps[_BEFORE], before * math.exp(-fall), before / 2, loss_now - loss_before, window)
 
     def state_dict(self) -> list[list[float]]:
         """JSON types only."""

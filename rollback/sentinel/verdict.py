@@ -87,6 +87,7 @@ class Verdict:
     threshold: float | None = None
     explanation: str = ""
     window: tuple[float, ...] = ()
-    """The recent accepted values that it was judged against, oldest first (spike and nonfinite only)."""
+    """What it was judged against, oldest first (spike and nonfinite only): the recent accepted losses, or what the
+    explanation of a slow rule names."""
     ended: Blip | None = None
     """Set on the step at which an excursion ended without action being due."""

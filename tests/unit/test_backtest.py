@@ -1,0 +1,351 @@
+"""`rollback backtest`: every kind of log, guessed columns, the documented JSON, and errors for the reader."""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from curves import descent, norms, raised
+
+from rollback.backtest.columns import Overrides, find_columns, observations
+from rollback.backtest.many import replay_all
+from rollback.backtest.replay import replay
+from rollback.backtest.table import read_table
+from rollback.backtest.text import describe
+from rollback.cli import main
+from rollback.config import Settings
+from rollback.errors import UsageError
+from rollback.sentinel import Hint
+
+DATA = Path(__file__).parent / "data"
+LOSSES = raised(descent(200), 150, 3.0)
+NORMS = norms(200)
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Run the command as a shell would: exit status, standard output, standard error."""
+
+    def command(*arguments: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["rollback", "backtest", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capsys.readouterr()
+        return int(ended.value.code or 0), captured.out, captured.err
+
+    return command
+
+
+def write_csv(path: Path, columns: dict[str, list[Any]], delimiter: str = ",") -> Path:
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file, delimiter=delimiter)
+        writer.writerow(columns)
+        writer.writerows(zip(*columns.values(), strict=True))
+    return path
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def calls(path: Path, **overrides: str) -> list[tuple[int | None, int]]:
+    return [(call.onset, call.step) for call in replay(path, Overrides(**overrides), Settings()).calls]
+
+
+STEPS = list(range(0, 2000, 10))
+EXPECTED = [(1500, 1530)]
+
+
+def test_comma_tab_and_semicolon_separated_values(tmp_path: Path) -> None:
+    for delimiter in ",\t;":
+        log = write_csv(tmp_path / "log", {"step": STEPS, "loss": LOSSES, "gn": NORMS}, delimiter)
+        assert calls(log) == EXPECTED
+
+
+def test_numbers_without_a_header_are_step_loss_and_gradient_norm(tmp_path: Path) -> None:
+    rows = [f"{step},{loss},{norm}" for step, loss, norm in zip(STEPS, LOSSES, NORMS, strict=True)]
+    (tmp_path / "log.csv").write_text("\n".join(rows))
+    assert calls(tmp_path / "log.csv") == EXPECTED
+
+
+def test_json_lines_with_nested_records_and_a_torn_last_line(tmp_path: Path) -> None:
+    rows = [
+        {"iteration": step, "train": {"loss": loss, "grad_norm": norm}, "note": "x"}
+        for step, loss, norm in zip(STEPS, LOSSES, NORMS, strict=True)
+    ]
+    log = write_lines(tmp_path / "log.jsonl", rows)
+    log.write_text(log.read_text() + '{"iteration": 2000, "tra')
+    found = replay(log, Overrides(), Settings())
+    assert [(call.onset, call.step) for call in found.calls] == EXPECTED
+    assert (found.columns.loss, found.columns.grad_norm) == ("train/loss", "train/grad_norm")
+
+
+def test_metrics_of_a_run_of_ours(tmp_path: Path) -> None:
+    rows = [
+        {
+            "step": i,
+            "batch": i,
+            "loss": loss if i != 50 else "NaN",
+            "grad_norm": 1.0,
+            "verdict": "healthy",
+            "attempt": 0,
+        }
+        for i, loss in enumerate(LOSSES)
+    ]
+    assert calls(write_lines(tmp_path / "train.jsonl", rows)) == [(50, 50), (150, 154)]
+
+
+def test_trainer_state_of_the_real_trainer() -> None:
+    found = replay(DATA / "trainer_state.json", Overrides(), Settings())
+    assert (found.columns.loss, found.columns.grad_norm, found.columns.lr) == ("loss", "grad_norm", "learning_rate")
+    assert len(found.observations) == 150  # evaluations in between have no training loss
+    assert [(call.onset, call.step) for call in found.calls] == [(202, 208)]
+
+
+@pytest.mark.parametrize("encoding", ["simple", "tensor"])
+def test_tensorboard_files_of_the_real_writer(encoding: str) -> None:
+    found = replay(DATA / f"scalars-{encoding}.tfevents", Overrides(), Settings())
+    assert (found.columns.loss, found.columns.grad_norm) == ("train/loss", "train/grad_norm")
+    assert [observation.step for observation in found.observations] == list(range(120))
+    assert [(call.onset, call.step) for call in found.calls] == [(80, 84)]
+
+
+def test_a_torn_tensorboard_file_is_read_up_to_the_tear(tmp_path: Path) -> None:
+    whole = (DATA / "scalars-simple.tfevents").read_bytes()
+    log = tmp_path / "torn"
+    log.write_bytes(whole[: len(whole) // 2])
+    assert 20 < len(replay(log, Overrides(), Settings()).observations) < 100
+
+
+def test_a_damaged_tensorboard_file_says_where(tmp_path: Path) -> None:
+    damaged = bytearray((DATA / "scalars-simple.tfevents").read_bytes())
+    length = int.from_bytes(damaged[:8], "little")
+    damaged[12 + length + 4] ^= 1  # the second record's length
+    (tmp_path / "log").write_bytes(damaged)
+    with pytest.raises(UsageError, match="wrong checksum"):
+        read_table(tmp_path / "log")
+
+
+def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:
+    np.savez(tmp_path / "log.npz", step=np.array(STEPS), loss=np.array(LOSSES), gn=np.array(NORMS))
+    assert calls(tmp_path / "log.npz") == EXPECTED
+    np.savez(tmp_path / "evil.npz", loss=np.array([object()], dtype=object))
+    with pytest.raises(UsageError, match="no NumPy archive of plain numbers"):
+        read_table(tmp_path / "evil.npz")
+
+
+@pytest.mark.parametrize(
+    ("header", "loss", "step"),
+    [
+        (["Step", "Loss", "val_loss"], "Loss", "Step"),
+        (["epoch", "global_step", "eval/loss", "train/loss"], "train/loss", "global_step"),
+        (["iter", "lm loss", "loss_scale"], "lm loss", "iter"),
+        (["consumed samples", "iteration", "lm loss value"], "lm loss value", "iteration"),
+        (["test_loss", "mse_loss"], "mse_loss", None),
+        (["_step", "train/loss_epoch", "train/loss_step"], "train/loss_step", "_step"),
+    ],
+)
+def test_column_names_are_guessed(header: list[str], loss: str, step: str | None) -> None:
+    columns = find_columns(Path("log"), {name: [1.0] for name in header}, Overrides())
+    assert (columns.loss, columns.step) == (loss, step)
+
+
+def test_column_names_can_be_overridden(tmp_path: Path) -> None:
+    table = {"step": STEPS, "t": STEPS, "loss": descent(200), "other": LOSSES, "g": NORMS}
+    log = write_csv(tmp_path / "log.csv", table)
+    assert calls(log) == []
+    assert calls(log, loss="other", grad_norm="g", step="t") == EXPECTED
+
+
+def test_a_column_that_is_not_there_is_refused_with_those_that_are(tmp_path: Path, run: Run) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES})
+    code, out, err = run(log, "--loss", "los")
+    assert (code, out) == (2, "")
+    assert "no column 'los'" in err
+    assert "'loss'" in err
+
+
+def test_learning_rate_epoch_and_steps_that_go_back_are_hints(tmp_path: Path) -> None:
+    log = write_csv(
+        tmp_path / "log.csv",
+        {
+            "step": [0, 1, 2, 3, 4, 5, 4, 5],
+            "loss": [1.0] * 8,
+            "lr": [1.0, 1.0, 0.1, 0.9, 3.0, 3.0, 3.0, 3.0],
+            "epoch": [0.0, 0.3, 0.6, 0.9, 1.0, 1.2, 1.2, 2.0],
+            "hints": ["", "scaler_skipped|ANNOUNCED", "", "", "", "", "", ""],
+        },
+    )
+    table = read_table(log)
+    seen = observations(log, table, find_columns(log, table, Overrides()))
+    none = Hint.NONE
+    named = Hint.SCALER_SKIPPED | Hint.ANNOUNCED
+    assert [o.hints for o in seen] == [none, named, none, Hint.LR_CHANGED, Hint.EPOCH, none, Hint.RESUMED, Hint.EPOCH]
+
+
+def test_a_learning_rate_column_excuses_a_warm_restart(tmp_path: Path) -> None:
+    bump = raised(descent(300), 200, 1.6, decay=25.0)
+    rates = [1e-3 * (1 - (i % 200) / 220) for i in range(300)]
+    table = {"step": list(range(300)), "loss": bump, "gn": norms(300), "learning_rate": rates}
+    assert calls(write_csv(tmp_path / "with.csv", table)) == []
+    del table["learning_rate"]
+    assert len(calls(write_csv(tmp_path / "without.csv", table))) == 1
+
+
+def test_json_has_the_documented_keys(tmp_path: Path, run: Run) -> None:
+    losses = [*LOSSES, float("nan"), float("nan")]
+    log = write_csv(tmp_path / "log.csv", {"step": range(202), "loss": losses})
+    code, out, _ = run(log, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert out.count("\n") == 1
+    assert result["schema"] == 1
+    spike, broken = result["calls"]
+    assert (spike["onset"], spike["detected"], spike["verdict"], spike["rule"]) == (150, 154, "spike", "loss-high")
+    assert spike["value"] > spike["threshold"]
+    assert (broken["detected"], broken["verdict"], broken["value"], broken["threshold"]) == (
+        200,
+        "nonfinite",
+        "NaN",
+        None,
+    )
+    assert [answer["call"] for answer in result["plan"]] == [0, 1]
+    assert result["plan"][0]["action"] == "rollback"
+    assert result["plan"][0]["restore"] == 100
+    assert result["plan"][0]["skip"] == [100, 174]
+
+
+def test_blips_are_reported_apart(tmp_path: Path, run: Run) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": raised(descent(200), 150, 3.0, length=2)})
+    result = json.loads(run(log, "--json")[1])
+    assert result["calls"] == []
+    (blip,) = [blip for blip in result["blips"] if blip["peak"] > 5]
+    assert (blip["first_step"], blip["last_step"], blip["fate"]) == (1500, 1510, "recovered")
+
+
+def test_the_plan_uses_only_checkpoints_that_were_good_by_then(tmp_path: Path) -> None:
+    early = raised(descent(200), 60, 9.0)
+    log = write_csv(tmp_path / "log.csv", {"step": range(200), "loss": early})
+    (answer,) = replay(log, Overrides(), Settings()).plan
+    assert (answer.step, answer.action) == (0, "rollback")  # the one of step 50 was still on probation
+    late = write_csv(tmp_path / "late.csv", {"step": range(30, 200), "loss": early[30:]})
+    (answer,) = replay(late, Overrides(), Settings()).plan
+    assert answer.action == "stop"
+    assert "no good checkpoint" in answer.reason
+
+
+def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES})
+    code, out, err = run(log)
+    assert (code, err) == (0, "")
+    assert "spike at step 1530, since step 1500 (loss-high)" in out
+    assert "restore step" in out
+    for width in (60, 100):
+        account = describe(replay(log, Overrides(), Settings()), width).splitlines()[1:]
+        assert max(map(len, account)) <= width
+
+
+def test_a_log_that_is_constant_or_all_nan_can_be_drawn(tmp_path: Path) -> None:
+    for value in (1.0, float("nan")):
+        log = write_csv(tmp_path / "log.csv", {"loss": [value] * 30})
+        assert describe(replay(log, Overrides(), Settings()), 80)
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"", "is empty"),
+        (b"  \n\n", "is empty"),
+        (b"step,acc\n1,0.5\n2,0.6\n", "no column that looks like a loss"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is a binary file"),
+        (b"PK\x03\x04 but no archive", "no NumPy archive"),
+        (b"\xff\xfe\xfd step", "is not text"),
+        (b"step,loss\n1,2.5\n2,high\n", "holds 'high' in record 2"),
+        (b"step,loss\n1,2.5,7\n", "row 2 has 3 cells"),
+        (b'{"loss": 1}\nnonsense\n{"loss": 2}\n', "line 2 is no JSON"),
+        (b'{"loss": 1}\n[2]\n', "line 2 is JSON, but no record"),
+        (b"[1, 2]", "no list of records"),
+        (b"step,loss\n1,\n2,\n", "is empty"),
+        (b"1,2,3,4\n5,6,7,8\n", "no header"),
+    ],
+)
+def test_a_file_that_cannot_be_used_gets_one_clear_message_and_exit_2(
+    tmp_path: Path, run: Run, content: bytes, says: str
+) -> None:
+    log = tmp_path / "log"
+    log.write_bytes(content)
+    code, out, err = run(log, "--json")
+    assert (code, out) == (2, "")
+    assert err.count("error:") == 1
+    assert says in err
+    assert str(log) in err
+    assert "hint:" in err
+
+
+def test_missing_files_and_directories_are_refused(tmp_path: Path, run: Run) -> None:
+    assert run(tmp_path / "none.csv")[0] == 2
+    code, _, err = run(tmp_path)
+    assert code == 2
+    assert "is a directory" in err
+
+
+def test_many_logs_give_one_line_each_in_order_and_a_bad_one_spoils_none(tmp_path: Path, run: Run) -> None:
+    logs = [write_csv(tmp_path / f"{i}.csv", {"step": STEPS, "loss": LOSSES}) for i in range(4)]
+    (tmp_path / "bad.csv").write_text("")
+    logs.insert(2, tmp_path / "bad.csv")
+    code, out, err = run(*logs, "--json")
+    results = [json.loads(line) for line in out.splitlines()]
+    assert code == 2
+    assert "bad.csv is empty" in err
+    assert [result["log"] for result in results] == [str(log) for log in logs]
+    assert ["error" in result for result in results] == [False, False, True, False, False]
+
+
+def test_a_pool_of_processes_gives_what_one_gives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    logs = [write_csv(tmp_path / f"{i}.csv", {"loss": raised(descent(90, i), 60, 3.0)}) for i in range(6)]
+    alone = [
+        found.to_json() for found in replay_all(logs, Overrides(), Settings()) if not isinstance(found, UsageError)
+    ]
+    monkeypatch.setattr("rollback.backtest.many._WORTH_A_POOL", 0)
+    pooled = [
+        found.to_json() for found in replay_all(logs, Overrides(), Settings()) if not isinstance(found, UsageError)
+    ]
+    assert pooled == alone
+    assert len(alone) == 6
+
+
+def test_a_picture_is_drawn_or_matplotlib_is_asked_for(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES, "gn": NORMS})
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    code, _, err = run(log, "--plot", tmp_path / "out.png")
+    assert code == 2
+    assert "pip install 'torch-rollback[plot]'" in err
+    monkeypatch.undo()
+
+
+def test_a_picture_of_a_log(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from rollback.backtest.picture import draw
+
+    log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES, "gn": NORMS})
+    draw(replay(log, Overrides(), Settings()), tmp_path / "out.png")
+    assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+    with pytest.raises(UsageError, match="cannot be drawn"):
+        draw(replay(log, Overrides(), Settings()), tmp_path / "out.nonsense")
+
+
+def test_a_picture_of_several_logs_is_refused(tmp_path: Path, run: Run) -> None:
+    code, _, err = run(tmp_path / "a", tmp_path / "b", "--plot", "x.png")
+    assert code == 2
+    assert "--plot draws one log" in err

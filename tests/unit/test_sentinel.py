@@ -1,0 +1,240 @@
+"""What the sentinel calls and what it leaves alone, on curves that show one thing each."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from curves import descent, norms, observations, raised, verdicts
+
+from rollback.config import Settings
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.sentinel import PRESETS, Hint, Kind, Observation, Sentinel, Verdict, learning_rate_hint
+from rollback.sentinel.machine import EXCUSED_FOR, TRANSITIONS, Event, State
+
+
+def spikes(said: list[Verdict]) -> list[Verdict]:
+    return [verdict for verdict in said if verdict.kind is Kind.SPIKE]
+
+
+def test_a_healthy_descent_is_never_called() -> None:
+    for seed in range(20):
+        said = verdicts(observations(descent(600, seed), norms(600, seed)))
+        assert {verdict.kind for verdict in said} <= {Kind.HEALTHY, Kind.WATCH}
+
+
+def test_a_sudden_divergence_is_called_at_its_fifth_step_with_its_onset() -> None:
+    (call,) = spikes(verdicts(observations(raised(descent(400), 300, 3.0), norms(400))))
+    assert (call.step, call.onset, call.rule) == (304, 300, "loss-high")
+
+
+def test_four_bad_steps_are_left_alone_and_reported_as_a_blip() -> None:
+    said = verdicts(observations(raised(descent(400), 300, 3.0, length=4), norms(400)))
+    assert not spikes(said)
+    (blip,) = [verdict.ended for verdict in said if verdict.ended]
+    assert (blip.first_step, blip.last_step, blip.fate) == (300, 303, "recovered")
+    assert blip.peak > blip.threshold
+
+
+def test_a_watch_names_its_onset_while_it_lasts() -> None:
+    said = verdicts(observations(raised(descent(400), 300, 3.0, length=4), norms(400)))
+    assert [verdict.onset for verdict in said if verdict.kind is Kind.WATCH and verdict.step >= 300][:4] == [300] * 4
+
+
+def test_steps_between_lines_of_a_sparse_log_count_towards_patience() -> None:
+    (call,) = spikes(verdicts(observations(raised(descent(400), 300, 3.0), norms(400), stride=100)))
+    assert (call.step, call.onset) == (30300, 30000)
+
+
+def test_an_incident_is_called_once_while_it_lasts_and_again_after_it_has_recovered() -> None:
+    losses = raised(raised(descent(700), 300, 3.0, length=60), 500, 3.0, length=60)
+    assert [call.onset for call in spikes(verdicts(observations(losses, norms(700))))] == [300, 500]
+
+
+def test_a_rise_that_the_gradient_norm_shares_is_called_where_the_loss_alone_is_not() -> None:
+    losses = raised(descent(400), 300, 0.7)
+    steady = norms(400)
+    shaken = [norm * (4 if i >= 300 else 1) for i, norm in enumerate(steady)]
+    assert not spikes(verdicts(observations(losses, steady)))
+    (call,) = spikes(verdicts(observations(losses, shaken)))
+    assert call.rule == "loss-and-grad-norm-high"
+    assert call.step < 310
+
+
+def test_the_loss_is_believed_sooner_where_no_gradient_norm_is_known() -> None:
+    losses = raised(descent(400, noise=0.1), 300, 0.75, length=30)
+    assert not spikes(verdicts(observations(losses, norms(400))))
+    assert spikes(verdicts(observations(losses)))
+
+
+def test_a_fall_back_to_the_start_needs_no_second_witness() -> None:
+    losses = raised(descent(400, noise=0.5), 300, 3.0)
+    (call,) = spikes(verdicts(observations(losses, norms(400))))
+    assert call.rule == "loss-back-at-start"
+    assert call.step <= 310
+
+
+def test_new_data_on_a_solved_task_is_no_damage_but_a_fall_back_to_the_start_is() -> None:
+    solved = descent(500, start=2.3, end=0.01, noise=0.002)
+    harder = raised(solved, 400, 0.6, decay=60.0)  # sixty times the level, a quarter of the first loss
+    assert not spikes(verdicts(observations(harder, norms(500))))
+    lost = raised(solved, 400, 2.3)
+    assert [call.rule for call in spikes(verdicts(observations(lost, norms(500))))] == ["loss-back-at-start"]
+
+
+def test_a_slow_ramp_is_called_as_drift_and_a_shift_that_decays_is_not() -> None:
+    flat = descent(900)
+    ramp = [loss + max(0, i - 500) * 0.006 for i, loss in enumerate(flat)]
+    first = spikes(verdicts(observations(ramp, norms(900))))[0]
+    assert first.rule == "loss-drift"
+    assert 480 <= (first.onset or 0) < first.step < 700
+    assert not spikes(verdicts(observations(raised(flat, 500, 0.5, decay=100.0), norms(900))))
+
+
+def test_a_dead_plateau_is_called_by_the_gradient_norm_that_is_gone() -> None:
+    losses = raised(descent(400), 300, 0.3)
+    gone = [norm * (0.2 if i >= 300 else 1) for i, norm in enumerate(norms(400))]
+    call = spikes(verdicts(observations(losses, gone)))[0]
+    assert (call.rule, call.witness) == ("grad-norm-collapse", "grad_norm")
+    assert call.step <= 315
+    falling = descent(400)  # the norm of a model that is done is small too
+    assert not spikes(verdicts(observations(falling, gone)))
+
+
+def test_a_level_that_persists_uncalled_is_accepted_and_reported() -> None:
+    said = verdicts(observations(raised(descent(600), 300, 0.75), norms(600)))
+    assert not spikes(said)
+    assert all(verdict.kind is Kind.HEALTHY for verdict in said[450:500])
+    later = raised(raised(descent(700), 300, 0.75), 600, 3.0)
+    (call,) = spikes(verdicts(observations(later, norms(700))))
+    assert call.step == 604
+
+
+def test_a_level_that_persists_after_a_call_is_accepted() -> None:
+    said = verdicts(observations(raised(descent(800), 300, 3.0), norms(800)))
+    assert len(spikes(said)) == 1
+    assert all(verdict.kind is Kind.HEALTHY for verdict in said[500:])
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_values_are_called_in_their_step_and_forgotten(bad: float) -> None:
+    seen = observations(descent(300), norms(300))
+    clean = verdicts(seen)
+    at = 200
+    broken_loss = [*seen[:at], Observation(at, bad, 1.0), *seen[at:]]
+    broken_norm = [*seen[:at], Observation(at, 2.0, bad), *seen[at:]]
+    for broken, rule in ((broken_loss, "nonfinite-loss"), (broken_norm, "nonfinite-grad-norm")):
+        said = verdicts(broken)
+        assert (said[at].kind, said[at].rule, said[at].onset) == (Kind.NONFINITE, rule, at)
+        assert said[:at] + said[at + 1 :] == clean
+
+
+def test_a_spike_that_ends_in_nan_has_its_onset_where_the_spike_began() -> None:
+    seen = observations(raised(descent(303), 300, 50.0), norms(303))
+    assert verdicts([*seen, Observation(303, math.nan, math.nan)])[-1].onset == 300
+
+
+def test_an_infinite_norm_of_a_step_that_the_scaler_skipped_is_routine() -> None:
+    seen = observations(descent(100), norms(100))
+    skipped = Observation(100, 9.0, math.inf, Hint.SCALER_SKIPPED)
+    sentinel = Sentinel()
+    verdicts(seen, sentinel)
+    before = sentinel.state_dict()
+    assert sentinel.update(skipped).kind is Kind.HEALTHY
+    assert sentinel.state_dict()["loss"] == before["loss"]
+    assert sentinel.update(Observation(101, math.nan, math.inf, Hint.SCALER_SKIPPED)).rule == "nonfinite-loss"
+
+
+def test_steps_without_a_loss_are_judged_by_what_is_there() -> None:
+    sentinel = Sentinel()
+    assert sentinel.update(Observation(0, None, None)).kind is Kind.HEALTHY
+    assert sentinel.update(Observation(1, None, math.inf)).rule == "nonfinite-grad-norm"
+
+
+@pytest.mark.parametrize("hint", [Hint.LR_CHANGED, Hint.RESUMED, Hint.ANNOUNCED])
+def test_a_hint_excuses_a_rise(hint: Hint) -> None:
+    losses = raised(descent(600), 300, 1.6, decay=25.0)
+    assert spikes(verdicts(observations(losses, norms(600))))
+    assert not spikes(verdicts(observations(losses, norms(600), {300: hint})))
+
+
+def test_a_hint_does_not_excuse_a_loss_far_above_the_first_ones() -> None:
+    losses = raised(descent(400), 300, 30.0)
+    (call,) = spikes(verdicts(observations(losses, norms(400), {300: Hint.LR_CHANGED})))
+    assert call.rule == "loss-beyond-start"
+
+
+def test_an_announced_phase_may_have_any_level() -> None:
+    losses = raised(descent(600), 300, 30.0)
+    assert not spikes(verdicts(observations(losses, norms(600), {300: Hint.ANNOUNCED})))
+
+
+def test_an_excuse_ends() -> None:
+    losses = raised(descent(800), 500, 3.0)
+    late = 500 - EXCUSED_FOR[Hint.LR_CHANGED] - 1
+    assert spikes(verdicts(observations(losses, norms(800), {late: Hint.LR_CHANGED})))
+
+
+def test_short_epochs_excuse_nothing() -> None:
+    losses = raised(descent(400), 300, 3.0)
+    every_ten = dict.fromkeys(range(0, 400, 10), Hint.EPOCH)
+    assert [call.step for call in spikes(verdicts(observations(losses, norms(400), every_ten)))] == [304]
+
+
+def test_a_learning_rate_above_all_earlier_ones_is_no_excuse() -> None:
+    assert learning_rate_hint(1e-4, 1e-3, 1e-3) is Hint.LR_CHANGED  # a warm restart
+    assert learning_rate_hint(1e-3, 1e-2, 1e-3) is Hint.NONE
+    assert learning_rate_hint(1e-3, 1e-4, 1e-3) is Hint.NONE  # a decay lowers the loss
+    assert learning_rate_hint(1e-4, 1.1e-4, 1e-3) is Hint.NONE  # a schedule
+    assert learning_rate_hint(None, 1e-3, None) is Hint.NONE
+
+
+def test_every_call_explains_itself_with_numbers_that_agree() -> None:
+    curves = {
+        "loss-high": (raised(descent(400), 300, 3.0), norms(400)),
+        "loss-back-at-start": (raised(descent(400, noise=0.5), 300, 3.0), norms(400)),
+        "loss-drift": ([loss + max(0, i - 200) * 0.006 for i, loss in enumerate(descent(400))], norms(400)),
+    }
+    for rule, (losses, grad_norms) in curves.items():
+        call = spikes(verdicts(observations(losses, grad_norms)))[0]
+        assert call.rule == rule
+        assert call.value is not None
+        assert call.threshold is not None
+        assert call.value > call.threshold
+        assert f"{call.value:.6g}" in call.explanation
+        assert f"{call.threshold:.6g}" in call.explanation
+        assert 8 <= len(call.window) <= 32
+        assert min(call.window) < call.value
+
+
+def test_presets_are_ordered_from_deaf_to_nervous() -> None:
+    low, normal, high = PRESETS["low"], PRESETS["normal"], PRESETS["high"]
+    for name in ("patience", "alone", "only", "supported", "support", "drift"):
+        assert getattr(low, name) >= getattr(normal, name) >= getattr(high, name)
+        assert getattr(low, name) > getattr(high, name)
+    for name, preset in PRESETS.items():
+        assert Sentinel(name).patience == preset.patience < Settings().probation
+
+
+def test_an_unknown_sensitivity_is_refused_by_name() -> None:
+    with pytest.raises(UsageError, match="paranoid"):
+        Sentinel("paranoid")  # type: ignore[arg-type]
+
+
+def test_state_of_another_schema_is_refused() -> None:
+    with pytest.raises(RunDoesNotFit, match="schema 0"):
+        Sentinel().load_state_dict({"schema": 0})
+
+
+def test_the_table_answers_every_event_that_its_state_can_meet_and_reaches_every_state() -> None:
+    watched = {Event.HIGH, Event.CALL, Event.RECOVERED, Event.PERSISTED}
+    meets = {
+        State.LEARNING: {Event.CALM, Event.READY},
+        State.HEALTHY: {Event.CALM, Event.HIGH, Event.CALL},
+        State.WATCHING: watched,
+        State.CALLED: watched - {Event.CALL},
+    }
+    assert set(TRANSITIONS) == {(state, event) for state, events in meets.items() for event in events}
+    assert {state for state, _ in TRANSITIONS.values()} == set(State)
+    calls = {key for key, (_, kind) in TRANSITIONS.items() if kind is Kind.SPIKE}
+    assert calls == {(State.HEALTHY, Event.CALL), (State.WATCHING, Event.CALL)}
