@@ -1,0 +1,114 @@
+"""What the guard costs a healthy training loop: the same loop with and without it, step by step in turn, in one run.
+
+    python scripts/bench_overhead.py [--ranks 2] [--steps 200] [--width 256] [--snapshot-every 0]
+
+Two identical models train side by side in each rank, one guarded, one not; after every guarded step comes a plain one,
+so that whatever else the machine does hits both alike. Printed are medians over the steps and the median of the ratios
+of neighbouring steps. A script that hands `clip_grad_norm_`'s result to `observe` saves the guard from measuring the
+gradient norm itself; both ways are shown. Snapshots are off unless --snapshot-every is given.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+import rollback
+
+WARMUP = 10
+
+
+class Loop:
+    """One model with its optimizer and loader; `step` runs one training step and returns its seconds."""
+
+    def __init__(self, args: argparse.Namespace, guarded: bool, hand_over_norm: bool, run: Path) -> None:
+        torch.manual_seed(0)
+        block = nn.TransformerEncoderLayer(args.width, 4, 4 * args.width, batch_first=True, dropout=0.0)
+        net = nn.Sequential(nn.Embedding(256, args.width), nn.TransformerEncoder(block, 4), nn.Linear(args.width, 256))
+        self.model = nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
+        data = TensorDataset(torch.randint(0, 256, (4 * args.ranks * (args.steps + 2 * WARMUP), 64)))
+        sampler = DistributedSampler(data) if dist.is_initialized() else None
+        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        self.hand_over_norm = hand_over_norm
+        self.guard: rollback.Guard | None = None
+        if guarded:
+            off = {"snapshot_every": 0, "observe_only": True}
+            settings: dict[str, Any] = {"snapshot_every": args.snapshot_every} if args.snapshot_every else off
+            self.guard = rollback.Guard(model=self.model, optimizer=self.optimizer, loader=loader, run=run, **settings)
+        self.batches = iter(self.guard if self.guard is not None else loader)
+
+    def step(self) -> float:
+        began = time.perf_counter()
+        (tokens,) = next(self.batches)
+        logits = self.model(tokens[:, :-1])
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        if self.guard is not None:
+            self.guard.observe(loss, grad_norm=norm if self.hand_over_norm else None)
+        return time.perf_counter() - began
+
+
+def measure(rank: int, args: argparse.Namespace, port: int, folder: str, results: Any) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(args.ranks))
+    if args.ranks > 1:
+        dist.init_process_group("gloo")
+    for name, hand_over_norm in (("norm handed over", True), ("norm measured", False)):
+        guarded = Loop(args, True, hand_over_norm, Path(folder, name.replace(" ", "-")))
+        plain = Loop(args, False, hand_over_norm, Path(folder))
+        pairs = [(guarded.step(), plain.step()) for _ in range(args.steps + WARMUP)][WARMUP:]
+        assert guarded.guard is not None
+        guarded.guard.close()
+        if rank == 0:
+            results[name] = pairs
+    if args.ranks > 1:
+        dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=200, help="measured steps of each loop")
+    parser.add_argument(
+        "--width", type=int, default=256, help="of the transformer; its step time grows with the square"
+    )
+    parser.add_argument("--snapshot-every", type=int, default=0, help="steps between checkpoints; default: none")
+    args = parser.parse_args()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(measure, (args, port, folder, results), nprocs=args.ranks)
+        table = Table(title=f"{args.ranks} ranks, {args.steps} steps each, in turn; milliseconds are medians")
+        for column in ("", "plain ms", "guarded ms", "median ratio", "added us a step"):
+            table.add_column(column, justify="right")
+        for name, pairs in results.items():
+            guarded, plain = zip(*pairs, strict=True)
+            ratio = statistics.median(g / p for g, p in pairs)
+            added = statistics.median(g - p for g, p in pairs) * 1e6
+            cells = (f"{statistics.median(side) * 1e3:.2f}" for side in (plain, guarded))
+            table.add_row(name, *cells, f"{ratio:.4f}", f"{added:.0f}")
+        Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
