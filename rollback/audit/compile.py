@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
-from rollback.audit.cost import Costs, reckon
+from rollback.audit.cost import Costs, reckon, rounded
 from rollback.audit.ledger import (
     AttemptEntry,
     CheckpointEntry,
@@ -193,7 +193,7 @@ def _incidents(records: Sequence[Record], history: History, costs: Costs, passed
                 outcome=case.outcome.outcome if case.outcome else "open",
                 outcome_step=case.outcome.step if case.outcome else None,
                 steps_lost=price.steps if price else None,
-                seconds_lost=price.seconds if price else None,
+                seconds_lost=rounded(price.seconds) if price else None,
             )
         )
     return entries
@@ -278,7 +278,7 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
         restart_reason=restart[1].reason if restart else None,
         restart_budget_left=restart[1].budget_left if restart else None,
         steps_lost=price.steps if price else None,
-        seconds_lost=price.seconds if price else None,
+        seconds_lost=rounded(price.seconds) if price else None,
     )
 
 
@@ -334,9 +334,9 @@ def _totals(
         steps=steps,
         steps_lost=lost,
         goodput=round(steps / (steps + lost), 6) if steps + lost else None,
-        seconds=costs.seconds,
-        seconds_lost=sum(price.seconds or 0.0 for price in costs.prices),
-        seconds_down=costs.seconds_down,
+        seconds=rounded(costs.seconds),
+        seconds_lost=round(sum(price.seconds or 0.0 for price in costs.prices), 3),
+        seconds_down=round(costs.seconds_down, 3),
     )
 
 

@@ -53,7 +53,7 @@ def seconds_since_epoch(at: str) -> float | None:
     return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
-class _Charged:
+class Charged:
     """Intervals that were charged to something already."""
 
     def __init__(self) -> None:
@@ -63,6 +63,8 @@ class _Charged:
         """Length of the part of an interval that nothing was charged for so far."""
         if start is None or end is None:
             return None
+        if end <= start:  # a clock was set back
+            return 0.0
         free, position = 0.0, start
         for first, last in sorted(self._taken):
             if last > position and first < end:
@@ -79,7 +81,7 @@ def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -
     records: merged order. progress: by attempt, the timeline and step of its last judged step, where metrics tell.
     """
     costs = Costs(reached=_reached(records, progress))
-    charged = _Charged()
+    charged = Charged()
     taken: dict[str, float] = {}  # when the run stood at a checkpoint
     began: float | None = None
     last_seen: dict[int, float] = {}  # by attempt
@@ -117,6 +119,11 @@ def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -
             last_seen[record.attempt] = at
     costs.seconds = _wall(records)
     return costs
+
+
+def rounded(seconds: float | None) -> float | None:
+    """To the millisecond, which is what journal lines are stamped with."""
+    return None if seconds is None else round(seconds, 3)
 
 
 def _reached(records: Iterable[Record], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:

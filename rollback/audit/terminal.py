@@ -7,6 +7,7 @@ into `rich.text.Text`, which knows no markup.
 
 from __future__ import annotations
 
+import os
 from typing import TextIO
 
 from rich.console import Console
@@ -25,4 +26,5 @@ def quoted(text: str, style: str = "") -> Text:
 
 def console_for(stream: TextIO) -> Console:
     """A console that is plain where `stream` is not a terminal or NO_COLOR is set, and invents no highlights."""
-    return Console(file=stream, highlight=False, markup=False, emoji=False)
+    plain = bool(os.environ.get("NO_COLOR"))
+    return Console(file=stream, highlight=False, markup=False, emoji=False, color_system=None if plain else "auto")

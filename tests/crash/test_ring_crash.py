@@ -1,13 +1,11 @@
 """A crash after any number of file operations leaves the old checkpoint or the new one, never neither.
 
 The operations of a change to the ring are counted; then, for every N, the change is made again and the process "dies"
-at its Nth operation: that one is not done (a write is done by half), and neither is anything after it, clean-up
-handlers included. What the next attempt does first (`sweep`) must then find a ring that is whole.
+at its Nth operation. What the next attempt does first (`sweep`) must then find a ring that is whole.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,49 +13,9 @@ from typing import Any
 import pytest
 
 from checkpoints import damage, whole, write_checkpoint
+from mortal import Mortal
 from rollback.rundir import ring
 from rollback.rundir.paths import RunPaths
-
-OPERATIONS = ["mkdir", "rmdir", "unlink", "rename", "replace", "fsync", "ftruncate", "write", "open"]
-
-
-class Died(BaseException):
-    """The process is no more."""
-
-
-class Mortal:
-    """Counts file operations and dies at one of them."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.count = 0
-        self.dies_at: int | None = None
-        for name in OPERATIONS:
-            monkeypatch.setattr(os, name, self._mortal(name, getattr(os, name)))
-
-    def _mortal(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
-        def operation(*args: Any, **kwargs: Any) -> Any:
-            if name == "open" and not (args[1] & os.O_CREAT):
-                return really(*args, **kwargs)
-            self.count += 1
-            if self.dies_at is None or self.count < self.dies_at:
-                return really(*args, **kwargs)
-            if name == "write" and self.count == self.dies_at:
-                really(args[0], args[1][: len(args[1]) // 2])
-            raise Died
-
-        return operation
-
-    def live(self, act: Callable[[], object]) -> int:
-        """Do it undisturbed; the number of operations it took."""
-        self.count, self.dies_at = 0, None
-        act()
-        return self.count
-
-    def die(self, at: int, act: Callable[[], object]) -> None:
-        self.count, self.dies_at = 0, at
-        with pytest.raises(Died):
-            act()
-        self.dies_at = None
 
 
 @pytest.fixture

@@ -16,7 +16,8 @@ from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.audit import Ledger, compile_ledger, read_material
-from rollback.audit.terminal import printable
+from rollback.audit.cost import Charged
+from rollback.audit.terminal import console_for, printable, quoted
 from rollback.audit.text import print_ledger
 from rollback.cli import app
 from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
@@ -159,6 +160,21 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
     ]:  # fmt: skip
         assert words in result.stdout, words
     assert "\x1b" not in result.stdout, "not a terminal: no escape sequences"
+
+
+@pytest.mark.parametrize("no_color", [True, False])
+def test_a_terminal_gets_styles_unless_no_color_is_set(monkeypatch: pytest.MonkeyPatch, no_color: bool) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    if no_color:
+        monkeypatch.setenv("NO_COLOR", "1")
+    stream = Terminal()
+    console_for(stream).print(quoted("structural", style="red"))
+    assert ("\x1b" in stream.getvalue()) != no_color
 
 
 def test_all_shows_every_batch(eventful: RecordedRun) -> None:
@@ -333,6 +349,19 @@ def test_a_clock_that_jumps_back_a_year_costs_nothing_and_breaks_nothing(run: Re
     ledger = ledger_of(run)
     assert (ledger.incidents[0].steps_lost, ledger.incidents[0].seconds_lost) == (15, 0.0)
     assert [entry.incident for entry in ledger.incidents] == [1]
+
+
+moments = st.integers(0, 40)
+
+
+@given(st.lists(st.tuples(moments, moments), max_size=6))
+def test_no_second_is_charged_twice_and_none_is_forgotten(intervals: list[tuple[int, int]]) -> None:
+    charged = Charged()
+    seconds: set[int] = set()
+    for start, end in intervals:
+        new = set(range(start, end)) - seconds
+        assert charged.charge(float(start), float(end)) == len(new)
+        seconds |= new
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------

@@ -1,0 +1,53 @@
+"""A process that dies at its Nth file operation, without a process.
+
+That operation is not done (a write is done by half), and neither is anything after it, clean-up handlers included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+OPERATIONS = ["mkdir", "rmdir", "unlink", "rename", "replace", "fsync", "ftruncate", "write", "open"]
+
+
+class Died(BaseException):
+    """The process is no more."""
+
+
+class Mortal:
+    """Counts file operations and dies at one of them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.dies_at: int | None = None
+        for name in OPERATIONS:
+            monkeypatch.setattr(os, name, self._mortal(name, getattr(os, name)))
+
+    def _mortal(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
+        def operation(*args: Any, **kwargs: Any) -> Any:
+            if name == "open" and not (args[1] & os.O_CREAT):
+                return really(*args, **kwargs)
+            self.count += 1
+            if self.dies_at is None or self.count < self.dies_at:
+                return really(*args, **kwargs)
+            if name == "write" and self.count == self.dies_at:
+                really(args[0], args[1][: len(args[1]) // 2])
+            raise Died
+
+        return operation
+
+    def live(self, act: Callable[[], object]) -> int:
+        """Do it undisturbed; the number of operations it took."""
+        self.count, self.dies_at = 0, None
+        act()
+        return self.count
+
+    def die(self, at: int, act: Callable[[], object]) -> None:
+        self.count, self.dies_at = 0, at
+        with pytest.raises(Died):
+            act()
+        self.dies_at = None

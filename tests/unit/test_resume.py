@@ -1,0 +1,77 @@
+"""Where a run goes on: the newest checkpoint after a crash, the planned one where a plan is pending."""
+
+from __future__ import annotations
+
+import pytest
+
+from checkpoints import manifest_of
+from recorded_run import incident, rollback_plan
+from rollback.events import BecameGood, Committed, Fact, Record, Restored
+from rollback.rundir.history import History, fold
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.resume import candidates, of_present_timeline
+
+RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
+NAMES = [manifest.name for manifest in RING]
+
+
+def history_of(*facts: Fact) -> History:
+    committed = [
+        Committed(checkpoint=m.name, step=m.step, batch=m.batch, timeline=0, bytes=1, seconds=0.1) for m in RING
+    ]
+    good = BecameGood(checkpoint=NAMES[1], step=20)
+    told = [*committed, good, *facts]
+    return fold(Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(told))
+
+
+def restored(seq: int) -> Restored:
+    return Restored(
+        incident=1, checkpoint=NAMES[seq], step=20 * seq, batch=40 * seq, steps_lost=9, seconds=0.1, route="in_process"
+    )
+
+
+def plan_to(seq: int, action: str = "rollback", discards: tuple[str, ...] = ()) -> Fact:
+    return rollback_plan(1, NAMES[seq], 20 * seq, (40, 99), discards=discards).model_copy(update={"action": action})
+
+
+def names(manifests: list[Manifest]) -> list[str]:
+    return [manifest.name for manifest in manifests]
+
+
+def test_after_a_crash_the_newest_is_tried_first_good_or_not() -> None:
+    assert names(candidates(history_of(), RING)) == NAMES[::-1]
+
+
+@pytest.mark.parametrize("action", ["rollback", "retry"])
+def test_with_a_plan_pending_the_planned_one_then_older_good_ones(action: str) -> None:
+    history = history_of(incident(1, 45, 49), plan_to(2, action))
+    assert names(candidates(history, RING)) == [NAMES[2], NAMES[1], NAMES[0]]
+
+
+def test_a_planned_checkpoint_that_is_gone_gives_way_to_older_good_ones() -> None:
+    history = history_of(incident(1, 45, 49), plan_to(2))
+    assert names(candidates(history, [RING[0], RING[1], RING[3]])) == [NAMES[1], NAMES[0]]
+
+
+@pytest.mark.parametrize("action", ["observe", "stop"])
+def test_a_plan_that_restores_nothing_changes_nothing(action: str) -> None:
+    history = history_of(incident(1, 45, 49), plan_to(1, action, (NAMES[2], NAMES[3])))
+    assert names(candidates(history, RING)) == NAMES[::-1]
+
+
+def test_what_a_rollback_cut_off_never_comes_back_listed_in_its_plan_or_not() -> None:
+    """A checkpoint that was committed while the plan was written is not among its discards."""
+    for discards in [(NAMES[2], NAMES[3]), (NAMES[2],), ()]:
+        history = history_of(incident(1, 45, 49), plan_to(1, discards=discards), restored(1))
+        assert names(of_present_timeline(history, RING)) == NAMES[:2]
+        assert names(candidates(history, RING)) == [NAMES[1], NAMES[0]]
+
+
+def test_checkpoints_of_the_new_timeline_belong_to_the_run() -> None:
+    history = history_of(incident(1, 45, 49), plan_to(1), restored(1))
+    later = manifest_of(7, 60).model_copy(update={"timeline": 1})
+    assert names(candidates(history, [*RING, later])) == [later.name, NAMES[1], NAMES[0]]
+
+
+def test_a_ring_that_lost_everything_has_no_candidates() -> None:
+    assert candidates(history_of(), []) == []
