@@ -1,4 +1,4 @@
-"""A crash while a small file is replaced or a journal appended to leaves the old content or the new, whenever it comes."""
+"""A crash while a small file is replaced or a journal appended to leaves the old content or the new."""
 
 from __future__ import annotations
 

@@ -67,6 +67,12 @@ def test_what_a_rollback_cut_off_never_comes_back_listed_in_its_plan_or_not() ->
         assert names(candidates(history, RING)) == [NAMES[1], NAMES[0]]
 
 
+def test_what_a_plan_lists_is_cut_off_whatever_its_sequence_number() -> None:
+    """After a crash the run may have gone on from an older checkpoint, so that a later name has the smaller step."""
+    history = history_of(incident(1, 45, 49), plan_to(1, discards=(NAMES[0],)), restored(1))
+    assert names(of_present_timeline(history, RING)) == [NAMES[1]]
+
+
 def test_checkpoints_of_the_new_timeline_belong_to_the_run() -> None:
     history = history_of(incident(1, 45, 49), plan_to(1), restored(1))
     later = manifest_of(7, 60).model_copy(update={"timeline": 1})
