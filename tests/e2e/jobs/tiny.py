@@ -1,0 +1,45 @@
+"""A guarded job of a few steps; distributed where torchrun started it.
+
+`tiny.py [--width N] [--samples N] [--keep N] [--hold]`; with --hold, the first attempt waits at batch 3 for SIGTERM.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rollback
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--width", type=int, default=4)
+parser.add_argument("--samples", type=int, default=24)
+parser.add_argument("--keep", type=int, default=6)
+parser.add_argument("--hold", action="store_true")
+options = parser.parse_args()
+
+told: list[int] = []
+signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))  # the guard's handler calls this one, too
+
+if "MASTER_ADDR" in os.environ:
+    dist.init_process_group("gloo")
+torch.manual_seed(1)
+model = nn.Linear(options.width, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+inputs = torch.randn(options.samples, options.width)
+loader = DataLoader(TensorDataset(inputs, inputs.sum(1, keepdim=True)), batch_size=4)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, snapshot_every=2, keep=options.keep)
+for batch, (x, y) in enumerate(guard):
+    while options.hold and batch == 3 and os.environ["ROLLBACK_ATTEMPT"] == "1" and not told:
+        time.sleep(0.01)
+    loss = (model(x) - y).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    guard.observe(loss)

@@ -1,0 +1,110 @@
+"""Oracle A: a run that met bad batches and rolled back ends, bit for bit, as one that was told to skip them at once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy import (
+    Toy,
+    consumed,
+    facts,
+    require_same,
+    same_skips_from_the_start,
+    skip_list,
+    skipped,
+    train,
+    weights,
+)
+
+from rollback.events import Incident, Planned, Restored
+
+JOBS = {
+    "shuffled": Toy(augment=True),
+    "sequential": Toy(sampler="sequential"),
+    "distributed sampler": Toy(sampler="distributed", epochs=2, samples=240),
+    "workers": Toy(workers=2, augment=True),
+    "callable": Toy(loader="drawn", max_steps=100),
+    "iterator": Toy(loader="iterator", max_steps=100),
+    "list": Toy(loader="list", sampler="sequential"),
+    "stateful": Toy(loader="stateful", workers=0),
+    "accumulation": Toy(samples=800, accumulate=2),
+    "scaler": Toy(scaler=True, overflow=(12, 75)),
+}
+
+
+@pytest.mark.parametrize("job", JOBS)
+def test_a_non_finite_loss(tmp_path: Path, job: str) -> None:
+    toy = JOBS[job].but(nan=(57,))
+    run = tmp_path / "run"
+    ended = train(toy, run)
+    incident, plan, restored = facts(run, Incident, Planned, Restored)
+    assert (incident.verdict, incident.ranks) == ("nonfinite", (0,))
+    assert incident.onset_batch <= 57 <= incident.detection_batch
+    assert plan.skip.first == plan.batch <= 57 <= plan.skip.last
+    assert restored.route == "in_process"
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), job)
+
+
+@pytest.mark.parametrize("job", ["shuffled", "workers", "callable", "accumulation"])
+def test_a_stretch_of_garbage_that_one_rollback_does_not_get_past(tmp_path: Path, job: str) -> None:
+    whole_steps = JOBS[job].accumulate
+    toy = JOBS[job].but(garbage=(60 * whole_steps, 84 * whole_steps)).with_settings(snapshot_every=5, skip_after=0)
+    run = tmp_path / "run"
+    ended = train(toy, run)
+    first, second = facts(run, Planned)[:2]
+    assert second.escalation == 1
+    assert len(second.skip) >= 2 * len(first.skip)
+    assert {incident.verdict for incident in facts(run, Incident)} == {"spike"}
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), job)
+
+
+def test_consumed_and_skipped_samples_are_together_what_an_unguarded_run_reads(tmp_path: Path) -> None:
+    toy = Toy(nan=(57, 93))
+    plain = train(toy)
+    run = tmp_path / "run"
+    guarded = train(toy, run)
+    read = [eval(text) for name, text in plain.items() if name.startswith("/consumed")]
+    consumed = {
+        batch: ids for name, text in guarded.items() if name.startswith("/consumed") for batch, ids in eval(text)
+    }
+    assert not consumed.keys() & skipped(run).keys()
+    assert {**consumed, **skipped(run)} == {batch: ids for [[batch, ids]] in read}
+
+
+def test_batches_skipped_at_the_user_s_wish_cost_no_rollback(tmp_path: Path) -> None:
+    toy = Toy(nan=(20, 21), settings={"skip": [{"first": 20, "last": 21}]})
+    train(toy, tmp_path / "run")
+    assert facts(tmp_path / "run", Incident) == []
+    assert skip_list(tmp_path / "run") == [{"first": 20, "last": 21}]
+    assert sorted(skipped(tmp_path / "run")) == [20, 21]
+
+
+@pytest.mark.parametrize(
+    "toy",
+    [
+        Toy(augment=True),
+        Toy(workers=2),
+        Toy(epochs=2, samples=200, between=True),
+        Toy(sampler="distributed", epochs=2, samples=200),
+        Toy(scaler=True, overflow=(12,)),
+        Toy(loader="list", epochs=2, samples=200),
+        Toy(loader="stateful"),
+        Toy(samples=400, accumulate=2),
+    ],
+    ids=lambda toy: f"{toy.loader}-{toy.sampler}-{toy.workers}-{toy.epochs}-{toy.accumulate}-{toy.scaler}",
+)
+def test_a_healthy_run_is_bit_for_bit_what_it_is_without_a_guard(tmp_path: Path, toy: Toy) -> None:
+    guarded = train(toy, tmp_path / "run")
+    assert facts(tmp_path / "run", Incident) == []
+    require_same(guarded, train(toy), "with and without a guard")
+
+
+def test_observing_only_changes_nothing_and_says_what_it_would_have_done(tmp_path: Path) -> None:
+    toy = Toy(garbage=(60, 70)).with_settings(observe_only=True)
+    watched = train(toy, tmp_path / "run")
+    require_same(weights(watched), weights(train(toy)), "observed and unguarded")
+    plan = facts(tmp_path / "run", Planned)[0]
+    assert plan.action == "observe"
+    assert plan.checkpoint is not None
+    assert facts(tmp_path / "run", Restored) == []

@@ -1,0 +1,138 @@
+"""Nested loops: rollbacks over an epoch's start, resumes in a later epoch, loops that are broken off, ends."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from attempts import Forker
+from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, train, weights
+
+from rollback.events import Attached, Finished, Incident, Restored
+
+EPOCHS = Toy(samples=120, epochs=4)  # 30 batches each
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+@pytest.mark.parametrize("loop", ["range", "epochs"])
+@pytest.mark.parametrize("sampler", ["random", "distributed"])
+@pytest.mark.parametrize("bad", [61, 58], ids=["behind the start", "before the end"])
+def test_a_rollback_over_an_epoch_s_start(tmp_path: Path, loop: str, sampler: str, bad: int) -> None:
+    """Batch 61 is the second of epoch 2, and the checkpoint is at least ten steps before; 58 is judged at 59."""
+    toy = EPOCHS.but(loop=loop, sampler=sampler, nan=(bad,)).with_settings(rewind=12)
+    ended = train(toy, tmp_path / "run")
+    assert facts(tmp_path / "run", Restored)[0].step < 60
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), loop)
+
+
+def test_a_rollback_over_an_epoch_s_start_repeats_the_scheduler_s_step_there(tmp_path: Path) -> None:
+    """Under plain range the script cannot be sent back; its per-epoch scheduler is stepped again all the same."""
+    toy = EPOCHS.but(nan=(61,), between=True).with_settings(rewind=12)
+    ended = train(toy, tmp_path / "run")
+    fresh = same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh")
+    assert facts(tmp_path / "run", Restored)[0].step < 60
+    assert ended["/scheduler/last_epoch"] == "4"
+    rates = {name: text for name, text in fresh.items() if name.startswith("/scheduler")}
+    assert {name: ended[name] for name in rates} == rates
+
+
+@pytest.mark.parametrize("bad", [31, 61, 59, 90])
+def test_under_epochs_all_that_the_script_does_between_epochs_is_done_again(tmp_path: Path, bad: int) -> None:
+    toy = EPOCHS.but(loop="epochs", between=True, nan=(bad,)).with_settings(rewind=12)
+    ended = train(toy, tmp_path / "run")
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), f"bad batch {bad}")
+
+
+def test_a_rollback_over_two_epochs_starts(tmp_path: Path) -> None:
+    toy = EPOCHS.but(loop="epochs", between=True, nan=(70,)).with_settings(rewind=45)
+    ended = train(toy, tmp_path / "run")
+    assert facts(tmp_path / "run", Restored)[0].step <= 25
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "two starts")
+
+
+def test_a_skip_window_may_lie_across_an_epoch_s_end(tmp_path: Path) -> None:
+    toy = EPOCHS.but(loop="epochs", between=True, nan=(56,)).with_settings(rewind=0, skip_after=20)
+    ended = train(toy, tmp_path / "run")
+    (window,) = skip_list(tmp_path / "run")
+    assert window["first"] < 60 < window["last"]
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "window over an end")
+
+
+@pytest.mark.parametrize("loop", ["range", "epochs"])
+@pytest.mark.parametrize("killed_at", [5, 29, 30, 47, 60, 115])
+def test_a_run_resumed_in_any_epoch_ends_as_if_undisturbed(
+    tmp_path: Path, forker: Forker, loop: str, killed_at: int
+) -> None:
+    toy = EPOCHS.but(loop=loop, between=True)
+    log = tmp_path / "log"
+    assert forker.status(toy, tmp_path / "run", log=str(log), signal=[killed_at, 9]) == -9
+    ended = forker.finish(toy, tmp_path / "run", log=log)
+    require_same(ended, train(toy), f"killed at batch {killed_at}")
+
+
+@pytest.mark.parametrize("loop", ["range", "epochs"])
+def test_a_rollback_after_a_resume_in_a_later_epoch(tmp_path: Path, forker: Forker, loop: str) -> None:
+    toy = EPOCHS.but(loop=loop, nan=(62,), between=loop == "epochs").with_settings(
+        policy="surgical", rewind=15, skip_after=0
+    )
+    log = tmp_path / "log"
+    assert forker.status(toy, tmp_path / "run", log=str(log), signal=[61, 9]) == -9
+    ended = forker.finish(toy, tmp_path / "run", log=log)
+    assert facts(tmp_path / "run", Restored)[0].step < 60
+    require_same(ended, train(toy.with_settings(skip=[{"first": 62, "last": 62}]), tmp_path / "fresh"), loop)
+
+
+@pytest.mark.parametrize("loop", ["range", "epochs"])
+def test_loops_that_are_broken_off_read_what_they_would_without_a_guard(tmp_path: Path, loop: str) -> None:
+    toy = EPOCHS.but(loop=loop, leave_after=20, between=True)
+    guarded, plain = train(toy, tmp_path / "run"), train(toy)
+    require_same(weights(guarded), weights(plain), loop)
+    seen, last = consumed(plain), 79  # the guard sees that an update is over when it is asked for the next batch
+    assert consumed(guarded) == {batch: ids for batch, ids in seen.items() if batch < last}
+
+
+@pytest.mark.parametrize(
+    "toy", [EPOCHS, EPOCHS.but(loop="epochs"), Toy(max_steps=50), Toy(loader="drawn", max_steps=50)]
+)
+def test_a_finished_run_that_is_run_again_ends_with_the_same_weights(tmp_path: Path, toy: Toy) -> None:
+    """It goes on from its last checkpoint, to the same end."""
+    run = tmp_path / "run"
+    first, again = train(toy, run), train(toy, run)
+    assert facts(run, Attached)[-1].step > 0
+    state = [name for name in first if not name.startswith("/consumed")]
+    require_same({name: first[name] for name in state}, {name: again[name] for name in state}, "finished run")
+
+
+@pytest.mark.parametrize("loop", ["range", "epochs"])
+def test_max_steps_ends_all_loops(tmp_path: Path, loop: str) -> None:
+    toy = EPOCHS.but(loop=loop, max_steps=45)
+    ended = train(toy, tmp_path / "run")
+    assert ended["/steps"] == "45"
+    assert facts(tmp_path / "run", Finished)[-1].step == 45
+    require_same(weights(ended), weights(train(toy.but(loop="range"))), "max_steps")
+
+
+def test_more_steps_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
+    toy = EPOCHS.but(loop="epochs", between=True)
+    train(toy.but(epochs=2), tmp_path / "run")
+    extended = train(toy, tmp_path / "run")
+    require_same(weights(extended), weights(train(toy, tmp_path / "at once")), "extended")
+    assert facts(tmp_path / "run", Incident) == []
+
+
+def test_batches_left_over_by_the_accumulation_at_an_epoch_s_end_count_for_the_next_update(
+    tmp_path: Path, forker: Forker
+) -> None:
+    """30 batches, 4 for an update: two are left over, and their gradients are in no checkpoint."""
+    toy = EPOCHS.but(accumulate=4)
+    undisturbed = train(toy, tmp_path / "undisturbed")
+    require_same(undisturbed, train(toy), "with and without a guard")
+    log = tmp_path / "log"
+    assert forker.status(toy, tmp_path / "run", log=str(log), signal=[33, 9]) == -9
+    require_same(forker.finish(toy, tmp_path / "run", log=log), undisturbed, "killed at batch 33")
