@@ -103,8 +103,12 @@ def _read(path: Path, model: type[_Left]) -> _Left | None:
 
 
 def cause(evidence: Evidence) -> str:
-    """In words what ended a failed attempt, and no more than the evidence shows."""
+    """In words what ended an attempt, and no more than the evidence shows."""
     failures = evidence.failures
+    if evidence.status == 0:
+        return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
+    if evidence.told_to_stop:
+        return "ended on request, before the ranks had stopped together"
     if evidence.status < 0:
         return f"torchrun was killed by {_signal_name(-evidence.status)}"
     if failures is None:

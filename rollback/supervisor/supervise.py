@@ -197,7 +197,7 @@ class _Supervisor:
         self._ledger.note(
             AttemptEnded(
                 status=status,
-                cause="all ranks ended by themselves" if status == 0 else cause(evidence),
+                cause=cause(evidence),
                 step=evidence.step,
                 seconds=time.monotonic() - began,
             )
@@ -251,7 +251,7 @@ class _Supervisor:
             return self._end(EXIT_CODES[end], "training ended by itself")
         if evidence.stopped is not None:
             return self._end(EXIT_CODES[end], evidence.stopped.account)
-        return self._end(EXIT_CODES[end], "ended on request before the ranks had stopped together")
+        return self._end(EXIT_CODES[end], cause(evidence))
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
         self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))

@@ -33,16 +33,18 @@ cli.main()
 class Launch:
     """A supervised job in its own folder, and what is left of it."""
 
-    def __init__(self, folder: Path, with_torchrun: bool) -> None:
+    def __init__(self, folder: Path, with_torchrun: bool, script: Path = RANK) -> None:
         self.folder = folder
+        self.script = script
         self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
-        self.run = folder / "runs" / "rank"
+        self.run = folder / "runs" / script.stem
         self.paths = RunPaths(self.run)
         self.started: list[subprocess.Popen[str]] = []
 
-    def start(self, behaviour: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
+    def start(self, arguments: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
+        """Start the script with `arguments`, separated by blanks, under `rollback launch` with `flags`."""
         flags = ("--nproc", str(ranks), *flags)
-        command = [sys.executable, *self.program, "launch", *flags, str(RANK), behaviour, "-x"]
+        command = [sys.executable, *self.program, "launch", *flags, str(self.script), *arguments.split()]
         environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
         process = subprocess.Popen(
@@ -51,8 +53,9 @@ class Launch:
         self.started.append(process)
         return process
 
-    def finish(self, behaviour: str, *flags: str, ranks: int = 1) -> tuple[int, str]:
-        process = self.start(behaviour, *flags, ranks=ranks)
+    def finish(self, arguments: str, *flags: str, ranks: int = 1) -> tuple[int, str]:
+        """Start and wait: the exit code, and what was printed."""
+        process = self.start(arguments, *flags, ranks=ranks)
         output, _ = process.communicate(timeout=LIMIT)
         return process.returncode, output
 
@@ -79,9 +82,9 @@ class Launch:
 
 
 @contextmanager
-def launching(folder: Path, *, with_torchrun: bool) -> Iterator[Launch]:
+def launching(folder: Path, *, with_torchrun: bool, script: Path = RANK) -> Iterator[Launch]:
     """A `Launch` whose supervisors are gone at the end, however the test ended."""
-    launch = Launch(folder, with_torchrun)
+    launch = Launch(folder, with_torchrun, script)
     try:
         yield launch
     finally:

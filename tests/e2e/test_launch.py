@@ -11,8 +11,19 @@ import psutil
 import pytest
 from launching import LIMIT, Launch, is_gone, launching, tree
 
-from rollback.events import AttemptEnded, AttemptStarted, RestartScheduled, RunEnded, Signalled
+from rollback.events import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    Finished,
+    RestartScheduled,
+    RunEnded,
+    Signalled,
+    Stopped,
+)
 from rollback.rundir.journal import read_journal
+
+TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
 
 @pytest.fixture
@@ -22,7 +33,7 @@ def job(tmp_path: Path) -> Iterator[Launch]:
 
 
 def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) -> None:
-    code, output = job.finish("finish", "--rewind", "7", "--skip=3:5", "--observe_only", "--", ranks=2)
+    code, output = job.finish("finish -x", "--rewind", "7", "--skip=3:5", "--observe_only", "--", ranks=2)
     assert code == 0
     for rank in (0, 1):
         assert f"rank {rank} arguments ['-x'] settings" in output
@@ -110,3 +121,20 @@ def test_a_killed_supervisor_ends_ranks_that_hold_no_guard(job: Launch) -> None:
     supervisor.kill()
     supervisor.communicate(timeout=LIMIT)
     job.wait_for(lambda: is_gone(rank))
+
+
+def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(tmp_path: Path) -> None:
+    with launching(tmp_path, with_torchrun=True, script=TINY) as job:
+        supervisor = job.start("--hold", ranks=2)
+        job.wait_for_heartbeats(2)
+        supervisor.send_signal(signal.SIGTERM)
+        output, _ = supervisor.communicate(timeout=LIMIT)
+        assert supervisor.returncode == 75, output
+        code, output = job.finish("--hold", ranks=2)
+        assert code == 0, output
+        facts = [record.fact for record in read_journal(job.paths.train_journal).records]
+        (stopped,) = (fact for fact in facts if isinstance(fact, Stopped))
+        first, second = (fact for fact in facts if isinstance(fact, Attached))
+        assert (first.step, second.step) == (0, stopped.step)
+        assert second.checkpoint == stopped.checkpoint
+        assert isinstance(facts[-1], Finished)

@@ -167,6 +167,11 @@ class TestCause:
             "torchrun failed with RendezvousConnectionError: no answer"
         )
 
+    def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
+        assert cause(evidence(status=-9, told=True)) == "ended on request, before the ranks had stopped together"
+        assert cause(evidence(status=0, told=True, stopped=PREEMPTED)) == "the ranks stopped together: saved"
+        assert cause(evidence(status=0)) == "all ranks ended"
+
     def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
         assert cause(evidence(status=-9)) == "torchrun was killed by signal 9 (SIGKILL)"
         assert cause(evidence(status=3)) == "torchrun exited with status 3 and left no account"

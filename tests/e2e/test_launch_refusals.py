@@ -1,0 +1,91 @@
+"""A job that does not fit its run directory: one message, the documented exit code, and nothing changed on disk."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from launching import Launch, launching, tree
+
+from rollback.errors import ExitCode
+from rollback.events import AttemptStarted, Finished
+from rollback.rundir.journal import read_journal
+
+TINY = Path(__file__).parent / "jobs" / "tiny.py"
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that has ended by itself."""
+    folder = tmp_path_factory.mktemp("finished")
+    with launching(folder, with_torchrun=False, script=TINY) as job:
+        code, output = job.finish("")
+        assert code == ExitCode.DONE, output
+        facts = [record.fact for record in read_journal(job.paths.train_journal).records]
+        assert isinstance(facts[-1], Finished)
+        assert len(job.facts(AttemptStarted)) == 1
+    return folder
+
+
+@pytest.fixture
+def job(finished: Path, tmp_path: Path) -> Iterator[Launch]:
+    """The same job, with a copy of that run to do with as a test likes."""
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
+        yield launch
+
+
+def refused(job: Launch, arguments: str, *flags: str, ranks: int = 1) -> tuple[int, str]:
+    """Exit code and the one error message of a launch that leaves the run directory as it was."""
+    before = tree(job.folder)
+    code, output = job.finish(arguments, *flags, ranks=ranks)
+    assert tree(job.folder) == before
+    assert output.count("rollback: error:") == 1, output
+    assert "Traceback" not in output
+    return code, output[output.index("rollback: error:") :]
+
+
+def test_another_model_is_refused_with_the_difference(job: Launch) -> None:
+    code, message = refused(job, "--width 6")
+    assert code == ExitCode.UNFIT
+    assert "[1, 4] in the run" in message
+    assert "[1, 6] in this job" in message
+    assert "--run DIR" in message
+
+
+def test_another_data_set_is_refused_with_the_difference(job: Launch) -> None:
+    code, message = refused(job, "--samples 25")
+    assert code == ExitCode.UNFIT
+    assert "24" in message
+    assert "25" in message
+
+
+def test_another_world_size_is_refused_with_the_difference(job: Launch) -> None:
+    with launching(job.folder, with_torchrun=True, script=TINY) as real:
+        code, message = refused(real, "", ranks=2)
+    assert code == ExitCode.UNFIT
+    assert "world size: the run has 1 ranks, this job 2" in message
+
+
+def test_a_run_without_a_usable_checkpoint_is_refused(job: Launch) -> None:
+    for shard in job.paths.ring.glob("*/*.safetensors"):
+        shard.write_bytes(b"")
+    code, message = refused(job, "")
+    assert code == ExitCode.NO_CHECKPOINT
+    assert str(job.paths.ring) in message
+
+
+def test_a_setting_of_the_script_that_cannot_be_is_a_usage_error(job: Launch) -> None:
+    code, message = refused(job, "--keep 1")
+    assert code == ExitCode.USAGE
+    assert "setting keep" in message
+
+
+def test_a_damaged_journal_is_refused_before_anything_is_started(job: Launch) -> None:
+    journal = job.paths.train_journal
+    journal.write_bytes(journal.read_bytes().replace(b'"step":0', b'"step":1', 1))
+    code, message = refused(job, "")
+    assert code == ExitCode.IO
+    assert "runs/tiny/journal/train.jsonl: line 1" in message
