@@ -51,7 +51,7 @@ class Fact(BaseModel):
 
 
 def _writable(value: Any) -> Any:
-    """The same with lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
+    """With lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):
@@ -219,6 +219,15 @@ class PassedOver(Fact):
     last: int
     step: int
     timeline: int
+
+    @model_validator(mode="after")
+    def _is_a_window(self) -> PassedOver:
+        Window(first=self.first, last=self.last)
+        return self
+
+    @property
+    def window(self) -> Window:
+        return Window(first=self.first, last=self.last)
 
 
 class Advice(Fact):

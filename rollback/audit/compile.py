@@ -111,7 +111,7 @@ def _run(material: Material) -> Run:
 
 def _passed_over(material: Material) -> list[Window]:
     """Batches that were passed over: what the journal says, and what a rank recorded before a crash took the line."""
-    told = [Window(first=fact.first, last=fact.last) for _, fact in _each(material.records, PassedOver)]
+    told = [fact.window for _, fact in _each(material.records, PassedOver)]
     seen = {skipped.batch for rank in material.skipped.values() for skipped in rank}
     return merge_windows([*told, *(Window(first=batch, last=batch) for batch in sorted(seen))])
 

@@ -48,9 +48,9 @@ def seconds_since_epoch(at: str) -> float | None:
     """Time of a journal line, or None where it cannot be read."""
     try:
         moment = datetime.fromisoformat(at)
-    except ValueError:
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
         return None
-    return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
 
 
 class Charged:

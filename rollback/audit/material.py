@@ -44,7 +44,8 @@ def require_run_directory(root: Path) -> RunPaths:
             )
         if not root.is_dir():
             raise RunDirectoryError(f"{root} is not a directory", hint="give the run directory, not a file inside it")
-        if not any(path.exists() for path in (paths.identity, paths.train_journal, paths.supervisor_journal)):
+        marks = (paths.identity, paths.train_journal, paths.supervisor_journal, paths.holder)
+        if not any(path.exists() for path in marks):
             raise RunDirectoryError(
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",

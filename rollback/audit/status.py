@@ -18,7 +18,7 @@ from rollback.audit.compile import ending_of
 from rollback.audit.cost import seconds_since_epoch
 from rollback.audit.ledger import Ending, Entry, Point
 from rollback.audit.material import read_records, require_run_directory
-from rollback.events import Attached, Committed, PassedOver, Record, Restored, Window
+from rollback.events import Attached, Committed, PassedOver, Record, Restored
 from rollback.rundir.durable import open_regular
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.identity import read_identity
@@ -129,9 +129,7 @@ def read_status(root: Path) -> Status:
     point = _present_point(records, metric, list(heartbeats.values()))
     newest_good = max((name for name in history.good if name in history.committed), default=None)
     good = history.committed[newest_good] if newest_good else None
-    passed = merge_windows(
-        Window(first=r.fact.first, last=r.fact.last) for r in records if isinstance(r.fact, PassedOver)
-    )
+    passed = merge_windows(record.fact.window for record in records if isinstance(record.fact, PassedOver))
     state = _state(holder, ranks, ending)
     return Status(
         schema=1,

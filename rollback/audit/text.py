@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
@@ -271,7 +272,7 @@ def number(value: float | None) -> str:
 
 def duration(seconds: float | None) -> str:
     """Seconds in the unit that people would use."""
-    if seconds is None:
+    if seconds is None or not math.isfinite(seconds):
         return "an unknown time"
     if seconds < 120:
         return f"{seconds:.1f} s"

@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from rich.console import Console
 from typer.testing import CliRunner
 
+from facts import facts
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit import Ledger, compile_ledger, read_material
+from rollback.audit import Ledger, Material, compile_ledger, read_material
 from rollback.audit.cost import Charged
 from rollback.audit.terminal import console_for, printable, quoted
 from rollback.audit.text import print_ledger
@@ -27,10 +28,12 @@ from rollback.events import (
     AttemptStarted,
     Concluded,
     Dropped,
+    Fact,
     Finished,
     PassedOver,
     Planned,
     Quarantined,
+    Record,
     Restored,
     RunEnded,
     ScalerSkipped,
@@ -362,6 +365,24 @@ def test_no_second_is_charged_twice_and_none_is_forgotten(intervals: list[tuple[
         new = set(range(start, end)) - seconds
         assert charged.charge(float(start), float(end)) == len(new)
         seconds |= new
+
+
+times = st.text(max_size=8) | st.sampled_from(
+    ["2030-01-01T00:00:00+00:00", "0001-01-01T00:00:00+23:59", "9999-12-31T23:59:59-23:59", "2030-01-01", "-1"]
+)
+
+
+@given(st.lists(st.tuples(facts(), times, st.integers(-5, 5)), max_size=12))
+def test_whatever_a_journal_holds_there_is_a_ledger_and_a_text_or_it_is_called_damaged(
+    lines: list[tuple[Fact, str, int]],
+) -> None:
+    records = [Record(seq=seq, at=at, attempt=attempt, fact=fact) for seq, (fact, at, attempt) in enumerate(lines)]
+    try:
+        ledger = compile_ledger(Material("run", None, records))
+    except JournalDamaged:
+        return
+    assert json.loads(ledger.to_json())["schema"] == 1
+    assert "run" in text_of(ledger, everything=True)
 
 
 # --- what cannot be read ----------------------------------------------------------------------------------------------

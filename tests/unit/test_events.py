@@ -10,58 +10,21 @@ import json
 import math
 import typing
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Any, get_args
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
+from facts import FACTS, facts, windows
 from rollback import events
 from rollback.events import Fact, Window, parse_fact
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 BEGIN, END = "<!-- facts:begin -->\n", "<!-- facts:end -->\n"
 
-FACTS: list[type[Fact]] = list(get_args(get_args(events.AnyFact)[0]))
-
-
 # --- round trip -------------------------------------------------------------------------------------------------------
-
-windows = st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)).map(lambda p: Window(first=p[0], last=p[0] + p[1]))
-_BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
-    int: st.integers(-(2**53), 2**53),
-    str: st.text(),
-    float: st.floats(),
-    bool: st.booleans(),
-    Window: windows,
-    type(None): st.none(),
-}
-
-
-def values(annotation: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type."""
-    origin, args = get_origin(annotation), get_args(annotation)
-    if origin is Literal:
-        return st.sampled_from(args)
-    if origin in (Union, UnionType):
-        return st.one_of(*map(values, args))
-    if origin is tuple:
-        return st.lists(values(args[0]), max_size=3).map(tuple)
-    if origin is dict:
-        return st.dictionaries(st.text(), st.integers() | st.text(), max_size=3)
-    return _BY_TYPE[annotation]
-
-
-def facts() -> st.SearchStrategy[Fact]:
-    return st.one_of(
-        *(
-            st.builds(kind, **{name: values(hint) for name, hint in typing.get_type_hints(kind).items() if name in own})
-            for kind in FACTS
-            if (own := set(kind.model_fields) - {"kind"}) is not None
-        )
-    )
 
 
 def same(one: Any, other: Any) -> bool:

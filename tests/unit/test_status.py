@@ -20,6 +20,7 @@ from rollback.audit import Status, read_status
 from rollback.audit import status as status_module
 from rollback.cli import app
 from rollback.rundir.lock import RunLock
+from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
 
 C0, C1 = "c000000-s00000000", "c000001-s00000020"
@@ -111,6 +112,13 @@ def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: 
     # The pid is in use again, by a process that started after the holder took the lock.
     run.paths.holder.write_text(json.dumps({**said, "since": "2020-01-01T00:00:00+00:00"}))
     assert status_of(run).state == "died"
+    lock.release()
+
+
+def test_a_run_that_is_held_but_has_no_record_yet_is_starting(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    lock = RunLock(paths, "supervisor")
+    assert read_status(paths.root).state == "starting"
     lock.release()
 
 

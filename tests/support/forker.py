@@ -1,0 +1,103 @@
+"""Attempts of a toy job as processes of their own, cheaply: imports torch once and forks for each attempt.
+
+Reads requests from stdin, a JSON object a line, and answers each on stdout with how the attempt ended. It never trains
+itself: autograd does not survive a fork.
+
+Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
+(stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
+end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch). Answer:
+`status`, the exit code or minus the signal.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+from toy import Toy, train
+
+from rollback.events import Fact
+from rollback.train.record import Record
+
+DIED = 99
+
+
+def main() -> None:
+    warm_up()
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            os._exit(attempt(request))
+        if (delay := request.get("kill_after")) is not None:
+            time.sleep(delay)
+            os.kill(child, signal.SIGKILL)
+        _, status = os.waitpid(child, 0)
+        print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
+
+
+def warm_up() -> None:
+    """The first update of a process imports for two seconds what is imported here once."""
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def attempt(request: dict[str, Any]) -> int:
+    output = os.open(request.get("output") or os.devnull, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    if "die" in request:
+        die(*request["die"])
+    try:
+        log = Path(request["log"]) if request.get("log") else None
+        portrait = train(Toy.from_json(request["toy"]), Path(request["run"]), hook=hook(request), log=log)
+        if request.get("portrait"):
+            Path(request["portrait"]).write_text(json.dumps(portrait))
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    except Exception:  # noqa: BLE001 - the forked child must not run on in its parent's loop
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stderr.flush()
+    return 0
+
+
+def die(when: str, kind: str, count: int) -> None:
+    """End the process without a word around the `count`-th fact of a kind."""
+    original, seen = Record.note, []
+
+    def note(self: Record, fact: Fact, notice: str | None = None) -> None:
+        seen.extend([fact] * (fact.kind == kind))
+        at_it = fact.kind == kind and len(seen) == count
+        if at_it and when == "before":
+            os._exit(DIED)
+        original(self, fact, notice)
+        if at_it:
+            os._exit(DIED)
+
+    Record.note = note  # type: ignore[method-assign]
+
+
+def hook(request: dict[str, Any]) -> Any:
+    if "signal" not in request:
+        return None
+    batch, number = request["signal"]
+
+    def send(_guard: object, position: int) -> None:
+        if position == batch:
+            os.kill(os.getpid(), number)
+
+    return send
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""A small deterministic training job with every knob that the tests turn, and a portrait of what it ends with.
+
+`train(toy, run=folder)` trains under a guard, `train(toy)` without one: the same loop, so that the two can be compared.
+What is wrong with the data is said by position in the stream (`nan`, `garbage`), since a test must know when it comes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import rollback
+from rollback.events import Fact
+from rollback.rundir.history import History, fold
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_skipped
+
+SETTINGS = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
+"""Those of a test that names no others: the balanced preset's, made smaller."""
+
+
+@dataclass(frozen=True)
+class Toy:
+    """One job. Batches are positions in the stream; nan: those with a NaN target (on rank `nan_rank`, if given);
+    garbage: first and last of a stretch of wild targets; once: only the first time that they come by.
+    """
+
+    samples: int = 400
+    epochs: int = 1
+    loop: str = "range"
+    """`range`; `epochs`: guard.epochs()."""
+    loader: str = "map"
+    """`map`, `drawn` (callable), `iterator`, `stateful`, `list`."""
+    sampler: str = "random"
+    """`random`, `distributed`, `sequential`."""
+    workers: int = 0
+    augment: bool = False
+    """Reading a sample draws random numbers."""
+    accumulate: int = 1
+    max_steps: int | None = None
+    between: bool = False
+    """Between two epochs: evaluate, which draws random numbers, and step the per-epoch scheduler."""
+    leave_after: int | None = None
+    """Break out of every epoch's loop after so many batches."""
+    scaler: bool = False
+    overflow: tuple[int, ...] = ()
+    """Batches whose gradient overflows, for the scaler to find."""
+    nan: tuple[int, ...] = ()
+    nan_rank: int | None = None
+    garbage: tuple[int, int] | None = None
+    once: bool = False
+    width: int = 16
+    patient: bool = True
+    """Wait for the disk at each batch. A toy's step is shorter than a sync: which checkpoints there are would otherwise
+    depend on the disk's speed, and with them what a rollback restores and skips."""
+    settings: dict[str, Any] = field(default_factory=dict)
+
+    def but(self, **changes: Any) -> Toy:
+        return replace(self, **changes)
+
+    def with_settings(self, **settings: Any) -> Toy:
+        return replace(self, settings={**self.settings, **settings})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Toy:
+        fields = json.loads(text)
+        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+class Samples(Dataset[Any]):
+    """Sample i and its number. The targets follow from the inputs, so there is something to learn."""
+
+    def __init__(self, count: int, augment: bool) -> None:
+        source = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, 8, generator=source)
+        self.y = self.x.sum(1, keepdim=True).sin() + 0.1 * torch.randn(count, 1, generator=source)
+        self.augment = augment
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        x = self.x[index]
+        if self.augment:
+            x = x + 0.01 * torch.randn(8) + 0.01 * random.random() + 0.01 * float(np.random.rand())
+        return x, self.y[index], index
+
+
+class Endless:
+    """Batches drawn for ever, as nanoGPT does: by calling it or as an iterator."""
+
+    def __init__(self, data: Samples) -> None:
+        self.data = data
+
+    def __next__(self) -> Any:
+        chosen = torch.randint(len(self.data), (4,))
+        return self.data.x[chosen], self.data.y[chosen], chosen
+
+    def __iter__(self) -> Endless:
+        return self
+
+
+Hook = Callable[[rollback.Guard | None, int], None]
+"""Called with the guard and the position of each batch that was handed out, before it is used."""
+
+
+def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: Path | None = None) -> dict[str, str]:
+    """Train to the end and return the portrait: what there is at the end, by name, each value as a short text.
+
+    With `log`, consumed samples are appended to that file as they come and read back from it at the end, so that the
+    portrait covers attempts that were killed.
+    """
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    parts = _Parts(toy, rank)
+    guard = None
+    if run is not None:
+        settings = {**SETTINGS, **toy.settings}
+        guard = rollback.Guard(
+            model=parts.model, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
+            scaler=parts.scaler, max_steps=toy.max_steps, run=run, **settings,
+        )  # fmt: skip
+    seed(100 + rank)
+    trained = _Loop(toy, parts, guard, rank, hook, log)
+    try:
+        trained.run()
+    finally:
+        if guard is not None:
+            guard.close()
+    return trained.portrait()
+
+
+def seed(number: int) -> None:
+    torch.manual_seed(number)
+    random.seed(number)
+    np.random.seed(number)
+
+
+class _Parts:
+    """The objects of a script."""
+
+    def __init__(self, toy: Toy, rank: int) -> None:
+        torch.manual_seed(7)
+        width = toy.width
+        self.model: nn.Module = nn.Sequential(
+            nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)
+        )
+        if dist.is_initialized():
+            self.model = DistributedDataParallel(self.model)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
+        data = Samples(toy.samples, toy.augment)
+        self.sampler = None
+        if toy.sampler == "distributed":
+            ranks = dist.get_world_size() if dist.is_initialized() else 1
+            self.sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
+        self.loader = self._loader(toy, data)
+
+    def _loader(self, toy: Toy, data: Samples) -> Any:
+        match toy.loader:
+            case "drawn":
+                return Endless(data).__next__
+            case "iterator":
+                return Endless(data)
+            case "list":
+                return [_slice(data, start) for start in range(0, len(data), 4)]
+            case "stateful":
+                from torchdata.stateful_dataloader import StatefulDataLoader as Loader
+            case _:
+                Loader = DataLoader
+        shuffle = toy.sampler == "random"
+        return Loader(data, batch_size=4, sampler=self.sampler, shuffle=shuffle, num_workers=toy.workers)
+
+
+def _slice(data: Samples, start: int) -> tuple[Tensor, Tensor, Tensor]:
+    return data.x[start : start + 4], data.y[start : start + 4], torch.arange(start, start + 4)
+
+
+class _Loop:
+    """What a tidy script does, with and without a guard."""
+
+    def __init__(
+        self, toy: Toy, parts: _Parts, guard: rollback.Guard | None, rank: int, hook: Hook | None, log: Path | None
+    ) -> None:
+        self.toy, self.parts, self.guard, self.rank, self.hook = toy, parts, guard, rank, hook
+        self.consumed: dict[int, list[Any]] = {}
+        self.log = log
+        self.position = -1
+        self.steps = 0
+        self.micro = 0
+        self.come_by: set[int] = set()
+
+    def run(self) -> None:
+        toy, parts = self.toy, self.parts
+        if toy.loop == "epochs" and self.guard is not None:
+            epochs: Iterable[int] = self.guard.epochs(toy.epochs)
+        else:
+            epochs = range(toy.epochs)
+        for epoch in epochs:
+            if parts.sampler is not None:
+                parts.sampler.set_epoch(epoch)
+            for taken, (x, y, ids) in enumerate(self.batches(), 1):
+                self.train_on(x, y, ids)
+                if taken == toy.leave_after:
+                    break
+            if toy.between:
+                self.evaluate()
+                parts.scheduler.step()
+
+    def batches(self) -> Iterator[Any]:
+        if self.guard is not None:
+            for batch in self.guard:
+                self.position, self.steps = self.guard.batch, self.guard.step
+                if self.toy.patient:
+                    self.guard._snapshots._thread.submit(int).result()
+                yield batch
+            return
+        loader = self.parts.loader
+        for batch in iter(loader, None) if self.toy.loader == "drawn" else loader:
+            if self.steps == self.toy.max_steps:
+                return
+            self.position += 1
+            yield batch
+
+    def train_on(self, x: Tensor, y: Tensor, ids: Tensor) -> None:
+        toy, parts, position = self.toy, self.parts, self.position
+        if self.hook is not None:
+            self.hook(self.guard, position)
+        self.note(ids.tolist())
+        y = self.spoil(y, position)
+        self.micro += 1
+        whole = self.micro % toy.accumulate == 0
+        quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
+        with quiet:
+            loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
+            if position in toy.overflow:
+                loss = loss * 1e38
+            (parts.scaler.scale(loss) if parts.scaler is not None else loss).backward()
+        if self.guard is not None:
+            self.guard.observe(loss.detach() / (1e38 if position in toy.overflow else 1))
+        if not whole:
+            return
+        if parts.scaler is not None:
+            parts.scaler.step(parts.optimizer)
+            parts.scaler.update()
+        else:
+            parts.optimizer.step()
+        if not toy.between:
+            parts.scheduler.step()
+        parts.optimizer.zero_grad()
+        self.steps += 1
+
+    def spoil(self, y: Tensor, position: int) -> Tensor:
+        toy = self.toy
+        if toy.once and position in self.come_by:
+            return y
+        self.come_by.add(position)
+        if position in toy.nan and toy.nan_rank in (None, self.rank):
+            return y * float("nan")
+        if toy.garbage is not None and toy.garbage[0] <= position <= toy.garbage[1]:
+            return y * 20 + 30 * (-1) ** position
+        return y
+
+    def evaluate(self) -> None:
+        """Without eval(): dropout draws and the batch norm moves, so that what is left out or done twice shows."""
+        with torch.no_grad():
+            self.parts.model(torch.randn(4, 8))
+        random.random()
+        np.random.rand()
+
+    def note(self, ids: list[int]) -> None:
+        if self.log is None:
+            self.consumed.setdefault(self.steps, [])
+            if self.micro % self.toy.accumulate == 0:
+                self.consumed[self.steps] = []
+            self.consumed[self.steps].append([self.position, ids])
+            return
+        line = json.dumps([self.steps, self.micro % self.toy.accumulate, self.position, ids]) + "\n"
+        fd = os.open(self.log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.write(fd, line.encode())
+        os.close(fd)
+
+    def portrait(self) -> dict[str, str]:
+        parts = self.parts
+        steps = self.steps if self.guard is None else self.guard.step
+        if self.log is not None:
+            for line in self.log.read_text().splitlines():
+                step, micro, position, ids = json.loads(line)
+                if micro == 0:
+                    self.consumed[step] = []
+                self.consumed[step].append([position, ids])
+        version, words, gauss = random.getstate()
+        drawn: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
+        drawn["numpy"] = [item.tolist() if isinstance(item, np.ndarray) else item for item in np.random.get_state()]
+        return flat({
+            "model": parts.model.state_dict(),
+            "optimizer": parts.optimizer.state_dict(),
+            "scheduler": parts.scheduler.state_dict(),
+            "scaler": parts.scaler.state_dict() if parts.scaler is not None else None,
+            "random": drawn,
+            "consumed": {step: batches for step, batches in sorted(self.consumed.items()) if step < steps},
+            "steps": steps,
+        })  # fmt: skip
+
+
+def flat(value: Any, path: str = "") -> dict[str, str]:
+    """Every leaf of a state by its path, as a short text that differs if a bit does."""
+    if isinstance(value, Tensor):
+        body = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        digest = hashlib.sha256(body).hexdigest()[:12]
+        return {path: f"{value.dtype}{list(value.shape)} {digest} {value.reshape(-1)[:3].tolist()}"}
+    if isinstance(value, dict):
+        return {key: text for name, item in value.items() for key, text in flat(item, f"{path}/{name}").items()}
+    text = repr(value)
+    return {path: text if len(text) < 100 else f"{hashlib.sha256(text.encode()).hexdigest()[:12]} {text[:80]}"}
+
+
+def require_same(one: dict[str, str], other: dict[str, str], what: str) -> None:
+    """Fails naming the first thing that differs."""
+    differing = [name for name in {**one, **other} if one.get(name) != other.get(name)]
+    assert not differing, (
+        f"{what}: {len(differing)} of {len(one)} entries differ, first {differing[0]}:\n"
+        f"  {one.get(differing[0])}\n  {other.get(differing[0])}\n  all: {differing[:12]}"
+    )
+
+
+def consumed(portrait: dict[str, str]) -> dict[int, list[int]]:
+    """Samples by position, of the steps that count. Only where no step has so many batches that they were shortened."""
+    steps = [json.loads(text) for name, text in portrait.items() if name.startswith("/consumed")]
+    return {batch: ids for step in steps for batch, ids in step}
+
+
+def weights(portrait: dict[str, str]) -> dict[str, str]:
+    return {name: text for name, text in portrait.items() if name.startswith("/model")}
+
+
+def facts(run: Path, *kinds: type[Fact]) -> list[Any]:
+    """Facts of the ranks' journal, of these kinds (default: all), in order."""
+    records = read_journal(RunPaths(run).train_journal).records
+    return [record.fact for record in records if not kinds or isinstance(record.fact, kinds)]
+
+
+def history(run: Path) -> History:
+    return fold(read_journal(RunPaths(run).train_journal).records)
+
+
+def skip_list(run: Path) -> list[dict[str, int]]:
+    """The windows in force, as the setting `skip` takes them."""
+    return [window.model_dump() for window in history(run).skip_list]
+
+
+def skipped(run: Path, rank: int = 0) -> dict[int, list[int] | None]:
+    """Data set indices by position of all batches that a rank passed over."""
+    return {line.batch: line.indices for line in read_skipped(RunPaths(run).skip_record(rank))}
+
+
+def same_skips_from_the_start(toy: Toy, run: Path, fresh: Path) -> dict[str, str]:
+    """Oracle A: a fresh run over the same data that was told at the start what the other one found out."""
+    return train(toy.with_settings(skip=skip_list(run)), fresh)
+
+
+def files(root: Path) -> dict[str, bytes | None]:
+    """Everything in a directory, byte for byte."""
+    return {str(path.relative_to(root)): path.read_bytes() if path.is_file() else None for path in root.rglob("*")}
