@@ -1,7 +1,7 @@
 """A crash after any number of file operations leaves the old checkpoint or the new one, never neither.
 
 The operations of a change to the ring are counted; then, for every N, the change is made again and the process "dies"
-at its Nth operation. What the next attempt does first (`sweep`) must then find a ring that is whole.
+at its Nth operation, or the power fails. After what the next attempt does first (`sweep`) the ring must be whole.
 """
 
 from __future__ import annotations
@@ -18,9 +18,12 @@ from rollback.rundir import ring
 from rollback.rundir.paths import RunPaths
 
 
-@pytest.fixture
-def mortal(monkeypatch: pytest.MonkeyPatch) -> Mortal:
-    return Mortal(monkeypatch)
+@pytest.fixture(params=["the process dies", "the power fails"])
+def mortal(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mortal:
+    mortal = Mortal(monkeypatch)
+    if request.param == "the process dies":
+        monkeypatch.setattr(mortal, "lose_power", lambda root: None)
+    return mortal
 
 
 def for_every_crash(
@@ -30,7 +33,7 @@ def for_every_crash(
     change: Callable[[RunPaths], object],
     judge: Callable[[RunPaths], None],
 ) -> int:
-    """Die at every operation of `change` in a fresh directory, sweep, judge; then die at every operation of a sweep."""
+    """Die at every operation of `change`, each time in a fresh directory; now and then in the sweep too; then judge."""
     paths = RunPaths(tmp_path / "undisturbed")
     paths.root.mkdir()
     prepare(paths)
@@ -41,6 +44,7 @@ def for_every_crash(
         paths.root.mkdir()
         prepare(paths)
         mortal.die(at, lambda paths=paths: change(paths))  # type: ignore[misc]
+        mortal.lose_power(paths.root)
         if at % 3 == 0 and any(path.name.startswith(".") for path in paths.ring.iterdir()):
             mortal.die(1, lambda paths=paths: ring.sweep(paths))  # type: ignore[misc]
         ring.sweep(paths)

@@ -1,4 +1,4 @@
-"""A crash while a small file is replaced or a journal appended to leaves the old content or the new."""
+"""A crash or power loss while a small file is replaced or a journal appended to leaves the old content or the new."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ def test_dying_while_a_file_is_replaced_leaves_the_old_content_or_the_new(
     for at in range(1, total + 1):
         path.write_bytes(OLD)
         mortal.die(at, lambda: write_file(path, NEW))
+        mortal.lose_power(tmp_path)
         seen.append(path.read_bytes())
     assert set(seen) == {OLD, NEW}
     assert seen == sorted(seen, reverse=True), "once new, always new"
@@ -55,6 +56,7 @@ def test_dying_while_facts_are_appended_leaves_a_journal_of_the_first_ones(
     for at in range(1, total + 1):
         path = tmp_path / str(at) / "journal" / "train.jsonl"
         mortal.die(at, lambda path=path: append_all(path, 1))  # type: ignore[misc]
+        mortal.lose_power(tmp_path)
         before = [record.fact for record in read_journal(path).records]
         assert before == facts[: len(before)]
         append_all(path, 2)

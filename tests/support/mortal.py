@@ -1,12 +1,15 @@
 """A process that dies at its Nth file operation, without a process.
 
 That operation is not done (a write is done by half), and neither is anything after it, clean-up handlers included.
+Where the power goes with it, every file that was written to and not synced since comes back empty, under the name that
+it had last: file systems may write names before contents.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +27,7 @@ class Mortal:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.count = 0
         self.dies_at: int | None = None
+        self._unsynced: set[int] = set()
         for name in OPERATIONS:
             monkeypatch.setattr(os, name, self._mortal(name, getattr(os, name)))
 
@@ -33,6 +37,10 @@ class Mortal:
                 return really(*args, **kwargs)
             self.count += 1
             if self.dies_at is None or self.count < self.dies_at:
+                if name == "write":
+                    self._unsynced.add(os.fstat(args[0]).st_ino)
+                elif name == "fsync":
+                    self._unsynced.discard(os.fstat(args[0]).st_ino)
                 return really(*args, **kwargs)
             if name == "write" and self.count == self.dies_at:
                 really(args[0], args[1][: len(args[1]) // 2])
@@ -48,6 +56,13 @@ class Mortal:
 
     def die(self, at: int, act: Callable[[], object]) -> None:
         self.count, self.dies_at = 0, at
+        self._unsynced.clear()
         with pytest.raises(Died):
             act()
         self.dies_at = None
+
+    def lose_power(self, root: Path) -> None:
+        """After `die`: what was not synced since then is lost."""
+        for path in root.rglob("*"):
+            if path.is_file() and path.stat().st_ino in self._unsynced:
+                os.truncate(path, 0)
