@@ -61,15 +61,10 @@ def test_a_stretch_of_garbage_that_one_rollback_does_not_get_past(tmp_path: Path
 
 def test_consumed_and_skipped_samples_are_together_what_an_unguarded_run_reads(tmp_path: Path) -> None:
     toy = Toy(nan=(57, 93))
-    plain = train(toy)
     run = tmp_path / "run"
-    guarded = train(toy, run)
-    read = [eval(text) for name, text in plain.items() if name.startswith("/consumed")]
-    consumed = {
-        batch: ids for name, text in guarded.items() if name.startswith("/consumed") for batch, ids in eval(text)
-    }
-    assert not consumed.keys() & skipped(run).keys()
-    assert {**consumed, **skipped(run)} == {batch: ids for [[batch, ids]] in read}
+    read, kept, passed_over = consumed(train(toy)), consumed(train(toy, run)), skipped(run)
+    assert not kept.keys() & passed_over.keys()
+    assert {**kept, **passed_over} == read
 
 
 def test_batches_skipped_at_the_user_s_wish_cost_no_rollback(tmp_path: Path) -> None:
