@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from rollback.rundir.history import History
 from rollback.rundir.manifest import Manifest
@@ -42,3 +42,12 @@ def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest
     planned = next((m for m in present if m.name == pending.checkpoint), None)
     older = [m for m in present if m.name in history.good and m.name < pending.checkpoint]
     return ([planned] if planned else []) + older[::-1]
+
+
+def next_seq(history: History, on_disk: Iterable[str]) -> int:
+    """The sequence number of the next checkpoint: beyond all that disk or record know of.
+
+    The newest may have left the ring. Its number must not come back: the record says of its name that it was discarded.
+    """
+    names = {*on_disk, *history.committed, *history.discarded, *history.gone}
+    return max((parsed[0] for name in names if (parsed := parse_checkpoint_name(name))), default=-1) + 1

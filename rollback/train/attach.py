@@ -20,7 +20,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Attached, Quarantined, Restored, SkipAdded
+from rollback.events import Attached, Evicted, Quarantined, Restored, SkipAdded
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring
 from rollback.rundir.history import History, fold
@@ -29,7 +29,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.resume import candidates, of_present_timeline
+from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 from rollback.train.restoring import restore
@@ -172,9 +172,12 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     )  # fmt: skip
     if chosen is not None:
         _finish_pending_plan(history, chosen, record)
-    held = [m for m in of_present_timeline(history, reading.manifests) if m.name not in damaged]
-    seqs = [manifest.seq for manifest in reading.manifests]
-    return Attachment(record, history, held, chosen, reading.attempt, max(seqs, default=-1) + 1 + len(reading.damaged))
+    sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
+    held = of_present_timeline(history, sound)
+    if ranks.first:
+        _evict_what_was_cut_off(paths, [manifest.name for manifest in sound if manifest not in held], record)
+    seq = next_seq(history, [*damaged, *(manifest.name for manifest in reading.manifests)])
+    return Attachment(record, history, held, chosen, reading.attempt, seq)
 
 
 def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks) -> Record:
@@ -201,6 +204,17 @@ def _quarantine(paths: RunPaths, name: str) -> None:
         ring.quarantine(paths, name)
     except OSError as error:
         say(f"moving checkpoint {name} to quarantine failed ({error}); it stays where it is and is not used")
+
+
+def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -> None:
+    """Rank 0: a crash came between a plan and the eviction of what it discards."""
+    for name in names:
+        try:
+            ring.evict(paths, name)
+        except OSError as error:
+            say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
+        else:
+            record.note(Evicted(checkpoint=name, reason="beyond a restored checkpoint"))
 
 
 def _finish_pending_plan(history: History, chosen: Manifest, record: Record) -> None:
