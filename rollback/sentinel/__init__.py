@@ -17,9 +17,9 @@ progress since the first losses the observation would undo (`lost`). All three a
 constant changes no verdict. Noise counts as at least 0.3 % of the progress made and 0.1 % of the level, since on a
 solved task it tends to zero and every ripple would tower.
 
-**Never fed what it rejected.** An observation that stands out opens an *excursion*; the baseline stands still until it
-is over. It is over when two observations in a row are low again (a blip: recovered), or after 80 observations without a
-call: then the new level is learned afresh (accepted). Nothing can blind the sentinel for long, and nothing can make it
+**Never fed what it rejected.** An observation that stands out opens an *excursion*; nothing high enters the baseline
+until it is over. It is over when two observations in a row are low again (a blip: recovered), or after 80 observations
+without a call: then the new level is learned afresh (accepted). Nothing can blind the sentinel for long, and nothing can make it
 call for ever.
 
 **Patience** separates blips from damage: only when `patience` consecutive steps are high is an excursion judged, and
@@ -32,6 +32,9 @@ rule                         holds when the mean over the last 5 observations of
 ``loss-and-grad-norm-high``  2.8 high, and the gradient norm began 4.5 high: two witnesses need less each
 ``loss-back-at-start``       2.8 high, and four fifths of all progress are lost
 ===========================  =====================================================================================
+
+An excursion that has lost three fifths of its height and still falls fast is given time: it is judged when it is back
+or has stalled.
 
 A shift raises the loss about as much as damage does, but the gradient norm follows it less and its loss stays far
 below that of an untrained model; this is what the second and third rule tell apart. Where the level has fallen below

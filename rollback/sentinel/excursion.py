@@ -24,7 +24,10 @@ _LEAST_PROGRESS_IN_NOISE = 5.0  # less than this, and the share of it that is lo
 _SOLVED = 0.05  # share of the first losses below which ratios to the level no longer measure damage
 
 _FEWEST = 4  # two outliers in a row are common in noisy logs, four are not
-_HEIGHT_COUNTED = 50.0  # one monstrous value must not outweigh the others, and sums must stay finite
+_HEIGHT_KEPT = 1e6  # sums must stay finite
+_HEIGHT_COUNTED = 50.0  # one monstrous value must not outweigh the others
+_NEARLY_BACK = 0.4  # of the highest reading
+_STILL_FALLING = 0.8  # of the reading before the last
 _NORM_COUNTED = 12.0
 _LOST_IS_SUPPORT = 0.8
 _LOST_IF_SOLVED = 0.9
@@ -78,8 +81,8 @@ class Scale:
             step,
             loss,
             log_norm,
-            _cut(above / self.noise, _HEIGHT_COUNTED),
-            _cut(above / self.progress, _HEIGHT_COUNTED) if has_progress else 0.0,
+            _cut(above / self.noise, _HEIGHT_KEPT),
+            _cut(above / self.progress, _HEIGHT_KEPT) if has_progress else 0.0,
             None if norm_height is None else _cut(norm_height, _NORM_COUNTED),
         )
 
@@ -98,6 +101,8 @@ class Evidence:
     lost: float
     support: float | None
     """Mean height of the log gradient norm in the first observations; None where no norm is known."""
+    recovering: bool
+    """Three fifths of the height are gone already and the rest still falls fast."""
 
 
 @dataclass(slots=True)
@@ -114,6 +119,8 @@ class Excursion:
     """Low readings in a row, up to now."""
     last_high: int = 0
     peak: float = -math.inf
+    highest: float = 0.0
+    """Height of the highest reading."""
     opening: list[float] = field(default_factory=list)
     """Norm heights of the first readings: the gradient speaks early, and falls silent while the loss is still high."""
     recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
@@ -144,6 +151,7 @@ class Excursion:
         self.lows = 0
         self.last_high = reading.step
         self.peak = max(self.peak, reading.loss)
+        self.highest = max(self.highest, reading.height)
 
     def evidence(self, patience: int) -> Evidence | None:
         """What the last `patience` readings show if they are all high, else None.
@@ -160,12 +168,14 @@ class Excursion:
             return None
         lost = [reading.lost for reading in last]
         opening = self.opening[:needed]
+        falling = last[-1].height < _STILL_FALLING * last[-3].height
         return Evidence(
             count=needed,
             loss=sum(reading.loss / needed for reading in last),
-            height=sum(reading.height for reading in last) / needed,
+            height=sum(min(reading.height, _HEIGHT_COUNTED) for reading in last) / needed,
             lost=(min(lost) + sum(lost) / needed) / 2,
             support=sum(opening) / len(opening) if opening else None,
+            recovering=falling and last[-1].height < _NEARLY_BACK * self.highest and last[-1].lost < _LOST_IS_SUPPORT,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -179,6 +189,7 @@ class Excursion:
             "lows": self.lows,
             "last_high": self.last_high,
             "peak": self.peak,
+            "highest": self.highest,
             "opening": list(self.opening),
             "recent": rows,
         }
@@ -204,6 +215,8 @@ def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) ->
         return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
     if scale.solved:
         return _found("loss-back-at-start", evidence, scale, LOW, _LOST_IF_SOLVED)
+    if evidence.recovering:
+        return None  # judged when it is back or has stalled
     alone = preset.only if evidence.support is None else preset.alone
     found = _found("loss-high", evidence, scale, alone)
     if found is None and evidence.support is not None and evidence.support > preset.support:

@@ -59,6 +59,7 @@ class Drift:
         self._lowest: float | None = None
         self._noise_at_lowest = 0.0
         self._medians.clear()
+        self._block.clear()
 
     def update(self, step: int, loss: float, noise: float, progress: float) -> Slow | None:
         """Take in an accepted loss; say so when it completes a block that makes a drift.

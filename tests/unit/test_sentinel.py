@@ -36,6 +36,15 @@ def test_four_bad_steps_are_left_alone_and_reported_as_a_blip() -> None:
     assert blip.peak > blip.threshold
 
 
+def test_an_excursion_that_falls_back_fast_is_given_time_and_one_that_stalls_is_not() -> None:
+    quiet = descent(400, noise=0.02)
+    back = raised(quiet, 300, 3.0, decay=3.0)
+    assert not spikes(verdicts(observations(back, norms(400))))
+    stalled = raised(raised(quiet, 300, 2.5, decay=3.0), 300, 0.5)
+    (call,) = spikes(verdicts(observations(stalled, norms(400))))
+    assert 304 < call.step < 315
+
+
 def test_a_watch_names_its_onset_while_it_lasts() -> None:
     said = verdicts(observations(raised(descent(400), 300, 3.0, length=4), norms(400)))
     assert [verdict.onset for verdict in said if verdict.kind is Kind.WATCH and verdict.step >= 300][:4] == [300] * 4
