@@ -6,6 +6,7 @@ down in one environment variable). The command line wins: at three in the mornin
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -92,7 +93,7 @@ def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os
     """Settings of the script overridden by those of the command line. Raises UsageError naming the setting at fault."""
     try:
         given = environment.get(ENV_SETTINGS)
-        operator = Settings.model_validate_json(given).model_dump(exclude_unset=True) if given else {}
+        operator = json.loads(given) if given else {}
         return Settings.model_validate({**script, **operator})
     except ValidationError as error:
         raise UsageError(

@@ -163,11 +163,13 @@ class Incident(Fact):
 class Planned(Fact):
     """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done.
 
-    `through` is the last batch of the detection step; `timeline` the one that begins when the plan is carried out.
+    `repeats` names the incident whose trouble this is, come back. `through` is the last batch of the detection step;
+    `timeline` the one that begins when the plan is carried out.
     """
 
     kind: Literal["plan"] = "plan"
     incident: int
+    repeats: int | None = None
     action: Action
     escalation: int
     checkpoint: str | None

@@ -47,15 +47,31 @@ def plan(
     escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
     action = _action(repeated, escalation, settings)
     target, why = _target(incident, previous if repeated and escalation else None, held, settings)
-    if target is None:
-        return _planned(incident, "observe" if settings.observe_only else "stop", escalation, None, None, held, why)
-    if action == "stop":
-        return _planned(incident, "stop", escalation, None, None, held, _structural(escalation))
     window = None
-    if action != "retry":
-        window = _window(incident, target, previous if repeated else None, settings, batches_per_step)
-    reason = f"{'the trouble came back' if repeated else 'first answer to this trouble'}; {why}"
-    return _planned(incident, action, escalation, target, window, held, reason)
+    if target is None:
+        action, reason = "observe" if settings.observe_only else "stop", why
+    elif action == "stop":
+        target, reason = None, _structural(escalation)
+    else:
+        if action != "retry":
+            window = _window(incident, target, previous if repeated else None, settings, batches_per_step)
+        reason = f"{'the trouble came back' if repeated else 'first answer to this trouble'}; {why}"
+    last_kept = target.step if target is not None else incident.onset_step
+    discards = [] if action == "observe" else [point.name for point in held if point.step > last_kept]
+    return Planned(
+        incident=incident.incident,
+        repeats=previous.incident if previous is not None and repeated else None,
+        action=action,
+        escalation=escalation,
+        checkpoint=target.name if target else None,
+        step=target.step if target else None,
+        batch=target.batch if target else None,
+        skip=window,
+        discards=tuple(discards),
+        through=incident.detection_batch,
+        timeline=incident.timeline + (action in ("rollback", "retry")),
+        reason=reason,
+    )
 
 
 def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int = 1) -> bool:
@@ -89,7 +105,7 @@ def _target(
     if not before:
         return None, "no good checkpoint from before the onset is left"
     if escalated_from is not None:
-        older = [point for point in before if escalated_from.checkpoint and point.name < escalated_from.checkpoint]
+        older = [point for point in before if escalated_from.step is not None and point.step < escalated_from.step]
         return (
             (older[-1], "an older good checkpoint than last time")
             if older
@@ -119,31 +135,4 @@ def _structural(escalation: int) -> str:
     return (
         f"{escalation} rollbacks with wider and wider windows did not cure it, so the cause is not in the skipped "
         "data: look at the learning rate, the precision, the model or the code"
-    )
-
-
-def _planned(
-    incident: Incident,
-    action: Action,
-    escalation: int,
-    target: Held | None,
-    window: Window | None,
-    held: Sequence[Held],
-    reason: str,
-) -> Planned:
-    carried_out = action in ("rollback", "retry")
-    last_kept = target.step if target is not None else incident.onset_step
-    discards = [] if action == "observe" else [p.name for p in held if p.step > last_kept and p != target]
-    return Planned(
-        incident=incident.incident,
-        action=action,
-        escalation=escalation,
-        checkpoint=target.name if target else None,
-        step=target.step if target else None,
-        batch=target.batch if target else None,
-        skip=window,
-        discards=tuple(discards),
-        timeline=incident.timeline + carried_out,
-        through=incident.detection_batch,
-        reason=reason,
     )

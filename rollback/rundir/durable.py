@@ -28,7 +28,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace `path` by rename. With `durable`, content and name survive a power loss once this returns."""
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.tmp")  # one writer a file: what a crash left of it is overwritten
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         try:

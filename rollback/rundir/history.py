@@ -96,7 +96,7 @@ def _apply(history: History, record: Record) -> None:
             history.cases.append(Case(fact))
         case Planned() as fact:
             _case(history, fact.incident).plan = fact
-            if fact.action in ("rollback", "retry"):
+            if fact.action != "observe":  # a stop discards too: the next start must not go on behind the onset
                 history.discarded.update(fact.discards)
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline

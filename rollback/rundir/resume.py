@@ -40,7 +40,7 @@ def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest
     if pending is None or pending.checkpoint is None:
         return present[::-1]
     planned = next((m for m in present if m.name == pending.checkpoint), None)
-    older = [m for m in present if m.name in history.good and m.name < pending.checkpoint]
+    older = [m for m in present if m.name in history.good and m.step < (pending.step or 0)]
     return ([planned] if planned else []) + older[::-1]
 
 

@@ -79,4 +79,4 @@ class Holdings:
         return ring.choose_evictions([m.name for m in self._in_order()], self._good, (), keep)
 
     def _in_order(self) -> list[Manifest]:
-        return [self._held[name] for name in sorted(self._held)]
+        return sorted(self._held.values(), key=lambda manifest: manifest.seq)
