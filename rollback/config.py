@@ -6,12 +6,11 @@ down in one environment variable). The command line wins: at three in the mornin
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from rollback.errors import UsageError
 from rollback.events import Window
@@ -89,11 +88,14 @@ ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
 
 
+_LOOSE = TypeAdapter(dict[str, Any])
+
+
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
     """Settings of the script overridden by those of the command line. Raises UsageError naming the setting at fault."""
     try:
         given = environment.get(ENV_SETTINGS)
-        operator = json.loads(given) if given else {}
+        operator = _LOOSE.validate_json(given) if given else {}
         return Settings.model_validate({**script, **operator})
     except ValidationError as error:
         raise UsageError(

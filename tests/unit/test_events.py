@@ -1,6 +1,6 @@
 """Facts survive the journal whatever they hold, and docs/format.md lists them all.
 
-`python tests/unit/test_events.py` writes the table of facts into docs/format.md.
+`PYTHONPATH=tests/support python tests/unit/test_events.py` writes the table of facts into docs/format.md.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def facts_table() -> str:
 
 def test_the_format_document_lists_all_facts() -> None:
     written = FORMAT.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == facts_table(), "run `python tests/unit/test_events.py` to bring docs/format.md up to date"
+    assert written == facts_table(), "run `PYTHONPATH=tests/support python tests/unit/test_events.py` to bring docs/format.md up to date"
 
 
 if __name__ == "__main__":

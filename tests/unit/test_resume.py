@@ -53,10 +53,14 @@ def test_a_planned_checkpoint_that_is_gone_gives_way_to_older_good_ones() -> Non
     assert names(candidates(history, [RING[0], RING[1], RING[3]])) == [NAMES[1], NAMES[0]]
 
 
-@pytest.mark.parametrize("action", ["observe", "stop"])
-def test_a_plan_that_restores_nothing_changes_nothing(action: str) -> None:
-    history = history_of(incident(1, 45, 49), plan_to(1, action, (NAMES[2], NAMES[3])))
+def test_what_was_only_observed_changes_nothing() -> None:
+    history = history_of(incident(1, 45, 49), plan_to(1, "observe", (NAMES[2], NAMES[3])))
     assert names(candidates(history, RING)) == NAMES[::-1]
+
+
+def test_after_a_structural_stop_the_run_goes_on_before_the_onset() -> None:
+    history = history_of(incident(1, 45, 49), plan_to(1, "stop", (NAMES[2], NAMES[3])))
+    assert names(candidates(history, RING)) == [NAMES[1], NAMES[0]]
 
 
 def test_what_a_rollback_cut_off_never_comes_back_listed_in_its_plan_or_not() -> None:
