@@ -23,7 +23,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(context_settings=LAUNCH_CONTEXT)(launch)
+_EXIT_CODES = (
+    "Exit codes: 0 done; 1 failed; 2 usage; 65 no usable checkpoint; 73 run directory in use; 74 I/O; "
+    "75 stopped early and resumable; 76 structural divergence; 78 the run directory does not fit this job."
+)
+app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 for _command in (status, audit, backtest):
     app.command()(_command)
 

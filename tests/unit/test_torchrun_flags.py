@@ -1,14 +1,19 @@
-"""The table of torchrun's flags against torchrun's own parser."""
+"""What the supervisor relies on in torchrun: its flags, and how it tells which ranks failed."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from pathlib import Path
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.run import get_args_parser
 
 from rollback.config import Settings
 from rollback.supervisor.flags import FLAGS, RENDEZVOUS, names_a_rendezvous
+from rollback.supervisor.outcome import Failures
+from rollback.supervisor.torchrun import describe
 
 
 def flags_of_torchrun() -> dict[str, tuple[bool, str | None]]:
@@ -46,3 +51,32 @@ def test_several_nodes_need_a_rendezvous_of_their_own(nnodes: str, many: bool) -
 def test_one_node_needs_no_rendezvous() -> None:
     assert not names_a_rendezvous({"nproc-per-node": "8", "standalone": True}, {"PET_NPROC_PER_NODE": "8"})
     assert not names_a_rendezvous({}, {})
+
+
+def failure(rank: int, exitcode: int, *, at: int, error_file: str = "") -> ProcessFailure:
+    found = ProcessFailure(local_rank=rank, pid=100 + rank, exitcode=exitcode, error_file=error_file)
+    found.timestamp = at
+    return found
+
+
+def test_the_first_failure_comes_first_and_ranks_that_torchrun_ended_come_last() -> None:
+    failures = {0: failure(0, -15, at=6), 1: failure(1, 1, at=8), 2: failure(2, -9, at=8), 3: failure(3, 1, at=7)}
+    told = Failures.model_validate(describe(ChildFailedError("train.py", failures)))
+    assert [failed.rank for failed in told.failures] == [3, 2, 1, 0]
+    assert told.failures[1].exitcode == -9
+    assert told.failures[1].pid == 102
+    assert told.failures[1].message is None
+
+
+def test_what_a_rank_left_in_its_error_file_is_handed_on(tmp_path: Path) -> None:
+    message = {"message": "ValueError: no such sample", "extraInfo": {"py_callstack": "...", "timestamp": "5"}}
+    left = tmp_path / "error.json"
+    left.write_text(json.dumps({"message": message}))
+    told = Failures.model_validate(
+        describe(ChildFailedError("train.py", {0: failure(0, 1, at=5, error_file=str(left))}))
+    )
+    assert told.failures[0].message == "ValueError: no such sample"
+
+
+def test_another_error_of_torchrun_names_itself() -> None:
+    assert describe(RuntimeError("no\nrendezvous")) == {"error": "RuntimeError: no", "failures": []}
