@@ -1,0 +1,74 @@
+"""The yardstick measures what it says: a detector with known calls gets the score that one works out by hand."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "scripts"))
+from bench_sentinel import Score
+from detectors import PEERS
+from made_traces import FAMILIES, Trace, made_traces
+
+HUNDRED = list(np.random.default_rng(0).normal(2.0, 0.1, 400))
+
+
+def trace(labels: list[tuple[int, int, str]], seen: bool = False, kind: str = "damage") -> Trace:
+    return Trace("t", "made", kind, np.arange(1000), np.zeros(1000), None, labels, seen)
+
+
+@pytest.mark.parametrize(
+    ("calls", "delay"), [([304], 4), ([299], None), ([499], 199), ([500], None), ([310, 320], 10), ([], None)]
+)
+def test_a_divergence_is_hit_within_its_reach(calls: list[int], delay: int | None) -> None:
+    score = Score()
+    score.add(trace([(300, 1000, "divergence")]), calls)
+    assert score.sudden == [delay]
+
+
+def test_an_onset_that_was_seen_may_be_called_a_little_earlier() -> None:
+    score = Score()
+    score.add(trace([(300, 1000, "divergence")], seen=True), [292])
+    assert (score.sudden, score.false) == ([-8], 0)
+
+
+def test_ramps_count_as_slow() -> None:
+    score = Score()
+    score.add(trace([(300, 1000, "divergence")], kind="ramp"), [400])
+    assert (score.slow, score.sudden) == ([100], [])
+
+
+def test_false_calls_close_together_are_one_and_other_labels_are_none() -> None:
+    score = Score()
+    score.add(trace([(300, 400, "grey"), (500, 520, "blip"), (600, 700, "shift")]), [10, 40, 85, 200, 350, 510, 650])
+    assert score.false == 2
+    assert score.healthy == 1000 - 100 - 20 - 100
+    assert (score.blips, score.shifts) == ([True], [True])
+
+
+def test_non_finite_steps_must_be_called_in_their_step() -> None:
+    score = Score()
+    score.add(trace([(300, 400, "nonfinite")]), [300])
+    score.add(trace([(300, 400, "nonfinite")]), [301])
+    assert score.nonfinite == [True, False]
+
+
+@pytest.mark.parametrize("name", PEERS)
+def test_every_rule_of_another_library_runs_on_a_log_with_and_without_norms(name: str) -> None:
+    losses = [*HUNDRED, *[60.0] * 10, float("nan"), float("inf"), *HUNDRED]
+    for norms in (None, [abs(loss) for loss in losses]):
+        calls = PEERS[name](losses, norms)
+        assert calls == sorted(calls)
+        assert all(0 <= call < len(losses) for call in calls)
+        if norms is not None or name != "ZClip z-score":
+            assert calls
+
+
+def test_made_traces_are_the_same_for_the_same_seed_and_cover_every_family() -> None:
+    one, other = made_traces(3), made_traces(3)
+    assert {made.kind for made in one} == set(FAMILIES)
+    assert all(np.array_equal(a.loss, b.loss, equal_nan=True) for a, b in zip(one, other, strict=True))
+    assert not np.array_equal(one[0].loss, made_traces(4)[0].loss)
