@@ -1,0 +1,94 @@
+"""The guard on a CUDA device: the pulse over NCCL, snapshots from device memory, oracle A. Skipped without a GPU."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rollback
+from rollback.events import Window
+from rollback.rundir.history import fold
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.train.pulse import Pulse, Signs
+from rollback.train.ranks import Ranks
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+SETTINGS: dict[str, Any] = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 12}
+
+
+@pytest.fixture
+def nccl(tmp_path: Path) -> Any:
+    """A process group of one rank over NCCL."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path / 'rendezvous'}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_a_beat_over_nccl_carries_what_was_sent_and_names_what_is_not_finite(nccl: None) -> None:
+    pulse = Pulse(Ranks(), torch.device("cuda"))
+    pulse.send(torch.tensor(2.5, device="cuda"), torch.tensor(math.inf, device="cuda"), Signs(stop=True))
+    beat = pulse.read()
+    assert (beat.loss, beat.grad_norm, beat.ailing, beat.stop) == (2.5, math.inf, (0,), True)
+    pulse.send(torch.tensor(math.nan, device="cuda"), None, Signs())
+    beat = pulse.read()
+    assert beat.loss is not None
+    assert math.isnan(beat.loss)
+    assert beat.grad_norm is None
+
+
+def train(run: Path, bad: set[int], **settings: Any) -> dict[str, Tensor]:
+    """60 steps with dropout on the device; the batches `bad` have NaN targets. The final state, on the CPU."""
+    torch.manual_seed(0)
+    torch.cuda.manual_seed(0)
+    x = torch.randn(240, 8)
+    y = x.sum(1, keepdim=True)
+    for batch in bad:
+        y[4 * batch] = math.nan
+    model = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Tanh(), nn.Linear(16, 1)).cuda()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    loader = DataLoader(TensorDataset(x, y), batch_size=4)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, run=run, **{**SETTINGS, **settings})
+    for inputs, targets in guard:
+        loss = ((model(inputs.cuda()) - targets.cuda()) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        guard.observe(loss)
+    guard.close()
+    moments = {
+        f"{number}.{name}": value
+        for number, state in optimizer.state_dict()["state"].items()
+        for name, value in state.items()
+    }
+    return {name: value.cpu() for name, value in {**model.state_dict(), **moments}.items()}
+
+
+def test_as_if_the_bad_batches_had_never_been_there(tmp_path: Path) -> None:
+    protected = train(tmp_path / "protected", bad={41})
+    history = fold(read_journal(RunPaths(tmp_path / "protected").train_journal).records)
+    windows: list[Window] = history.skip_list
+    assert any(41 in window for window in windows)
+    fresh = train(tmp_path / "fresh", bad={41}, skip=windows)
+    assert protected.keys() == fresh.keys()
+    for name, value in protected.items():
+        assert torch.equal(value, fresh[name]), name
+
+
+def test_resuming_on_the_device_is_exact(tmp_path: Path) -> None:
+    undisturbed = train(tmp_path / "undisturbed", bad=set())
+    train(tmp_path / "resumed", bad=set(), max_steps=34)
+    resumed = train(tmp_path / "resumed", bad=set())
+    for name, value in undisturbed.items():
+        assert torch.equal(value, resumed[name]), name
