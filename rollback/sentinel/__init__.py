@@ -54,7 +54,7 @@ less, since no handful of bad batches covers so many steps.
 **Non-finite** values are called in their step, always (``nonfinite-loss``, ``nonfinite-grad-norm``), whatever the
 state; they enter no window. An infinite norm in a step that GradScaler skipped is routine.
 
-**Hints** excuse a rise for a while (`machine.EXCUSED_FOR`): within it only a loss far above the first ones is called
+**Hints** excuse a rise for a while (`machine.EXCUSED_FOR`): within it only a loss above the first ones is called
 (``loss-beyond-start``), and a new level is accepted after 16 observations. An announced phase may have any level, so
 everything is learned afresh. A learning rate above all earlier ones is no excuse (`learning_rate_hint`), nor is the
 end of an epoch of less than 100 observations.

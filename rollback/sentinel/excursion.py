@@ -31,7 +31,7 @@ _STILL_FALLING = 0.8  # of the reading before the last
 _NORM_COUNTED = 12.0
 _LOST_IS_SUPPORT = 0.8
 _LOST_IF_SOLVED = 0.9
-_LOST_BEYOND_EXCUSE = 1.5
+_LOST_BEYOND_EXCUSE = 1.0  # no restart and no resume makes a model worse than an untrained one
 
 
 @dataclass(frozen=True, slots=True)
