@@ -19,8 +19,8 @@ solved task it tends to zero and every ripple would tower.
 
 **Never fed what it rejected.** An observation that stands out opens an *excursion*; nothing high enters the baseline
 until it is over. It is over when two observations in a row are low again (a blip: recovered), or after 80 observations
-without a call: then the new level is learned afresh (accepted). Nothing can blind the sentinel for long, and nothing can make it
-call for ever.
+without a call: then the new level is learned afresh (accepted). Nothing can blind the sentinel for long, and nothing
+can make it call for ever.
 
 **Patience** separates blips from damage: only when `patience` consecutive steps are high is an excursion judged, and
 then by the first of these rules that holds (`excursion.judge`), for the preset `normal`:
