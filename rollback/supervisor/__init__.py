@@ -9,6 +9,7 @@
     outcome   the table of how an attempt can have ended
     budget    whether and when another attempt follows
     ledger    the supervisor's journal
+    signals   being told to stop, and how urgently
     supervise the loop that ties these together
 
 flags, command, outcome and budget are pure.
