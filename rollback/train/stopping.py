@@ -59,6 +59,8 @@ def end_with_supervisor() -> None:
 
 def _lives(pid: int, created: str) -> bool:
     try:
-        return not created or abs(psutil.Process(pid).create_time() - float(created)) < 1.0
+        process = psutil.Process(pid)
+        same = not created or abs(process.create_time() - float(created)) < 1.0
+        return same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False

@@ -1,0 +1,87 @@
+"""What the documents name exists: commands, flags, files, tests, links; and the adoption diff is the real one."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from pathlib import Path
+
+import click
+import pytest
+import typer
+
+from rollback.cli import app
+from rollback.errors import ExitCode
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("**/*.md")])
+COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
+OTHERS = {"--help", "--version", "--nproc-per-node", "--most"}
+
+
+def options(command: click.Command) -> set[str]:
+    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+def script_flags() -> set[str]:
+    """Flags of our scripts: what they hand to argparse, or compare with."""
+    sources = [path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    return {flag for text in sources for flag in re.findall(r"--[a-z][a-z-]*[a-z]", text)}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_commands_and_flags_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    for name in re.findall(
+        r"(?<![\w/])rollback ([a-z]+)(?=[ `\n]+(?:[-A-Z`.\w/]|$))", " ".join(re.findall(r"`([^`]+)`", text))
+    ):
+        assert name in COMMANDS, f"`rollback {name}` is not a command"
+    known = OTHERS | script_flags() | {flag for command in COMMANDS.values() for flag in options(command)}
+    for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
+        assert flag in known, f"{flag} is not a flag of any command or script"
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
+def test_files_that_a_document_names_exist(document: Path) -> None:
+    text = document.read_text()
+    for name in re.findall(r"(?:scripts|tests|docs|rollback)/[\w./-]*\w", text):
+        assert (ROOT / name).exists() or (ROOT / f"{name}.py").exists(), f"{name} does not exist"
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)\)", text):
+        assert (document.parent / target).exists(), f"the link to {target} is dead"
+
+
+def test_tests_that_a_document_names_exist() -> None:
+    defined = {
+        name for path in (ROOT / "tests").rglob("test_*.py") for name in re.findall(r"def (test_\w+)", path.read_text())
+    } | {path.stem for path in (ROOT / "tests").rglob("test_*.py")}
+    for document in DOCUMENTS:
+        for name in re.findall(r"\b(test_\w+)\b", document.read_text()):
+            assert name in defined, f"{document.name} names {name}, which is not a test"
+
+
+def test_the_readme_lists_the_exit_codes() -> None:
+    table = (ROOT / "README.md").read_text().split("## Exit codes")[1].split("##")[0]
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == sorted(ExitCode)
+
+
+def adoption_diff() -> str:
+    plain, guarded = (
+        (ROOT / "scripts" / name).read_text().splitlines() for name in ("train_gpt_plain.py", "train_gpt.py")
+    )
+    lines = difflib.unified_diff(plain, guarded, "train_gpt_plain.py", "train_gpt.py", lineterm="", n=1)
+    return "\n".join(f"{line}" for line in lines)
+
+
+def test_the_adoption_diff_in_the_readme_is_the_real_one_and_short() -> None:
+    diff = adoption_diff()
+    shown = (ROOT / "README.md").read_text().split("<!-- adoption:begin -->")[1].split("<!-- adoption:end -->")[0]
+    assert shown == f"\n```diff\n{diff}\n```\n", "run `python tests/unit/test_docs.py` to bring README.md up to date"
+    changed = [line for line in diff.splitlines()[2:] if line.startswith(("+", "-"))]
+    assert len(changed) <= 6
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    before, rest = readme.read_text().split("<!-- adoption:begin -->")
+    after = rest.split("<!-- adoption:end -->")[1]
+    readme.write_text(f"{before}<!-- adoption:begin -->\n```diff\n{adoption_diff()}\n```\n<!-- adoption:end -->{after}")
