@@ -32,9 +32,8 @@ def script_flags() -> set[str]:
 @pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: path.name)
 def test_commands_and_flags_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
-    for name in re.findall(
-        r"(?<![\w/])rollback ([a-z]+)(?=[ `\n]+(?:[-A-Z`.\w/]|$))", " ".join(re.findall(r"`([^`]+)`", text))
-    ):
+    quoted = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
+    for name in (match[1] for item in quoted if (match := re.match(r"rollback ([a-z]+)", item))):
         assert name in COMMANDS, f"`rollback {name}` is not a command"
     known = OTHERS | script_flags() | {flag for command in COMMANDS.values() for flag in options(command)}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
