@@ -33,7 +33,7 @@ from rollback.rundir.records import read_metrics
 from stdlib_text import StdlibText
 
 FAULT_AT = 500
-STEPS = 700
+STEPS = 600
 FACTORS = (10.0, 1e4, math.inf)
 CONTEXT = 16
 
