@@ -146,7 +146,9 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             chosen = manifest
             break
         damaged[manifest.name] = fault
-    if chosen is None and (reading.manifests or damaged):
+    lost = history.committed.keys() - history.gone - history.discarded
+    if chosen is None and (reading.manifests or damaged or lost):
+        damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}
         listed = "".join(f"\n  - {name}: {why}" for name, why in list(damaged.items())[:6])
         raise NoUsableCheckpoint(
             f"none of the checkpoints in {paths.ring} can be used:{listed}",

@@ -113,7 +113,12 @@ class Guard:
         self._updates = Updates(optimizer, objects.get("scaler"))
         self._stop = StopRequest()
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
-        attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
+        try:
+            attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
+        except BaseException:
+            if self._lock is not None:
+                self._lock.release()
+            raise
         self._record = attached.record
         self._life = SignsOfLife(self._paths, ranks.rank, attached.attempt)
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)

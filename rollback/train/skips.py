@@ -20,6 +20,7 @@ class SkipList:
         self._path = paths.skip_record(rank)
         self._writer: LineWriter | None = None
         self._record = record
+        self._failing = False
 
     def add(self, window: Window) -> None:
         self.windows = merge_windows([*self.windows, window])
@@ -66,4 +67,7 @@ class SkipList:
                 self._writer = LineWriter(self._path)
             act(self._writer)
         except OSError as error:
+            if self._failing:
+                return
+            self._failing = True
             say(f"writing the skip record {self._path} failed ({error}); training goes on, the journal has the windows")

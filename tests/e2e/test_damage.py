@@ -1,0 +1,215 @@
+"""Checkpoints that cannot be believed, and disks that refuse."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from toy import Toy, facts, files, require_same, same_skips_from_the_start, train, weights
+
+from rollback.errors import NoUsableCheckpoint
+from rollback.events import Attached, Committed, Dropped, Incident, Planned, Quarantined, Restored
+from rollback.rundir import durable, journal, records, ring, shard
+from rollback.train import snapshots
+
+TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
+
+
+def flip_a_bit(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00000.safetensors"
+    body = bytearray(path.read_bytes())
+    body[len(body) * 2 // 3] ^= 4
+    path.write_bytes(body)
+
+
+def lose_the_shard(checkpoint: Path) -> None:
+    (checkpoint / "rank-00000.safetensors").unlink()
+
+
+def truncate_the_manifest(checkpoint: Path) -> None:
+    path = checkpoint / "manifest.json"
+    path.write_bytes(path.read_bytes()[:-40])
+
+
+def lose_the_manifest(checkpoint: Path) -> None:
+    (checkpoint / "manifest.json").unlink()
+
+
+def make_the_shard_a_link(checkpoint: Path) -> None:
+    path = checkpoint / "rank-00000.safetensors"
+    path.rename(checkpoint.parent.parent / "elsewhere")
+    path.symlink_to(checkpoint.parent.parent / "elsewhere")
+
+
+HARM = [flip_a_bit, lose_the_shard, truncate_the_manifest, lose_the_manifest, make_the_shard_a_link]
+Harm = Callable[[Path], None]
+
+
+def stop_at(batch: int) -> Callable[[object, int], None]:
+    def stop(_guard: object, position: int) -> None:
+        if position == batch:
+            raise KeyboardInterrupt
+
+    return stop
+
+
+def interrupted(toy: Toy, run: Path, batch: int) -> list[Path]:
+    """A run that was broken off at a batch; its checkpoints, oldest first."""
+    with pytest.raises(KeyboardInterrupt):
+        train(toy, run, hook=stop_at(batch))
+    return sorted(path for path in (run / "ring").iterdir() if path.name.startswith("c"))
+
+
+@pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
+def test_a_damaged_newest_checkpoint_is_put_aside_and_the_older_one_used(tmp_path: Path, harm: Harm) -> None:
+    run = tmp_path / "run"
+    *_, older, newest = interrupted(TOY, run, 45)
+    harm(newest)
+    ended = train(TOY, run)
+    assert facts(run, Attached)[-1].checkpoint == older.name
+    (fact,) = facts(run, Quarantined)
+    assert fact.checkpoint == newest.name
+    assert (run / "quarantine" / newest.name).is_dir()
+    assert not newest.exists()
+    require_same(weights(ended), weights(train(TOY)), harm.__name__)
+
+
+def test_where_all_are_damaged_the_run_says_so_and_is_left_as_it_was(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for checkpoint, harm in zip(interrupted(TOY, run, 45), HARM, strict=True):
+        harm(checkpoint)
+    before = files(run)
+    with pytest.raises(NoUsableCheckpoint, match=r"c000000-s00000000: .*hash") as refused:
+        train(TOY, run)
+    assert refused.value.exit_code == 65
+    assert files(run) == before
+
+
+def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:
+    """A fast tier that a reboot emptied, or somebody's rm: weeks of training must not be started over unasked."""
+    run = tmp_path / "run"
+    interrupted(TOY, run, 45)
+    shutil.rmtree(run / "ring")
+    before = files(run)
+    with pytest.raises(NoUsableCheckpoint):
+        train(TOY, run)
+    assert files(run) == before
+
+
+@pytest.mark.parametrize("harm", HARM, ids=lambda harm: harm.__name__)
+def test_damage_that_a_rollback_finds_makes_it_take_an_older_checkpoint(tmp_path: Path, harm: Harm) -> None:
+    toy, run = Toy(nan=(57,)), tmp_path / "run"
+
+    def damage(_guard: object, position: int) -> None:
+        if position == 55 and not (run / "quarantine").exists():
+            harm(run / "ring" / "c000004-s00000040")
+
+    ended = train(toy, run, hook=damage)
+    first, second = facts(run, Planned)
+    assert (first.step, second.step) == (40, 30)
+    assert first.incident == second.incident
+    assert [fact.step for fact in facts(run, Restored)] == [30]
+    assert [fact.checkpoint for fact in facts(run, Quarantined)] == ["c000004-s00000040"]
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), harm.__name__)
+
+
+def test_a_rollback_that_finds_all_checkpoints_damaged_stops_the_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+
+    def damage(_guard: object, position: int) -> None:
+        if position == 55:
+            for checkpoint in (run / "ring").iterdir():
+                flip_a_bit(checkpoint)
+
+    with pytest.raises(SystemExit) as stopped:
+        train(Toy(nan=(57,)), run, hook=damage)
+    assert stopped.value.code == 76
+    assert facts(run, Planned)[-1].action == "stop"
+    assert facts(run, Restored) == []
+
+
+# A disk that refuses ------------------------------------------------------------------------------------------------
+
+
+def full_disk(*_: object, **__: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+OPERATIONS = [
+    (snapshots, "write_shard"),
+    (ring, "begin_writing"),
+    (ring, "leave_note"),
+    (ring, "commit"),
+    (ring, "evict"),
+    (ring, "write_file"),
+    (ring, "sync_directory"),
+    (shard, "write_all"),
+    (journal, "append_line"),
+    (records, "write_file"),
+    (records.LineWriter, "write"),
+    (records.LineWriter, "flush"),
+]
+KEEPS_SAVING = ("evict", "sync_directory")
+
+
+@pytest.mark.parametrize(("owner", "name"), OPERATIONS, ids=[f"{o.__name__}.{n}" for o, n in OPERATIONS])
+def test_a_full_disk_stops_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, owner: object, name: str
+) -> None:
+    """From batch 25 on, for good. What was committed before stays, nothing is committed by mistake."""
+    run = tmp_path / "run"
+
+    def fill(_guard: object, position: int) -> None:
+        if position == 25:
+            monkeypatch.setattr(owner, name, full_disk)
+
+    ended = train(TOY.with_settings(keep=3), run, hook=fill)
+    monkeypatch.undo()
+    require_same(ended, train(TOY), f"{name} fails")
+    on_disk = [path.name for path in (run / "ring").iterdir() if path.name.startswith("c")]
+    told = facts(run)
+    if owner is not journal:
+        committed = {fact.checkpoint for fact in told if isinstance(fact, Committed)}
+        assert set(on_disk) <= committed
+        assert not committed & {fact.checkpoint for fact in told if isinstance(fact, Dropped)}
+        if owner in (snapshots, shard) or (owner is ring and name not in KEEPS_SAVING):
+            assert facts(run, Dropped)
+            assert {fact.step for fact in told if isinstance(fact, Committed)} == {0, 10, 20}
+    again = train(TOY, run)
+    require_same(weights(again), weights(ended), "run again")
+
+
+def test_what_a_full_disk_kept_from_the_journal_is_written_when_there_is_room(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def fill(_guard: object, position: int) -> None:
+        if position == 15:
+            monkeypatch.setattr(journal, "append_line", full_disk)
+        if position == 65:
+            monkeypatch.setattr(journal, "append_line", durable.append_line)
+
+    ended = train(Toy(nan=(57,)), run, hook=fill)
+    assert len(facts(run, Incident)) == len(facts(run, Planned)) == len(facts(run, Restored)) == 1
+    assert {0, 10, 20, 30, 40} <= {fact.step for fact in facts(run, Committed)}
+    require_same(ended, same_skips_from_the_start(Toy(nan=(57,)), run, tmp_path / "fresh"), "journal")
+
+
+def test_a_rollback_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing can be written any more, not even the plan; going back and on is still right."""
+    toy, run = Toy(nan=(57,)), tmp_path / "run"
+
+    def fill(_guard: object, position: int) -> None:
+        if position == 45:
+            for owner, name in OPERATIONS:
+                monkeypatch.setattr(owner, name, full_disk)
+
+    ended = train(toy, run, hook=fill)
+    monkeypatch.undo()
+    windows = [{"first": 40, "last": 60}]
+    require_same(ended, train(toy.with_settings(skip=windows), tmp_path / "fresh"), "full disk")

@@ -1,0 +1,138 @@
+"""The policies through a real guard: what is restored, what is skipped, when it ends."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
+
+from rollback.events import Concluded, Finished, Incident, Planned, Restored, ScalerSkipped, Stopped
+
+PRESET = {"rewind": None, "skip_after": None}  # those of the preset, not the tests' own
+
+
+def outcomes(run: Path) -> list[str]:
+    return [fact.outcome for fact in facts(run, Concluded)]
+
+
+def test_surgical_skips_only_what_the_sentinel_saw(tmp_path: Path) -> None:
+    toy = Toy(nan=(59,), settings={**PRESET, "policy": "surgical"})
+    ended = train(toy, tmp_path / "run")
+    assert skip_list(tmp_path / "run") == [{"first": 59, "last": 59}]
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert plan.step == 50
+    assert sorted(consumed(ended)) == [batch for batch in range(100) if batch != 59]
+
+
+def test_palm_rewinds_a_hundred_steps_and_skips_two_hundred_batches(tmp_path: Path) -> None:
+    toy = Toy(samples=1600, nan=(257,), settings={**PRESET, "policy": "palm", "keep": 20})
+    ended = train(toy, tmp_path / "run")
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert (plan.step, plan.skip.first, plan.skip.last) == (150, 150, 349)
+    assert sorted(skipped(tmp_path / "run")) == list(range(150, 350))
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "palm")
+
+
+def test_balanced_lies_between_them(tmp_path: Path) -> None:
+    toy = Toy(samples=800, nan=(107,), settings=PRESET)
+    train(toy, tmp_path / "run")
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert (plan.step, plan.skip.first, plan.skip.last) == (80, 80, 127)
+
+
+def test_a_fault_that_does_not_come_back_costs_no_data(tmp_path: Path) -> None:
+    toy = Toy(nan=(57,), once=True).with_settings(retry_first=True, horizon=20)
+    ended = train(toy, tmp_path / "run")
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert (plan.action, plan.skip) == ("retry", None)
+    assert outcomes(tmp_path / "run") == ["not_reproduced"]
+    require_same(ended, train(toy.but(nan=())), "replayed")
+
+
+def test_a_fault_that_comes_back_is_then_skipped(tmp_path: Path) -> None:
+    toy = Toy(nan=(57,)).with_settings(retry_first=True, horizon=20)
+    ended = train(toy, tmp_path / "run")
+    retry, rollback = facts(tmp_path / "run", Planned)
+    assert (retry.action, rollback.action, rollback.escalation) == ("retry", "rollback", 0)
+    assert outcomes(tmp_path / "run") == ["repeated", "recovered"]
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "persistent")
+
+
+def test_what_comes_back_widens_the_window_and_ends_in_a_structural_stop(tmp_path: Path) -> None:
+    """Everything from batch 40 on is bad: no window is wide enough."""
+    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential")
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit) as stopped:
+        train(toy, run)
+    assert stopped.value.code == 76
+    plans = facts(run, Planned)
+    assert [plan.action for plan in plans] == ["rollback", "rollback", "rollback", "stop"]
+    steps = [plan.step for plan in plans[:-1]]
+    assert steps == sorted(steps, reverse=True)
+    assert len(set(steps)) == 3, "an older checkpoint each time"
+    lengths = [len(plan.skip) for plan in plans[:-1]]
+    assert lengths[1] >= 2 * lengths[0]
+    assert lengths[2] >= 2 * lengths[1]
+    assert outcomes(run) == ["repeated"] * 3 + ["structural"]
+    (last,) = facts(run, Stopped)
+    assert last.reason == "structural"
+    assert "learning rate" in last.account
+
+
+def test_a_run_that_has_stopped_structurally_can_be_tried_again(tmp_path: Path) -> None:
+    """The same command resumes from what the last rollback left; with the data mended it gets through."""
+    toy, run = Toy(samples=1600, nan=tuple(range(40, 400)), sampler="sequential"), tmp_path / "run"
+    with pytest.raises(SystemExit):
+        train(toy, run)
+    ended = train(toy.but(nan=()), run)
+    assert ended["/steps"] != "0"
+    assert len(facts(run, Finished)) == 1
+
+
+def test_two_incidents_far_apart_are_two_first_answers(tmp_path: Path) -> None:
+    toy = Toy(samples=800, nan=(57, 157)).with_settings(horizon=30)
+    ended = train(toy, tmp_path / "run")
+    assert [plan.escalation for plan in facts(tmp_path / "run", Planned)] == [0, 0]
+    assert outcomes(tmp_path / "run") == ["recovered", "recovered"]
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "two incidents")
+
+
+def test_an_incident_in_the_last_step_is_still_answered(tmp_path: Path) -> None:
+    toy = Toy(nan=(99,))
+    ended = train(toy, tmp_path / "run")
+    assert len(facts(tmp_path / "run", Restored)) == 1
+    assert "nan" not in ended["/model/0.bias"]
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "last step")
+
+
+def test_an_incident_at_the_step_that_max_steps_ends(tmp_path: Path) -> None:
+    toy = Toy(nan=(59,), max_steps=60)
+    ended = train(toy, tmp_path / "run")
+    assert ended["/steps"] == "60"
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "max_steps")
+
+
+def test_an_incident_in_the_first_step_goes_back_to_the_very_beginning(tmp_path: Path) -> None:
+    toy = Toy(nan=(0,))
+    ended = train(toy, tmp_path / "run")
+    (plan,) = facts(tmp_path / "run", Planned)
+    assert plan.step == 0
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "first step")
+
+
+def test_updates_that_the_scaler_drops_are_facts_and_no_incidents(tmp_path: Path) -> None:
+    toy = Toy(scaler=True, overflow=(20, 60))
+    ended = train(toy, tmp_path / "run")
+    assert [fact.batch for fact in facts(tmp_path / "run", ScalerSkipped)] == [20, 60]
+    assert facts(tmp_path / "run", Incident) == []
+    assert ended["/steps"] == "100"
+    assert float(ended["/scaler/_growth_tracker"]) < 40
+
+
+def test_a_blip_is_noted_and_left_alone(tmp_path: Path) -> None:
+    toy = Toy(garbage=(60, 61))
+    run = tmp_path / "run"
+    require_same(weights(train(toy, run)), weights(train(toy)), "a blip")
+    assert facts(run, Incident) == []
+    assert {"noticed"} <= {fact.kind for fact in facts(run)}
