@@ -27,7 +27,7 @@ class Preset:
 
 
 PRESETS: dict[Sensitivity, Preset] = {
-    "low": Preset(patience=8, alone=9.0, only=7.0, supported=4.0, support=6.0, drift=5.0),
-    "normal": Preset(patience=5, alone=7.0, only=6.0, supported=2.8, support=4.5, drift=3.0),
-    "high": Preset(patience=4, alone=5.0, only=4.5, supported=2.5, support=4.0, drift=2.5),
+    "low": Preset(patience=8, alone=9.0, only=7.0, supported=4.0, support=6.0, drift=4.0),
+    "normal": Preset(patience=5, alone=7.0, only=6.0, supported=2.8, support=4.5, drift=2.5),
+    "high": Preset(patience=4, alone=5.0, only=4.5, supported=2.5, support=4.0, drift=2.0),
 }
