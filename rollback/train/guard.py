@@ -111,7 +111,6 @@ class Guard:
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
         self._state.image()  # refuses now what could not be kept later
         self._updates = Updates(optimizer, objects.get("scaler"))
-        self._stop = StopRequest()
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
         try:
             attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
@@ -119,6 +118,7 @@ class Guard:
             if self._lock is not None:
                 self._lock.release()
             raise
+        self._stop = StopRequest()
         self._record = attached.record
         self._life = SignsOfLife(self._paths, ranks.rank, attached.attempt)
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
@@ -220,6 +220,7 @@ class Guard:
         self._snapshots.close()
         self._watch.close()
         self._state.cursor.close()
+        self._stop.withdraw()
         if self._lock is not None:
             self._lock.release()
 

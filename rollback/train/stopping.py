@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 from types import FrameType
+from typing import Any
 
 import psutil
 
@@ -19,14 +20,19 @@ class StopRequest:
     """Becomes true when this process gets SIGTERM. That only raises a flag: all ranks stop together, by pulse.
 
     A handler that the script installed before is called too. Outside the main thread no handler can be installed; the
-    signal then keeps its meaning.
+    signal then keeps its meaning. So it does after `withdraw`.
     """
 
     def __init__(self) -> None:
         self.requested = False
-        self._before: object = None
+        self._before: Any = None
         if threading.current_thread() is threading.main_thread():
             self._before = signal.signal(signal.SIGTERM, self._note)
+
+    def withdraw(self) -> None:
+        """Nobody looks at the flag any more: what is told to end must end. A handler installed since stays."""
+        if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == self._note:
+            signal.signal(signal.SIGTERM, self._before or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.requested = True

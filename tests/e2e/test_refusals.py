@@ -1,0 +1,199 @@
+"""What the guard refuses, with what message, and that it leaves everything as it was."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+from toy import Toy, files, train
+
+import rollback
+from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
+
+TOY = Toy(samples=120)
+
+
+def make(run: Path, **changes: Any) -> rollback.Guard:
+    """A guard over the smallest job, with changes."""
+    model = changes.pop("model", None) or nn.Linear(8, 1)
+    parts = {
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "loader": DataLoader(range(20), batch_size=2),
+        "run": run,
+    }
+    return rollback.Guard(**{**parts, **changes})
+
+
+class Keeps:
+    """Something that can be handed over, with a state of our choice."""
+
+    def __init__(self, state: Any) -> None:
+        self.state = state
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"deep": {"inside": self.state}}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.state = state_dict["deep"]["inside"]
+
+
+def refused(kind: type[RollbackError], run: Path, text: str, **changes: Any) -> RollbackError:
+    before = files(run) if run.exists() else None
+    with pytest.raises(kind) as caught:
+        make(run, **changes)
+    message = str(caught.value)
+    assert text in message
+    assert caught.value.hint
+    assert (files(run) if run.exists() else None) == before, "the run directory was touched"
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"probation": 5}, "probation=5"),
+        ({"snapshot_every": 0}, "snapshot_every=0"),
+        ({"keep": 2}, "keep"),
+        ({"rewind": -1}, "rewind"),
+        ({"policy": "plam"}, "policy"),
+        ({"skip": [{"first": 5, "last": 3}]}, "ends (3) before it begins (5)"),
+        ({"patience": 5}, "patience"),
+        ({"ema": object()}, "Guard(ema=...)"),
+        ({"loader": 7}, "int"),
+        ({"ema": Keeps({1, 2})}, "shared/objects/ema/deep/inside"),
+        ({"ema": Keeps([print])}, "shared/objects/ema/deep/inside/0"),
+        ({"ema": Keeps(torch.zeros(2).to_sparse())}, "shared/objects/ema/deep/inside"),
+    ],
+    ids=lambda value: str(value)[:40].replace("/", "-"),
+)
+def test_a_wrong_call_makes_no_run_directory(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    error = refused(UsageError, tmp_path / "run", text, **changes)
+    assert error.exit_code == 2
+
+
+def test_a_loss_that_is_not_one_number(tmp_path: Path) -> None:
+    guard = make(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"shape \[3\]"):
+        guard.observe(torch.zeros(3))
+    guard.close()
+
+
+def wider() -> nn.Module:
+    return nn.Linear(9, 1)
+
+
+def doubled() -> nn.Module:
+    return nn.Linear(8, 1).double()
+
+
+def renamed() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 1))
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model": wider()}, "'weight' is float32[1, 8] in the run, float32[1, 9] in this job"),
+        ({"model": doubled()}, "'weight' is float32[1, 8] in the run, float64[1, 8] in this job"),
+        ({"model": renamed()}, "the run has no '0.weight'"),
+        ({"loader": DataLoader(range(21), batch_size=2)}, "data, length: the run has 20, this job 21"),
+        ({"loader": DataLoader(range(19), batch_size=2)}, "data, length: the run has 20, this job 19"),
+        ({"loader": DataLoader(range(20), batch_size=4)}, "data, batch_size: the run has 2, this job 4"),
+        ({"loader": DataLoader(range(20), batch_size=2, shuffle=True)}, "sampler: the run has 'SequentialSampler'"),
+        ({"ema": Keeps(1)}, "objects: the run has [], this job ['ema']"),
+    ],
+    ids=lambda value: str(value)[:50].replace("/", "-"),
+)
+def test_another_job_is_refused_with_the_difference(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+    make(tmp_path / "run").close()
+    error = refused(RunDoesNotFit, tmp_path / "run", text, **changes)
+    assert error.exit_code == 78
+
+
+def test_another_optimizer_is_refused(tmp_path: Path) -> None:
+    make(tmp_path / "run").close()
+    model = nn.Linear(8, 1)
+    adam = torch.optim.Adam(model.parameters())
+    refused(RunDoesNotFit, tmp_path / "run", "the run has 'SGD', this job 'Adam'", model=model, optimizer=adam)
+
+
+def test_another_world_size_is_refused(tmp_path: Path) -> None:
+    """A run of two ranks, as far as its record says, and one process that would go on with it."""
+    make(tmp_path / "run").close()
+    identity = tmp_path / "run" / "run.json"
+    identity.write_text(identity.read_text().replace('"world_size": 1', '"world_size": 2'))
+    refused(RunDoesNotFit, tmp_path / "run", "world size: the run has 2 ranks, this job 1")
+
+
+def test_ranks_that_were_not_initialised_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    refused(UsageError, tmp_path / "run", "init_process_group")
+
+
+def test_a_run_directory_that_is_a_file(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(RunDirectoryError):
+        make(tmp_path / "run")
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_damaged_identity_and_a_damaged_journal(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(TOY, run)
+    journal, identity = run / "journal" / "train.jsonl", run / "run.json"
+    sound = journal.read_text()
+    journal.write_text(sound.replace("committed", "comitted", 1))
+    before = files(run)
+    with pytest.raises(JournalDamaged, match="line 2"):
+        train(TOY, run)
+    assert files(run) == before
+    journal.write_text(sound)
+    identity.write_text(identity.read_text()[:-20])
+    before = files(run)
+    with pytest.raises(RunDirectoryError, match="damaged"):
+        train(TOY, run)
+    assert files(run) == before
+
+
+def test_checkpoints_without_an_identity(tmp_path: Path) -> None:
+    train(TOY, tmp_path / "run")
+    (tmp_path / "run" / "run.json").unlink()
+    before = files(tmp_path / "run")
+    with pytest.raises(RunDirectoryError, match=r"no run\.json"):
+        train(TOY, tmp_path / "run")
+    assert files(tmp_path / "run") == before
+
+
+def test_a_refused_guard_leaves_model_signals_and_lock_alone(tmp_path: Path) -> None:
+    """After a refusal a script may go on without a guard, or with another run directory."""
+    handler = signal.getsignal(signal.SIGTERM)
+    make(tmp_path / "run").close()
+    model = wider()
+    before = [parameter.clone() for parameter in model.parameters()]
+    refused(RunDoesNotFit, tmp_path / "run", "weight", model=model)
+    assert all(torch.equal(*pair) for pair in zip(before, model.parameters(), strict=True))
+    assert signal.getsignal(signal.SIGTERM) == handler
+    make(tmp_path / "other", model=model).close()
+
+
+def test_a_closed_guard_gives_sigterm_back(tmp_path: Path) -> None:
+    """Behind the training, a script that is told to end must end."""
+    handler = signal.getsignal(signal.SIGTERM)
+    guard = make(tmp_path / "run")
+    assert signal.getsignal(signal.SIGTERM) != handler
+    guard.close()
+    assert signal.getsignal(signal.SIGTERM) == handler
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_read_only_run_directory(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o500)
+    with pytest.raises(RunDirectoryError, match="lock"):
+        make(tmp_path / "run")
