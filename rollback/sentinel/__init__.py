@@ -45,8 +45,8 @@ less, since no handful of bad batches covers so many steps.
 **What no single step shows** has two rules of its own, with references that do not follow the change (`slow`):
 
 ``loss-drift``
-    Three medians of 16 accepted losses in a row stand above the lowest such median so far by 2.5 noise units and a fifth
-    of the progress, and still rise. A shift steps up and then decays, so it does not rise.
+    Three medians of 16 accepted losses in a row stand above the lowest such median so far by 2.5 noise units and a
+    fifth of the progress, and still rise. A shift steps up and then decays, so it does not rise.
 ``grad-norm-collapse``
     Over 10 observations the gradient norm is below half of what it was over the 32 before, while the loss is up by 1.5
     times its spread then: a dead plateau, on which no gradient is left to bring the loss down.
