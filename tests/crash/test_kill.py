@@ -1,0 +1,133 @@
+"""Oracle B: a rank is killed at random moments; the run ends bit for bit as one that was never disturbed.
+
+25 kills: 22 of a single rank, one after another in the same runs, and 3 of a rank among two under `rollback launch`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from attempts import Forker
+from toy import Toy, facts, require_same, train
+
+from rollback.events import Attached, AttemptEnded, Incident
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+LIMIT = 90.0
+# Surgical: what is skipped must not depend on which checkpoints a killed run happens to have.
+SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3}
+JOBS = {
+    "epochs and an incident": Toy(
+        samples=400, epochs=3, loop="epochs", between=True, augment=True, nan=(60, 150), patient=False,
+        settings=SURGICAL,
+    ),
+    "workers and an incident": Toy(samples=1600, workers=2, augment=True, nan=(150,), patient=False, settings=SURGICAL),
+    "drawn and accumulated": Toy(loader="drawn", accumulate=2, max_steps=250, patient=False, settings=SURGICAL),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+@pytest.mark.parametrize(("job", "kills"), [*zip(JOBS, (8, 7, 7), strict=True)])
+def test_a_rank_killed_at_random_moments(tmp_path: Path, forker: Forker, job: str, kills: int) -> None:
+    """A moment is a share of the time that an undisturbed attempt takes. When a run is through, another begins."""
+    toy, seed = JOBS[job], f"{job}/1"
+    moments = random.Random(seed)
+    began = time.monotonic()
+    undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
+    takes = time.monotonic() - began
+    killed, runs = 0, 0
+    while killed < kills:
+        run, log = tmp_path / f"run{runs}", tmp_path / f"log{runs}"
+        runs += 1
+        delays = []
+        while killed < kills:
+            delays.append(moments.uniform(0.05, 0.6) * takes)
+            status = forker.status(toy, run, log=str(log), kill_after=delays[-1])
+            assert status in (0, -signal.SIGKILL), Path(f"{run}.txt").read_text()
+            if status == 0:
+                break
+            killed += 1
+        ended = forker.finish(toy, run, log=log)
+        require_same(ended, undisturbed, f"seed {seed!r}, run {runs}, killed after {delays} s")
+
+
+def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path) -> None:
+    """The supervisor starts the next attempt by itself. A kill may come at any step, also while ranks are starting."""
+    seed = 3
+    moments, run = random.Random(seed), tmp_path / "run"
+    toy = Toy(
+        samples=1600, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(60, 300), nan_rank=1,
+        patient=False, settings=SURGICAL,
+    )  # fmt: skip
+    killed_at: list[tuple[int, int]] = []
+    job = _launch(toy, run, tmp_path)
+    try:
+        for aim in sorted(moments.sample(range(20, 390), 3)):
+            victim = moments.randrange(2)
+            beat = _heartbeat_from(run, victim, aim, job)
+            if beat is None:
+                break
+            psutil.Process(beat[0]).kill()
+            killed_at.append((victim, beat[1]))
+        output, _ = job.communicate(timeout=LIMIT)
+    finally:
+        if job.poll() is None:
+            job.kill()
+            job.wait()
+    told = f"seed {seed}, killed (rank, step) {killed_at}"
+    assert job.returncode == 0, f"{told}\n{output}"
+    ended = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, AttemptEnded)]
+    assert len(ended) == len(killed_at) + 1, told
+    assert len(killed_at) == 3, told
+    assert all("signal 9" in fact.cause for fact in ended[:-1]), [fact.cause for fact in ended]
+    assert {fact.onset_batch for fact in facts(run, Incident)} == {60, 300}
+    assert len(facts(run, Attached)) == len(ended)
+    undisturbed = _launch(toy, tmp_path / "undisturbed", tmp_path)
+    output, _ = undisturbed.communicate(timeout=LIMIT)
+    assert undisturbed.returncode == 0, output
+    for rank in range(2):
+        require_same(_portrait(run, rank), _portrait(tmp_path / "undisturbed", rank), f"{told}, rank {rank}")
+
+
+def _launch(toy: Toy, run: Path, folder: Path) -> subprocess.Popen[str]:
+    script = Path(train.__code__.co_filename).with_name("job.py")
+    command = [
+        sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(script),
+        toy.to_json(), str(run) + "-portrait",
+    ]  # fmt: skip
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    return subprocess.Popen(
+        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+
+
+def _heartbeat_from(run: Path, rank: int, step: int, job: subprocess.Popen[str]) -> tuple[int, int] | None:
+    """Pid and step of a rank as soon as its heartbeat has reached a step; None where the job ended before."""
+    deadline = time.monotonic() + LIMIT
+    while job.poll() is None and time.monotonic() < deadline:
+        beat = read_heartbeats(RunPaths(run).ranks).get(rank)
+        if beat is not None and beat.step >= step and beat.doing != "ended" and psutil.pid_exists(beat.pid):
+            return beat.pid, beat.step
+        time.sleep(0.01)
+    return None
+
+
+def _portrait(run: Path, rank: int) -> dict[str, str]:
+    return dict(json.loads(Path(f"{run}-portrait-{rank}.json").read_text()))
