@@ -45,7 +45,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return {"$tensor": _put(value, path, tensors)}
         case np.ndarray():
             return {"$array": _put(_from_numpy(value, path), path, tensors)}
-        case np.generic():
+        case np.generic() if not isinstance(value.item(), np.generic):
             return encode(value.item(), path, tensors)
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
@@ -111,15 +111,21 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
             f"the tensor {path!r} is {kind}; a checkpoint keeps dense tensors of the types {', '.join(DTYPE)}",
             hint="sharded parameters (FSDP, tensor parallel) are not supported; replicated ones (DDP) are",
         )
-    tensors[path] = tensor.detach()
-    return path
+    name = path
+    while name in tensors:  # the keys 1 and "1" of one mapping read alike in a path
+        name += "%"
+    tensors[name] = tensor.detach()
+    return name
 
 
 def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
     try:
         return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
-    except TypeError as error:
-        raise UsageError(f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep") from error
+    except (TypeError, ValueError) as error:  # an element type, or a byte order, that torch does not have
+        raise UsageError(
+            f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep",
+            hint="convert it to a number type of this machine's byte order",
+        ) from error
 
 
 def _special(value: float) -> str:
