@@ -225,6 +225,7 @@ def checks(progress: dict[str, Progress], ledger: dict[str, Any], found: dict[st
     apart = protected / undisturbed - 1
     missed, beside = found["planted_samples_not_skipped"], found["good_batches_skipped"]
     widened = [number for number in found["widened"] if found["causes"][number] == "garbage"]
+    numbers = ", ".join(map(str, widened)) or "none"
     harmed = "NaN" if math.isnan(unprotected) else f"{unprotected / undisturbed - 1:+.1%}"
     causes = ", ".join(f"{number}: {cause or 'nothing planted'}" for number, cause in found["causes"].items())
     return [
@@ -238,7 +239,7 @@ def checks(progress: dict[str, Progress], ledger: dict[str, Any], found: dict[st
         ),
         (len(beside) <= len(found["bad_batches"]), f"good batches skipped beside them: {len(beside)}"),
         (all(found["causes"].values()), f"causes of the incidents: {causes}"),
-        (bool(widened), f"the garbage was longer than the first window; widened in incident {widened}"),
+        (bool(widened), f"the garbage was longer than the first window; widened by incident {numbers}"),
         (ledger["totals"]["attempts"] == 2, f"attempts: {ledger['totals']['attempts']}, one rank having been killed"),
     ]
 
