@@ -62,7 +62,7 @@ class Scale:
     noise: float
     """Never zero, and never less than what would matter on this loss curve."""
     progress: float
-    """First losses minus level; 0 if the loss has not come down."""
+    """First losses minus level; 0 if the loss has not come down by much more than its noise."""
     solved: bool
     """The level is so near zero that ratios to it mean nothing: only a fall back to the start is damage."""
 
@@ -71,18 +71,19 @@ class Scale:
         """The scale from a baseline and the typical first loss."""
         progress = max(0.0, start - level)
         least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
-        return cls(level, max(noise, least), progress, solved=0 <= level < _SOLVED * start)
+        noise = max(noise, least)
+        measurable = progress > _LEAST_PROGRESS_IN_NOISE * noise
+        return cls(level, noise, progress if measurable else 0.0, measurable and 0 <= level < _SOLVED * start)
 
     def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> Reading:
         """Measure an observation. Heights are cut to what counts."""
         above = loss - self.level
-        has_progress = self.progress > _LEAST_PROGRESS_IN_NOISE * self.noise
         return Reading(
             step,
             loss,
             log_norm,
             _cut(above / self.noise, _HEIGHT_KEPT),
-            _cut(above / self.progress, _HEIGHT_KEPT) if has_progress else 0.0,
+            _cut(above / self.progress, _HEIGHT_KEPT) if self.progress else 0.0,
             None if norm_height is None else _cut(norm_height, _NORM_COUNTED),
         )
 
