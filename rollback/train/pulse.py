@@ -72,7 +72,8 @@ class Beat:
     """A reduced pulse: the same on every rank.
 
     loss, grad_norm: mean over the ranks, NaN or Inf if any rank's was; None if no rank had one.
-    ailing: ranks with something non-finite. The counts are numbers of ranks.
+    ailing: ranks whose loss was not finite; failing that, those whose gradient norm was not, which after DDP's all-reduce
+    is everybody's. The counts are numbers of ranks.
     """
 
     loss: float | None
@@ -186,13 +187,17 @@ def _beat(vector: list[float]) -> Beat:
     return Beat(
         loss=_mean(slots[Slot.LOSS], slots[Slot.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
         grad_norm=_mean(slots[Slot.GRAD], slots[Slot.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF),
-        ailing=tuple(rank for rank, code in enumerate(codes) if code),
+        ailing=_having(codes, Ailment.LOSS_NAN | Ailment.LOSS_INF) or _having(codes, anywhere),
         stop=slots[Slot.STOP] > 0,
         scaler_skipped=slots[Slot.SCALER_SKIPPED] > 0,
         shards_written=int(slots[Slot.SHARD_WRITTEN]),
         shards_failed=int(slots[Slot.SHARD_FAILED]),
         committed=slots[Slot.COMMITTED] > 0,
     )
+
+
+def _having(codes: list[Ailment], ailment: Ailment) -> tuple[int, ...]:
+    return tuple(rank for rank, code in enumerate(codes) if code & ailment)
 
 
 def _mean(total: float, count: float, anywhere: Ailment, nan: Ailment, inf: Ailment) -> float | None:

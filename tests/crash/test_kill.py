@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import signal
@@ -18,7 +17,8 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import Forker
-from toy import Toy, facts, require_same, train
+from job_results import JOB, Scenarios
+from toy import Toy, facts, require_same
 
 from rollback.events import Attached, AttemptEnded, Incident
 from rollback.rundir.journal import read_journal
@@ -71,13 +71,13 @@ def test_a_rank_killed_at_random_moments(tmp_path: Path, forker: Forker, job: st
 def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path) -> None:
     """The supervisor starts the next attempt by itself. A kill may come at any step, also while ranks are starting."""
     seed = 3
-    moments, run = random.Random(seed), tmp_path / "run"
+    moments, run = random.Random(seed), tmp_path / "killed"
     toy = Toy(
         samples=1600, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(60, 300), nan_rank=1,
         patient=False, settings=SURGICAL,
     )  # fmt: skip
     killed_at: list[tuple[int, int]] = []
-    job = _launch(toy, run, tmp_path)
+    job = _launch(toy, run)
     try:
         for aim in sorted(moments.sample(range(20, 390), 3)):
             victim = moments.randrange(2)
@@ -99,22 +99,23 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path) -> 
     assert all("signal 9" in fact.cause for fact in ended[:-1]), [fact.cause for fact in ended]
     assert {fact.onset_batch for fact in facts(run, Incident)} == {60, 300}
     assert len(facts(run, Attached)) == len(ended)
-    undisturbed = _launch(toy, tmp_path / "undisturbed", tmp_path)
-    output, _ = undisturbed.communicate(timeout=LIMIT)
-    assert undisturbed.returncode == 0, output
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("undisturbed", toy)
+    scenarios.torchrun(2)
     for rank in range(2):
-        require_same(_portrait(run, rank), _portrait(tmp_path / "undisturbed", rank), f"{told}, rank {rank}")
+        portraits = [scenarios.portrait(name, rank) for name in ("killed", "undisturbed")]
+        require_same(*portraits, f"{told}, rank {rank}")
 
 
-def _launch(toy: Toy, run: Path, folder: Path) -> subprocess.Popen[str]:
-    script = Path(train.__code__.co_filename).with_name("job.py")
+def _launch(toy: Toy, run: Path) -> subprocess.Popen[str]:
+    scenarios = Scenarios(run.parent)
+    scenarios.add(run.name, toy)
     command = [
-        sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(script),
-        toy.to_json(), str(run) + "-portrait",
+        sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path),
     ]  # fmt: skip
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     return subprocess.Popen(
-        command, cwd=folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        command, cwd=run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 
 
@@ -127,7 +128,3 @@ def _heartbeat_from(run: Path, rank: int, step: int, job: subprocess.Popen[str])
             return beat.pid, beat.step
         time.sleep(0.01)
     return None
-
-
-def _portrait(run: Path, rank: int) -> dict[str, str]:
-    return dict(json.loads(Path(f"{run}-portrait-{rank}.json").read_text()))

@@ -1,23 +1,72 @@
-"""A toy job as a training script: `job.py TOY PORTRAIT [RUN]`, under python, torchrun or rollback launch.
+"""Toy jobs one after another as a training script, under python, torchrun or rollback launch: `job.py SCENARIOS`.
 
-Writes each rank's portrait to PORTRAIT-<rank>.json, and logs consumed samples to PORTRAIT-<rank>.log over all attempts.
+SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and optionally `run` (default: the
+supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
+(`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
+can write no shard). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`.
+Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch.distributed as dist
-from toy import Toy, train
+from toy import Hook, Toy, skip_list, train
 
-if "RANK" in os.environ:
-    dist.init_process_group("gloo")
-rank = os.environ.get("RANK", "0")
-run = Path(sys.argv[3] if len(sys.argv) > 3 else os.environ["ROLLBACK_RUN"])
-portrait = train(Toy.from_json(sys.argv[1]), run, log=Path(f"{sys.argv[2]}-{rank}.log"))
-Path(f"{sys.argv[2]}-{rank}.json").write_text(json.dumps(portrait))
-if dist.is_initialized():
-    dist.destroy_process_group()
+from rollback.errors import RollbackError
+from rollback.train import snapshots
+
+
+def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+    toy = Toy.from_json(scenario["toy"])
+    if scenario.get("skips_of"):
+        toy = toy.with_settings(skip=skip_list(Path(scenario["skips_of"])))
+    run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
+    write = snapshots.write_shard
+    try:
+        log = folder / f"{scenario['name']}-{rank}.log"
+        return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, rank), log=log)}
+    except SystemExit as end:
+        return {"exit": end.code}
+    except RollbackError as error:
+        return {"error": type(error).__name__, "message": str(error)}
+    finally:
+        snapshots.write_shard = write
+
+
+def hook(scenario: dict[str, Any], rank: int) -> Hook:
+    def at_batch(_guard: object, position: int) -> None:
+        if scenario.get("signal", [])[:2] == [rank, position]:
+            os.kill(os.getpid(), scenario["signal"][2])
+        if scenario.get("full_disk") == [rank, position]:
+            snapshots.write_shard = refuse
+
+    return at_batch
+
+
+def refuse(*_: object) -> Any:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def main() -> None:
+    scenarios = Path(sys.argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for scenario in json.loads(scenarios.read_text()):
+        result = perform(scenario, rank, scenarios.parent)
+        (scenarios.parent / f"{scenario['name']}-{rank}.json").write_text(json.dumps(result))
+        if dist.is_initialized():
+            dist.barrier()  # the next one may read what rank 0 has written
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+"""Two ranks and four under torchrun: one job each, with scenario after scenario in the same process group."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import pytest
+from job_results import Scenarios
+from toy import Toy, facts, files, require_same, skipped, train, weights
+
+from rollback.events import Committed, Dropped, Incident, Planned, Restored, Stopped
+
+SAMPLES = 800  # 100 batches of 4 for each of two ranks
+BAD = {
+    "one rank's nan": Toy(SAMPLES // 2, epochs=2, sampler="distributed", nan=(57,), nan_rank=1, augment=True),
+    "garbage": Toy(SAMPLES, sampler="distributed", workers=2, garbage=(60, 84)).with_settings(skip_after=0),
+    "accumulation": Toy(SAMPLES, sampler="distributed", accumulate=2, nan=(57,), nan_rank=0),
+    "shuffled by each": Toy(SAMPLES // 2, sampler="random", nan=(57,)),
+    "drawn": Toy(loader="drawn", max_steps=100, nan=(57,)),
+    "epochs": Toy(SAMPLES // 4, epochs=3, loop="epochs", between=True, sampler="distributed", nan=(52,)).with_settings(
+        rewind=12
+    ),
+}
+HEALTHY = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True)
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
+    scenarios = Scenarios(tmp_path_factory.mktemp("two"))
+    for name, toy in BAD.items():
+        scenarios.add(name, toy)
+        scenarios.add(f"{name}, fresh", toy, skips_of=str(scenarios.run(name)))
+    scenarios.add("guarded", HEALTHY)
+    scenarios.add("unguarded", HEALTHY, run=None)
+    scenarios.add("told to stop", HEALTHY, signal=[1, 33, signal.SIGTERM])
+    scenarios.add("told to stop, then", HEALTHY, run=str(scenarios.run("told to stop")))
+    scenarios.add("one full disk", HEALTHY, full_disk=[1, 25])
+    train(Toy(120), scenarios.run("of one rank"))
+    scenarios.add("of one rank", Toy(120))
+    scenarios.torchrun(2)
+    return scenarios
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("name", BAD)
+def test_as_if_the_bad_batches_had_never_been_there(two: Scenarios, name: str, rank: int) -> None:
+    assert facts(two.run(name), Restored)
+    require_same(two.portrait(name, rank), two.portrait(f"{name}, fresh", rank), f"{name}, rank {rank}")
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_replicas_stay_replicas(two: Scenarios, name: str) -> None:
+    parameters = [
+        {key: text for key, text in weights(two.portrait(name, rank)).items() if "module.1" not in key}
+        for rank in (0, 1)
+    ]
+    require_same(*parameters, name)
+
+
+def test_the_rank_with_the_nan_is_named(two: Scenarios) -> None:
+    assert [fact.ranks for fact in facts(two.run("one rank's nan"), Incident)] == [(1,)]
+    assert [fact.ranks for fact in facts(two.run("accumulation"), Incident)] == [(0,)]
+    assert [fact.ranks for fact in facts(two.run("drawn"), Incident)] == [(0, 1)]
+
+
+def test_each_rank_records_its_own_skipped_samples(two: Scenarios) -> None:
+    name = "one rank's nan"
+    (plan,) = facts(two.run(name), Planned)
+    records = [skipped(two.run(name), rank) for rank in (0, 1)]
+    assert [sorted(record) for record in records] == [list(range(plan.skip.first, plan.skip.last + 1))] * 2
+    of_one_epoch = [{i for batch, ids in record.items() if batch < 50 for i in ids or ()} for record in records]
+    assert [len(ids) for ids in of_one_epoch] == [4 * (50 - plan.skip.first)] * 2
+    assert not of_one_epoch[0] & of_one_epoch[1]
+
+
+def test_windows_cover_whole_updates_under_accumulation(two: Scenarios) -> None:
+    (plan,) = facts(two.run("accumulation"), Planned)
+    assert plan.skip.first % 2 == 0
+    assert len(plan.skip) % 2 == 0
+    (incident,) = facts(two.run("accumulation"), Incident)
+    assert (incident.onset_step, incident.onset_batch, incident.detection_batch) == (28, 56, 57)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_the_guard_changes_nothing(two: Scenarios, rank: int) -> None:
+    require_same(two.portrait("guarded", rank), two.portrait("unguarded", rank), f"rank {rank}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_one_rank_that_is_told_to_stop_stops_all_at_one_step(two: Scenarios, rank: int) -> None:
+    assert two.result("told to stop", rank) == {"exit": 75}
+    (stopped,) = facts(two.run("told to stop"), Stopped)
+    assert stopped.step == 35
+    ended = weights(two.portrait("told to stop, then", rank))
+    require_same(ended, weights(two.portrait("unguarded", rank)), f"rank {rank}")
+
+
+def test_a_rank_that_cannot_write_its_shard_means_no_checkpoint_and_no_harm(two: Scenarios) -> None:
+    run = two.run("one full disk")
+    for rank in (0, 1):
+        require_same(two.portrait("one full disk", rank), two.portrait("unguarded", rank), f"rank {rank}")
+    assert {fact.step for fact in facts(run, Committed)} == {0, 10, 20}
+    assert len(facts(run, Dropped)) >= 5
+    assert sorted(path.name for path in (run / "ring").iterdir()) == [
+        fact.checkpoint for fact in facts(run, Committed)
+    ], "something is left of what was dropped"
+
+
+def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp_path: Path) -> None:
+    for rank in (0, 1):
+        result = two.result("of one rank", rank)
+        assert result["error"] == "RunDoesNotFit"
+        assert "the run has 1 ranks, this job 2" in result["message"]
+    train(Toy(120), tmp_path / "alike")
+    assert files(two.run("of one rank")).keys() == files(tmp_path / "alike").keys()
+
+
+def test_four_ranks(tmp_path: Path) -> None:
+    scenarios = Scenarios(tmp_path)
+    toy = Toy(SAMPLES, epochs=2, sampler="distributed", nan=(57,), nan_rank=2)
+    scenarios.add("bad", toy)
+    scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
+    scenarios.torchrun(4)
+    assert [fact.ranks for fact in facts(scenarios.run("bad"), Incident)] == [(2,)]
+    for rank in range(4):
+        require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")

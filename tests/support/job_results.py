@@ -1,0 +1,50 @@
+"""Writing scenarios for job.py and reading what its ranks left."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from toy import Toy
+
+JOB = Path(__file__).parent / "job.py"
+LIMIT = 120.0
+
+
+class Scenarios:
+    """Scenarios of one job in a folder of its own, in the order in which they are added."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.path = folder / "scenarios.json"
+        self._listed: list[dict[str, Any]] = []
+
+    def add(self, name: str, toy: Toy, **more: Any) -> None:
+        """Run `toy` under a guard in the run directory `<name>`, unless `more` says otherwise."""
+        self._listed.append({"name": name, "toy": toy.to_json(), "run": str(self.run(name)), **more})
+        self.path.write_text(json.dumps(self._listed))
+
+    def run(self, name: str) -> Path:
+        return self.folder / name
+
+    def torchrun(self, ranks: int) -> str:
+        """Start it all under torchrun, wait for the end, and return what it printed."""
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        done = subprocess.run(
+            [*command, str(JOB), str(self.path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT,
+            text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]
+        return done.stdout
+
+    def result(self, name: str, rank: int) -> dict[str, Any]:
+        return dict(json.loads((self.folder / f"{name}-{rank}.json").read_text()))
+
+    def portrait(self, name: str, rank: int) -> dict[str, str]:
+        result = self.result(name, rank)
+        assert "portrait" in result, result
+        return dict(result["portrait"])

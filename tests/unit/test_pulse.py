@@ -1,0 +1,135 @@
+"""The pulse: what one rank's beat says, and that ranks that reduce theirs read the same."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from rollback.train.pulse import Ailment, Beat, Pulse, Signs, Slot, _beat
+from rollback.train.ranks import Ranks
+
+numbers = st.none() | st.floats(width=32)
+signs = st.builds(Signs, *[st.booleans()] * 5)
+
+
+def scalar(value: float | None) -> Tensor | None:
+    return None if value is None else torch.tensor(value)
+
+
+def same(one: float | None, other: float | None) -> bool:
+    return one == other or (one is not None and other is not None and math.isnan(one) and math.isnan(other))
+
+
+def expected(values: list[float | None]) -> float | None:
+    """Of all ranks: NaN if any is, else infinite if any is, else the mean of those that are there."""
+    present = [value for value in values if value is not None]
+    if any(math.isnan(value) for value in present):
+        return math.nan
+    if any(math.isinf(value) for value in present):
+        return math.inf
+    return sum(present) / len(present) if present else None
+
+
+def reduce(rows: list[tuple[float | None, float | None, Signs]], on_device: bool) -> Beat:
+    """The beat that ranks with these rows would read, without a process group: composed by each, then summed."""
+    ranks = Ranks()
+    ranks.world_size = len(rows)
+    total = torch.zeros(len(Slot) + len(rows), dtype=torch.float64)
+    for rank, (loss, grad_norm, said) in enumerate(rows):
+        ranks.rank = rank
+        pulse = Pulse(ranks, torch.device("cpu"))
+        compose = pulse._compose_on_device if on_device else pulse._compose_on_host
+        total += compose(scalar(loss), scalar(grad_norm), said)
+    return _beat(total.tolist())
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@given(rows=st.lists(st.tuples(numbers, numbers, signs), min_size=1, max_size=5))
+def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float | None, float | None, Signs]]) -> None:
+    beat = reduce(rows, on_device)
+    losses, norms = [row[0] for row in rows], [row[1] for row in rows]
+    for read, values in ((beat.loss, losses), (beat.grad_norm, norms)):
+        mean = expected(values)
+        assert same(read, mean) or math.isclose(read or 0.0, mean or 0.0, rel_tol=1e-12, abs_tol=1e-300)
+    ill = [[value is not None and not math.isfinite(value) for value in values] for values in (losses, norms)]
+    named = ill[0] if any(ill[0]) else ill[1]
+    assert beat.ailing == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
+    assert beat.stop == any(said.stop for *_, said in rows)
+    assert beat.scaler_skipped == any(said.scaler_skipped for *_, said in rows)
+    assert beat.committed == any(said.committed for *_, said in rows)
+    assert beat.shards_written == sum(said.shard_written for *_, said in rows)
+    assert beat.shards_failed == sum(said.shard_failed for *_, said in rows)
+
+
+@given(st.lists(st.integers(0, 15), min_size=1, max_size=8))
+def test_the_codes_tell_all_ailments_of_all_ranks(codes: list[int]) -> None:
+    beat = _beat([*[0.0] * len(Slot), *map(float, codes)])
+    anywhere = Ailment(0)
+    for code in codes:
+        anywhere |= Ailment(code)
+    assert (beat.loss is not None and math.isnan(beat.loss)) == bool(anywhere & Ailment.LOSS_NAN)
+    assert bool(beat.ailing) == any(codes)
+
+
+def test_one_process_reads_its_own_beat() -> None:
+    pulse = Pulse(Ranks(), torch.device("cpu"))
+    assert not pulse.under_way
+    with pytest.raises(RuntimeError, match="no beat"):
+        pulse.read()
+    pulse.send(torch.tensor(2.0), None, Signs(stop=True))
+    assert pulse.under_way
+    beat = pulse.read()
+    assert (beat.loss, beat.grad_norm, beat.stop, beat.ailing) == (2.0, None, True, ())
+    assert not pulse.under_way
+
+
+RANK = """
+import json, math, sys, torch, torch.distributed as dist
+from rollback.train.pulse import Pulse, Signs
+from rollback.train.ranks import Ranks
+dist.init_process_group("gloo")
+ranks = Ranks()
+pulse = Pulse(ranks, torch.device("cpu"))
+losses = [[1.0, 3.0], [math.nan, 1.0], [1.0, math.inf], [None, 4.0]]
+read = []
+for loss in losses:
+    mine = None if loss[ranks.rank] is None else torch.tensor(loss[ranks.rank])
+    pulse.send(mine, torch.tensor(1.0 + ranks.rank), Signs(stop=ranks.rank == 1))
+    beat = pulse.read()
+    read.append([repr(beat.loss), beat.grad_norm, list(beat.ailing), beat.stop])
+texts = ranks.from_each("x" * (3 * ranks.rank) + "é")
+print(json.dumps([read, texts, ranks.from_first({"from": ranks.rank}), ranks.all_of(ranks.rank == 0)]))
+dist.destroy_process_group()
+"""
+
+
+def test_two_ranks_read_the_same(tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK], env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
+            stdout=subprocess.PIPE, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    first, second = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    assert first == second
+    beats, texts, from_first, all_of = first
+    assert [beat[0] for beat in beats] == ["2.0", "nan", "inf", "4.0"]
+    assert [beat[2] for beat in beats] == [[], [0], [1], []]
+    assert all(beat[1] == 1.5 and beat[3] for beat in beats)
+    assert (texts, from_first, all_of) == (["é", "xxxé"], {"from": 0}, False)
