@@ -72,8 +72,8 @@ class Beat:
     """A reduced pulse: the same on every rank.
 
     loss, grad_norm: mean over the ranks, NaN or Inf if any rank's was; None if no rank had one.
-    ailing: ranks whose loss was not finite; failing that, those whose gradient norm was not, which after DDP's all-reduce
-    is everybody's. The counts are numbers of ranks.
+    ailing: ranks whose loss was not finite; failing that, those whose gradient norm was not (DDP's all-reduce
+    makes that everybody's). The counts are numbers of ranks.
     """
 
     loss: float | None
