@@ -65,6 +65,7 @@ class Settings(BaseModel):
     snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
     keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
+    evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
 
     @model_validator(mode="after")

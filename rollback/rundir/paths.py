@@ -92,3 +92,23 @@ class RunPaths:
     @property
     def quarantine(self) -> Path:
         return self.root / "quarantine"
+
+    @property
+    def pins(self) -> Path:
+        return self.root / "pins"
+
+    def pin(self, name: str) -> Path:
+        return self.pins / name
+
+    @property
+    def incidents(self) -> Path:
+        return self.root / "incidents"
+
+    def incident(self, number: int) -> Path:
+        return self.incidents / f"{number:04d}"
+
+    def evidence(self, incident: int, rank: int) -> Path:
+        return self.incident(incident) / f"rank-{rank:05d}.json"
+
+    def incident_batch(self, incident: int, rank: int) -> Path:
+        return self.incident(incident) / shard_name(rank)

@@ -17,8 +17,11 @@ from rollback.events import Finished, Restored, Stopped
 from rollback.rundir.history import Case
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import attach as attaching
-from rollback.train.arguments import scalar, settings_and_objects
+from rollback.train.advice import PLAIN_EPOCH_LOOP
+from rollback.train.arguments import settings_and_objects
 from rollback.train.cursor import cursor_for
+from rollback.train.evidence import Evidence
+from rollback.train.hand import StepInHand
 from rollback.train.holdings import Holdings
 from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
@@ -31,11 +34,6 @@ from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
 from rollback.train.updates import Updates
 from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
-
-_PLAIN_EPOCH_LOOP = (
-    "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
-    "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands"
-)
 
 
 class Guard:
@@ -81,11 +79,7 @@ class Guard:
         except RollbackError as error:
             attaching.refuse(error, int(os.environ.get("RANK", "0")))
         self._max_steps = max_steps
-        self._losses: list[Tensor] = []
-        self._grad_norm: Tensor | None = None
-        self._first_batch: int | None = None
-        self._batches = 0
-        self._epoch_began = False
+        self._hand = StepInHand()
         self._closed = False
         end_with_supervisor()
         atexit.register(self.close)
@@ -124,6 +118,8 @@ class Guard:
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
+        limit = settings.evidence_limit << 20
+        self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, limit)
         self._watch = Watch(
             ranks,
             settings,
@@ -132,6 +128,7 @@ class Guard:
             Holdings(settings.probation, attached.manifests, attached.history.good),
             self._snapshots,
             self._record,
+            self._evidence,
             attached.history,
         )
         self._passes = Passes(cursor, objects.values())
@@ -164,9 +161,7 @@ class Guard:
         loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
         accumulation steps may stay so.
         """
-        self._losses.append(scalar(loss, "loss"))
-        if grad_norm is not None:
-            self._grad_norm = scalar(grad_norm, "grad_norm")
+        self._hand.observe(loss, grad_norm)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
@@ -184,7 +179,7 @@ class Guard:
             case Again.EVERYTHING:
                 self._restore_again()
         if self._passes.uncounted:
-            self._watch.advise("plain-epoch-loop", _PLAIN_EPOCH_LOOP)
+            self._watch.advise(*PLAIN_EPOCH_LOOP)
         return self
 
     def __next__(self) -> Any:
@@ -229,42 +224,37 @@ class Guard:
     def _open_epoch(self) -> None:
         if not self._state.cursor.opened:
             self._state.cursor.open_epoch()
-            self._epoch_began = True
+            self._hand.epoch_began = True
 
     def _take_batch(self) -> Any:
         cursor = self._state.cursor
         self._skips.pass_over(cursor, self.step, self._watch.timeline)
         position = cursor.batch
         batch = cursor.next()
-        if self._first_batch is None:
-            self._first_batch = position
-        self._batches += 1
+        self._hand.take(position)
+        self._evidence.take(position, batch)
+        self._updates.expect_backward(last=self._hand.batches >= self._state.counters.batches_per_step)
         self._life.show("training", self.step, self.batch)
         return batch
 
     def _end_step(self) -> Decision | None:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
-        updates, counters = self._updates, self._state.counters
+        updates, counters, hand = self._updates, self._state.counters, self._hand
         if not (updates.happened or updates.dropped_by_scaler):
             return None
-        assert self._first_batch is not None
-        counters.batches_per_step = self._batches
-        mark = StepMark(counters.step, self._first_batch, self.batch, self._batches, self._hints())
-        loss = torch.stack([item.detach().float() for item in self._losses]).mean() if self._losses else None
-        grad_norm = self._grad_norm if self._grad_norm is not None else updates.grad_norm
-        decision = self._watch.end_step(
-            mark, loss, grad_norm, stop=self._stop.requested, scaler_skipped=updates.dropped_by_scaler
-        )
-        updates.measuring = self._grad_norm is None
+        assert hand.first_batch is not None
+        counters.batches_per_step = hand.batches
+        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, self._hints())
+        measured = updates.gradients.total if updates.gradients is not None and updates.happened else None
+        self._evidence.end_step(counters.step, hand.losses, updates.gradients)
+        norm, skipped = measured if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
+        decision = self._watch.end_step(mark, hand.mean_loss(), norm, stop=self._stop.requested, scaler_skipped=skipped)
         counters.step += 1
         self._forget_step()
         return decision
 
     def _forget_step(self) -> None:
-        self._losses.clear()
-        self._grad_norm = self._first_batch = None
-        self._batches = 0
-        self._epoch_began = False
+        self._hand = StepInHand()
         self._updates.forget()
 
     def _hints(self) -> Hint:
@@ -273,7 +263,7 @@ class Guard:
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
-        return hint | (Hint.EPOCH if self._epoch_began else Hint.NONE)
+        return hint | (Hint.EPOCH if self._hand.epoch_began else Hint.NONE)
 
     def _all_is_well(self) -> bool:
         """Judge the last step too. False if that led to a rewind: then there are batches to come."""
@@ -294,7 +284,7 @@ class Guard:
 
     def _snapshot_due(self) -> bool:
         every = self._settings.snapshot_every
-        if every == 0 or self._snapshots.in_flight or self._first_batch is not None or not self._watch.calm:
+        if every == 0 or self._snapshots.in_flight or self._hand.first_batch is not None or not self._watch.calm:
             return False
         if not self._may_resume_here():
             return False
@@ -373,6 +363,7 @@ class Guard:
             decision = replanned
             self._ranks.barrier()
         self._forget_step()
+        self._evidence.forget(target.step)
         plan = decision.plan
         if plan.action == "rollback" and plan.skip is not None:
             self._skips.add(plan.skip)

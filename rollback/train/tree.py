@@ -16,17 +16,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import UsageError
+from rollback.rundir import contents
+from rollback.rundir.shard import DTYPE_NAME
 
 Json = Any
 
-DTYPE_CODE: Mapping[torch.dtype, str] = {
-    torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.float8_e5m2: "F8_E5M2",
-    torch.float8_e4m3fn: "F8_E4M3", torch.int16: "I16", torch.uint16: "U16", torch.float16: "F16",
-    torch.bfloat16: "BF16", torch.int32: "I32", torch.uint32: "U32", torch.float32: "F32", torch.int64: "I64",
-    torch.uint64: "U64", torch.float64: "F64", torch.complex64: "C64",
-}  # fmt: skip
-DTYPE: Mapping[str, torch.dtype] = {code: dtype for dtype, code in DTYPE_CODE.items()}
+DTYPE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAME.items()}
+DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.items()}
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
@@ -64,7 +61,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
-    items = [(key, encode(item, f"{path}/{_escape(str(key))}", tensors)) for key, item in value.items()]
+    items = [(key, encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
     if isinstance(value, Counter):
         return {"$counter": [[encode(key, path, tensors), item] for key, item in items]}
     plain = all(type(key) is str for key, _ in items)
@@ -75,33 +72,7 @@ def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tens
 
 def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
     """The value of a JSON tree; `tensor(name)` fetches tensors. Raises CheckpointDamaged at an unknown tag."""
-    if isinstance(tree, list):
-        return [decode(item, tensor) for item in tree]
-    if not isinstance(tree, dict):
-        return tree
-    if len(tree) == 1 and (tag := next(iter(tree))).startswith("$"):
-        return _decode_tag(tag, tree[tag], tensor)
-    return {key: decode(item, tensor) for key, item in tree.items()}
-
-
-def _decode_tag(tag: str, body: Json, tensor: Callable[[str], Tensor]) -> Any:
-    match tag:
-        case "$tensor":
-            return tensor(body)
-        case "$array":
-            return tensor(body).numpy()
-        case "$float":
-            return float(body)
-        case "$bytes":
-            return base64.b64decode(body)
-        case "$tuple":
-            return tuple(decode(item, tensor) for item in body)
-        case "$map":
-            return {decode(key, tensor): decode(item, tensor) for key, item in body}
-        case "$counter":
-            return Counter({decode(key, tensor): decode(item, tensor) for key, item in body})
-        case _:
-            raise CheckpointDamaged(f"a state tree has the unknown tag {tag!r}")
+    return contents.decode(tree, tensor, lambda name: tensor(name).numpy())
 
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
@@ -132,5 +103,5 @@ def _special(value: float) -> str:
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
-def _escape(key: str) -> str:
+def escape(key: str) -> str:
     return key.replace("%", "%25").replace("/", "%2F")

@@ -9,13 +9,15 @@ import torch
 from torch import Tensor
 
 from rollback.errors import UsageError
+from rollback.train.gradients import GradientNorms, Gradients
 
 
 class Updates:
     """What happened between two step ends. Hooks the optimizer, and `step` of a GradScaler if one is handed over.
 
-    The gradient norm is measured at the optimizer's pre-step hook (after unscaling and clipping, global L2 over all
-    parameters, on the device, not waited for) unless the script gives it to `observe`.
+    gradients: norms of the update's gradients (`GradientNorms`), None before the optimizer has begun or where there
+    are none. found_inf: of a fused optimizer, which is called also where the scaler drops the update: more than zero if
+    it did; stays on the device.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
@@ -26,9 +28,10 @@ class Updates:
             )
         self.happened = False
         self.attempted = False
-        self.grad_norm: Tensor | None = None
-        self.measuring = True
+        self.gradients: GradientNorms | None = None
+        self.found_inf: Tensor | None = None
         self._optimizer = optimizer
+        self._sensed = Gradients(optimizer, scaler)
         optimizer.register_step_pre_hook(self._before_step)
         if scaler is not None and hasattr(scaler, "step"):
             self._count_attempts(scaler)
@@ -37,22 +40,33 @@ class Updates:
     def dropped_by_scaler(self) -> bool:
         return self.attempted and not self.happened
 
+    @property
+    def scale(self) -> Tensor | None:
+        """The gradient scaler's factor, on its device."""
+        return self._sensed.scale
+
+    def expect_backward(self, last: bool) -> None:
+        """A batch is handed out; `last`: it is thought to be the update's last one."""
+        self._sensed.expect(last)
+
     def forget(self) -> None:
         self.happened = self.attempted = False
-        self.grad_norm = None
+        self.gradients = self.found_inf = None
+        self._sensed.forget()
 
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.happened = True
-        if self.measuring:
-            gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            if gradients:
-                self.grad_norm = torch.nn.utils.get_total_norm(gradients)
+        self.found_inf = getattr(optimizer, "found_inf", None)
+        self.gradients = self._sensed.before_step()
 
     def _count_attempts(self, scaler: Any) -> None:
         original: Callable[..., Any] = scaler.step
 
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-            self.attempted |= optimizer is self._optimizer
+            if optimizer is self._optimizer:
+                self.attempted = True
+                # Where the scaler drops the update, the optimizer's own hook is not reached.
+                self.gradients = self._sensed.seen
             return original(optimizer, *args, **kwargs)
 
         scaler.step = step

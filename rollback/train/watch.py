@@ -32,6 +32,7 @@ from rollback.events import (
 from rollback.rundir.history import Case, History
 from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.train.evidence import Evidence
 from rollback.train.holdings import Holdings
 from rollback.train.pulse import Beat, Pulse
 from rollback.train.ranks import Ranks
@@ -86,6 +87,7 @@ class Watch:
         holdings: Holdings,
         snapshots: Snapshots,
         record: Record,
+        evidence: Evidence,
         history: History,
     ) -> None:
         self._ranks = ranks
@@ -95,6 +97,7 @@ class Watch:
         self._holdings = holdings
         self._snapshots = snapshots
         self._record = record
+        self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
         self._incidents = len(history.cases)
         self._last_plan = next((c.plan for c in reversed(history.cases) if c.plan and c.plan.action != "observe"), None)
@@ -200,6 +203,7 @@ class Watch:
                 )
             )
         self.calm = verdict.kind is Kind.HEALTHY
+        self._evidence.suspect(verdict.onset)
         self._healthy_since = self._healthy_since + 1 if self.calm else 0
         for manifest in self._holdings.judge(self.calm, verdict.onset):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
@@ -237,6 +241,7 @@ class Watch:
         self._incidents += 1
         self._record.flush()
         self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
+        self._evidence.write(incident)
         previous, settings = self._last_plan, self._settings
         if self._open and previous and policy.repeats(incident, previous, settings, mark.batches_per_step):
             self._conclude("repeated", mark.step)

@@ -1,0 +1,114 @@
+"""What each rank saw of an incident: the record that it leaves beside the journal. Losing it loses no run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollback.rundir.durable import read_small_file, write_file
+
+_LIMIT = 16 << 20
+
+Where = Literal["loss", "gradients", "parameters", "buffers"]
+"""Places where non-finite values are looked for, in this order: what comes first is taken for the beginning."""
+Explosion = Literal["large", "overflow", "nonfinite"]
+"""The kinds of gradient explosion: a large norm; finite elements whose norm overflows; elements that are not finite."""
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+
+
+class NamedNorm(_Part):
+    """L2 norm of one tensor of the model."""
+
+    name: str
+    norm: float
+
+
+class Norms(_Part):
+    """L2 norms of tensors (gradients or weights), one for each parameter, in the model's order."""
+
+    tensors: int
+    total: float | None = Field(description="over all of them; null where there are none")
+    largest: list[NamedNorm] = Field(description="finite ones, largest first")
+    smallest: list[NamedNorm]
+    vanishing: list[str] = Field(description="norm below 1e-8")
+    exploding: dict[Explosion, list[str]] = Field(description="by kind; leading first")
+    each: list[NamedNorm] = Field(description="all of them, up to a limit")
+
+
+class StepSeen(_Part):
+    """One update as this rank saw it."""
+
+    step: int
+    losses: list[float] = Field(description="of its batches, before backward")
+    grad_norm: float | None
+    kind: Explosion | None = Field(description="null: the gradient is neither large nor broken")
+
+
+class Origin(_Part):
+    """Where the first non-finite value was found."""
+
+    where: Where
+    step: int | None = Field(description="null: found in the state after the incident")
+    name: str | None = Field(description="of several tensors the one nearest to the output; null where not known")
+    local: bool | None = Field(
+        description="whether this rank's own gradient, looked at near the model's input, was not finite before the "
+        "ranks' gradients were averaged; null: not known"
+    )
+
+
+class KeptTensor(_Part):
+    """A tensor of the batch, kept in the safetensors file beside the record."""
+
+    name: str = Field(description="in the file: batch position, then the path inside the batch")
+    dtype: str
+    shape: list[int]
+    altered: bool = Field(description="the script has written into it since it was handed out")
+
+
+class LeftOut(_Part):
+    """A part of the batch that was not kept, and why."""
+
+    name: str
+    reason: str
+
+
+class BatchKept(_Part):
+    """What is kept of the data that the suspected step was given."""
+
+    step: int | None = Field(description="the onset step, or the first one after it that was still held")
+    file: str | None = Field(description="beside the record; null where no tensor was kept")
+    tensors: list[KeptTensor]
+    left_out: list[LeftOut]
+
+
+class RankEvidence(_Part):
+    """incidents/NNNN/rank-NNNNN.json."""
+
+    incident: int
+    rank: int
+    attempt: int
+    timeline: int
+    onset_step: int
+    detection_step: int
+    origin: Origin | None = Field(description="null: everything that this rank looked at is finite")
+    steps: list[StepSeen] = Field(description="updates from the onset on that were still held, oldest first")
+    gradients: Norms | None = Field(description="of the first of these whose gradient exploded, else of the first")
+    gradients_step: int | None
+    weights: Norms = Field(description="as they are when the incident is called")
+    nonfinite_buffers: list[str]
+    batch: BatchKept
+
+
+def write_evidence(path: Path, evidence: RankEvidence) -> None:
+    """Write a rank's record, durable on return. Raises OSError."""
+    write_file(path, evidence.model_dump_json().encode())
+
+
+def read_evidence(path: Path) -> RankEvidence:
+    """A rank's record. Raises OSError, or ValueError (pydantic's included) where it cannot be believed."""
+    return RankEvidence.model_validate_json(read_small_file(path, _LIMIT))

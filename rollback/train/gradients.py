@@ -1,0 +1,186 @@
+"""Gradient norms, tensor by tensor: measured where backward ends and looked at again where the optimizer begins.
+
+Clipping comes in between, and it wipes out the traces: one NaN in the total norm makes every gradient NaN, an infinite
+norm makes every one zero. So the norms are taken right after backward, and what the optimizer is given is only
+compared with them: if it is the same tensors scaled by one factor, a single small tensor (the *telltale*) tells that
+factor. Only if they were changed in some other way are they measured once more. Nothing waits for the device.
+
+    backward   hook of the telltale's accumulation -> at the end of backward, before DDP averages: the telltale's norm
+               -> after DDP has averaged: all norms, unscaled
+    pre-step   hook of the optimizer -> unchanged, scaled, or measured again
+
+Norms are accumulated in double precision where that is free (CUDA); on the CPU, where it costs twenty times as much,
+only once single precision has overflowed, which can be seen there without waiting.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
+
+
+@dataclass(frozen=True)
+class GradientNorms:
+    """Norms of one update's gradients, unscaled, on their device.
+
+    parameters: those that had a gradient. each: their norms. total: what the norm over all is in the gradients' own
+    type, Inf where it overflows. kept: factor by which the optimizer's gradients are smaller than these (clipping);
+    None if they had to be measured again. own: norm of the telltale on this rank alone; None if not seen.
+    """
+
+    parameters: list[nn.Parameter]
+    each: Tensor
+    total: Tensor
+    kept: Tensor | None
+    own: Tensor | None
+
+
+class Gradients:
+    """The gradients of one rank's update in progress. Nothing here is collective.
+
+    seen: the norms at the end of the update's last backward, None if there was none or it was not `expect`ed.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
+        self._optimizer = optimizer
+        self._scaler = scaler
+        self._telltale = _choose_telltale(self._parameters())
+        self._queued = False
+        self._awaited = True
+        self._own: Tensor | None = None
+        self.seen: GradientNorms | None = None
+        self._marks: list[tuple[int, int]] = []
+        if self._telltale is not None:
+            hook = self._backward_reached_telltale
+            self._telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+
+    @property
+    def scale(self) -> Tensor | None:
+        """The factor that GradScaler puts on the loss, on its device; None without one."""
+        # get_scale() would wait for the device.
+        scale = getattr(self._scaler, "_scale", None)
+        return scale if isinstance(scale, Tensor) else None
+
+    def expect(self, awaited: bool) -> None:
+        """Whether the backward to come is the update's last one; of the others nothing is measured."""
+        self._awaited = awaited
+
+    def forget(self) -> None:
+        """The update is over."""
+        self.seen = self._own = None
+        self._marks = []
+
+    @torch.no_grad()
+    def before_step(self) -> GradientNorms | None:
+        """The norms of what the optimizer is about to apply. Call from its pre-step hook; None if there is nothing."""
+        parameters = self._with_gradients()
+        gradients = [_dense(p.grad) for p in parameters]
+        if not gradients:
+            return None
+        seen, telltale = self.seen, self._telltale
+        scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer unscales by itself
+        if seen is None or telltale is None or not self._only_scaled(gradients):
+            each, total = _measure(gradients, scale)
+            return GradientNorms(parameters, each, total, None, self._own)
+        assert telltale.grad is not None
+        before = seen.each[_position(telltale, parameters)]
+        after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
+        if scale is not None:
+            after = after / scale.to(after.device)
+        kept = torch.where(before > 0, after / before, 1.0)
+        # A factor above one is no clipping but somebody's fault, and a telltale that is not finite is one too.
+        total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype) + 0.0 * after.to(seen.total.dtype)
+        return GradientNorms(parameters, seen.each, total, kept, self._own)
+
+    def _backward_reached_telltale(self, _: Tensor) -> None:
+        if not self._queued and self._awaited:
+            self._queued = True
+            _at_end_of_backward(self._before_averaging)
+
+    @torch.no_grad()
+    def _before_averaging(self) -> None:
+        telltale = self._telltale
+        self._queued = False
+        if telltale is None or telltale.grad is None:
+            return
+        # With gradient_as_bucket_view the averaging is going on in this very memory.
+        self._own = None if telltale.grad._base is not None else torch.linalg.vector_norm(_dense(telltale.grad))
+        _at_end_of_backward(self._after_averaging)
+
+    @torch.no_grad()
+    def _after_averaging(self) -> None:
+        parameters = self._with_gradients()
+        gradients = [_dense(p.grad) for p in parameters]
+        each, total = _measure(gradients, self.scale)
+        self.seen = GradientNorms(parameters, each, total, None, self._own)
+        self._marks = [_mark(gradient) for gradient in gradients]
+
+    def _only_scaled(self, gradients: list[Tensor]) -> bool:
+        """Whether these are the gradients that backward left, untouched or each written to equally often."""
+        if len(gradients) != len(self._marks):
+            return False
+        marks = [_mark(gradient) for gradient in gradients]
+        if marks == self._marks:
+            return True
+        if any(gradient._base is not None for gradient in gradients):
+            return False  # views of one bucket count their writes together
+        writes = {after[1] - before[1] for after, before in zip(marks, self._marks, strict=True)}
+        same = all(after[0] == before[0] for after, before in zip(marks, self._marks, strict=True))
+        return same and len(writes) == 1
+
+    def _parameters(self) -> list[nn.Parameter]:
+        return [p for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _with_gradients(self) -> list[nn.Parameter]:
+        return [p for p in self._parameters() if p.grad is not None]
+
+
+def _choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
+    """A small parameter near the model's input: whatever breaks in backward behind it arrives there."""
+    trained = [p for p in parameters if p.requires_grad]
+    small = (p for p in trained if p.numel() <= _TELLTALE_SIZE)
+    return next(small, min(trained, key=lambda p: p.numel(), default=None))
+
+
+def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
+    return next(place for place, other in enumerate(parameters) if other is parameter)
+
+
+def _at_end_of_backward(act: Any) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+def _mark(gradient: Tensor) -> tuple[int, int]:
+    """What changes when a gradient is replaced or written to."""
+    return gradient.data_ptr(), gradient._version
+
+
+def _dense(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
+
+
+def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Norm of each tensor and of all, divided by `scale`."""
+    device = gradients[0].device
+    narrow = torch.float16 if any(g.dtype == torch.float16 for g in gradients) else torch.float32
+    each = _each(gradients, torch.float64 if device.type == "cuda" else torch.float32)
+    if device.type == "cpu" and not torch.isfinite(each).all():
+        each = _each(gradients, torch.float64)
+    if scale is not None:
+        each = each / scale.to(device)
+    total = each.double().square().sum()
+    # The sum of squares is what overflows first in single precision.
+    return each, total.float().sqrt().to(narrow).float()
+
+
+def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
+    device = gradients[0].device
+    if any(g.device != device or g.dtype == torch.float64 for g in gradients):
+        return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
+    return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

@@ -1,0 +1,39 @@
+"""The step in hand: what the script has been given and has told since the last step's end."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from rollback.train.arguments import scalar
+
+
+class StepInHand:
+    """One rank's step in progress.
+
+    first_batch: position of its first batch, None before that. batches: how many it has so far. losses: of its batches,
+    as observed. grad_norm: as observed, None if the script does not say. epoch_began: whether an epoch begins with it.
+    """
+
+    def __init__(self) -> None:
+        self.losses: list[Tensor] = []
+        self.grad_norm: Tensor | None = None
+        self.first_batch: int | None = None
+        self.batches = 0
+        self.epoch_began = False
+
+    def take(self, position: int) -> None:
+        """A batch is handed out."""
+        if self.first_batch is None:
+            self.first_batch = position
+        self.batches += 1
+
+    def observe(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> None:
+        """The script tells a loss. Raises UsageError where it is not one number."""
+        self.losses.append(scalar(loss, "loss"))
+        if grad_norm is not None:
+            self.grad_norm = scalar(grad_norm, "grad_norm")
+
+    def mean_loss(self) -> Tensor | None:
+        """Over its batches; None if none was told."""
+        return torch.stack([loss.float() for loss in self.losses]).mean() if self.losses else None
