@@ -125,7 +125,8 @@ def _window(
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
     length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min, 1)
     if previous is not None and previous.skip is not None:
-        first = min(first, previous.skip.first)
+        # Not from before the restored checkpoint: those batches are part of the run and stay so.
+        first = max(target.batch, min(first, previous.skip.first))
         length = max(incident.detection_batch + reach.skip_after - first + 1, 2 * len(previous.skip))
     whole_steps = -(-length // batches_per_step)
     return Window(first=first, last=first + whole_steps * batches_per_step - 1)

@@ -26,8 +26,8 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 LIMIT = 90.0
-# Surgical: what is skipped must not depend on which checkpoints a killed run happens to have.
-SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3}
+# What is skipped must not depend on which checkpoints a killed run happens to have: only what is bad, each time.
+SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20}
 JOBS = {
     "epochs and an incident": Toy(
         samples=400, epochs=3, loop="epochs", between=True, augment=True, nan=(60, 150), patient=False,

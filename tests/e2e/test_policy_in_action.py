@@ -80,6 +80,19 @@ def test_what_comes_back_widens_the_window_and_ends_in_a_structural_stop(tmp_pat
     assert "learning rate" in last.account
 
 
+def test_no_window_reaches_back_behind_what_was_restored(tmp_path: Path) -> None:
+    """What came before the restored checkpoint is part of the run; a window that covered it would say it was skipped.
+
+    The second incident repeats the first, and the ring has nothing left from before the first one's window.
+    """
+    toy = Toy(samples=800, nan=(60, 149), settings={"policy": "surgical", "keep": 3})
+    ended = train(toy, tmp_path / "run")
+    second = facts(tmp_path / "run", Planned)[1]
+    assert second.escalation == 1
+    assert second.skip.first >= second.batch > 60
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "window and checkpoint")
+
+
 def test_a_run_that_has_stopped_structurally_can_be_tried_again(tmp_path: Path) -> None:
     """The same command resumes from what the last rollback left; with the data mended it gets through."""
     toy, run = Toy(samples=1600, nan=tuple(range(40, 400)), sampler="sequential"), tmp_path / "run"
