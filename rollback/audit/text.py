@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -14,9 +15,9 @@ from rollback.audit.ledger import AttemptEntry, IncidentEntry, Ledger, Message, 
 from rollback.audit.status import Status
 from rollback.audit.terminal import printable, quoted
 
-SHOWN_BATCHES = 12  # of a table of skipped batches, unless all are asked for
+SHOWN_BATCHES = 12
 _SHOWN_VALUES = 12  # of the window before an incident
-_SHOWN_INDICES = 16  # of a batch on a rank, unless all are asked for
+_SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
 
 _OUTCOMES = {
     "recovered": ("recovered", "green"),
@@ -143,8 +144,13 @@ def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], every
 
 
 def _indices(indices: list[int] | None, everything: bool) -> str:
+    """Evenly spaced indices as a range, as a sampler that does not shuffle gives them; others one by one."""
     if indices is None:
         return "-"
+    strides = {after - before for before, after in itertools.pairwise(indices)}
+    if len(indices) > 2 and len(strides) == 1 and not everything:
+        (stride,) = strides
+        return f"{indices[0]}..{indices[-1]}" + (f" by {stride}" if stride != 1 else "")
     shown = indices if everything else indices[:_SHOWN_INDICES]
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 

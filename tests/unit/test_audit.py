@@ -19,7 +19,7 @@ from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.audit import Ledger, Material, compile_ledger, read_material
 from rollback.audit.cost import Charged
 from rollback.audit.terminal import console_for, printable, quoted
-from rollback.audit.text import print_ledger
+from rollback.audit.text import _indices, print_ledger
 from rollback.cli import app
 from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
 from rollback.events import (
@@ -159,10 +159,21 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
         "2, answered by 2 restores", "64 batches (512 samples)", "100 count, 50 were undone", "goodput 66.7%",
         "incident 1: loss spiked", "└ incident 2, the same trouble again", "came back as incident 2",
         "recovered (step 80)",
-        "4000 4001 4002 4003", "and 52 more (to 103)", "back after 2 steps", "rank 1 was killed by signal 9",
+        "4000..4003", "and 52 more (to 103)", "back after 2 steps", "rank 1 was killed by signal 9",
     ]:  # fmt: skip
         assert words in result.stdout, words
     assert "\x1b" not in result.stdout, "not a terminal: no escape sequences"
+
+
+@pytest.mark.parametrize(
+    ("indices", "shown"),
+    [
+        (None, "-"), ([], ""), ([7], "7"), ([7, 9], "7 9"), ([4, 5, 6], "4..6"), ([8, 10, 12, 14], "8..14 by 2"),
+        ([9, 8, 7], "9..7 by -1"), ([3, 3, 3], "3..3 by 0"), ([5, 1, 4], "5 1 4"), ([9, 1, 8, 2, 7, 3, 6, 4], "9 1 8 2 7 3 +2"),
+    ],
+)  # fmt: skip
+def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | None, shown: str) -> None:
+    assert _indices(indices, everything=False) == shown
 
 
 @pytest.mark.parametrize("no_color", [True, False])
