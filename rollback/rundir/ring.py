@@ -15,6 +15,7 @@ from rollback.errors import CheckpointDamaged
 from rollback.rundir.durable import read_small_file, sync_directory, write_file
 from rollback.rundir.manifest import Manifest, ShardRecord, read_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name, shard_name, shard_note_name
+from rollback.rundir.pins import is_pinned
 from rollback.rundir.shard import ShardReader, Written
 
 
@@ -124,12 +125,23 @@ def choose_evictions(
     return leaving
 
 
-def evict(paths: RunPaths, name: str) -> None:
-    """Remove a committed checkpoint: gone from sight by one rename, then deleted. Rank 0 only. Raises OSError."""
+def evict(paths: RunPaths, name: str) -> bool:
+    """Remove a committed checkpoint: gone from sight by one rename, then deleted. Rank 0 only. Raises OSError.
+
+    False: it is pinned and stays.
+    """
+    if is_pinned(paths, name):
+        return False
     doomed = paths.evicting(name)
     os.rename(paths.checkpoint(name), doomed)
     sync_directory(paths.ring)
+    if is_pinned(paths, name):  # in between, by somebody who then saw that it was still in the ring
+        os.rename(doomed, paths.checkpoint(name))
+        sync_directory(paths.ring)
+        return False
+    (doomed / MANIFEST).unlink(missing_ok=True)  # first: while there is a manifest, nothing is deleted
     shutil.rmtree(doomed)
+    return True
 
 
 def quarantine(paths: RunPaths, name: str) -> None:
@@ -145,12 +157,26 @@ def quarantine(paths: RunPaths, name: str) -> None:
         sync_directory(directory)
 
 
+def leftovers(paths: RunPaths) -> list[str]:
+    """Directories of checkpoints in the making or on their way out: of a live run, or of one that crashed."""
+    try:
+        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in found if name.startswith((".writing-", ".evicting-")))
+
+
 def sweep(paths: RunPaths) -> list[str]:
-    """Remove what a crash left half written or half evicted. Rank 0 only, before any rank writes. Raises OSError."""
-    swept = []
-    if paths.ring.exists():
-        for entry in sorted(os.scandir(paths.ring), key=lambda item: item.name):
-            if entry.name.startswith((".writing-", ".evicting-")) and entry.is_dir(follow_symlinks=False):
-                shutil.rmtree(entry.path)
-                swept.append(entry.name)
+    """Remove what a crash left half written or half evicted. Rank 0 only, before any rank writes. Raises OSError.
+
+    A checkpoint that was pinned while it was on its way out, and of which nothing is deleted yet, is put back.
+    """
+    swept = leftovers(paths)
+    for leftover in swept:
+        directory, name = paths.ring / leftover, leftover.removeprefix(".evicting-")
+        if name != leftover and is_pinned(paths, name) and (directory / MANIFEST).exists():
+            os.rename(directory, paths.checkpoint(name))
+            sync_directory(paths.ring)
+        else:
+            shutil.rmtree(directory)
     return swept

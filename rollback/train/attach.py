@@ -212,10 +212,11 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -
     """Rank 0: a crash came between a plan and the eviction of what it discards."""
     for name in names:
         try:
-            ring.evict(paths, name)
+            evicted = ring.evict(paths, name)
         except OSError as error:
             say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
-        else:
+            continue
+        if evicted:
             record.note(Evicted(checkpoint=name, reason="beyond a restored checkpoint"))
 
 

@@ -21,6 +21,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -79,6 +80,7 @@ class Snapshots:
         self._buffers: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self._flight: Flight | None = None
+        self._leaving: dict[str, Callable[[], None]] = {}  # touched by the thread alone
 
     @property
     def in_flight(self) -> bool:
@@ -150,7 +152,10 @@ class Snapshots:
         return self._land(committed, "" if committed else "a rank could not write")
 
     def evict(self, name: str, then: Callable[[], None]) -> None:
-        """Rank 0: remove a checkpoint, in the thread, and call `then` once it is gone. Other ranks: nothing."""
+        """Rank 0: remove a checkpoint, in the thread, and call `then` once it is gone. Other ranks: nothing.
+
+        A pinned one stays; if it is no longer pinned when another leaves, it leaves too.
+        """
         if self._ranks.first:
             self._thread.submit(self._evict, name, then)
 
@@ -160,17 +165,23 @@ class Snapshots:
             self._tell(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
 
     def _evict(self, name: str, then: Callable[[], None]) -> None:
-        if self._tell(f"evicting checkpoint {name}", lambda: ring.evict(self._paths, name)):
-            then()
+        self._leaving[name] = then
+        for leaving in list(self._leaving):
+            self._tell(f"evicting checkpoint {leaving}", partial(self._evict_unless_pinned, leaving))
 
-    def _tell(self, doing: str, act: Callable[[], None]) -> bool:
+    def _evict_unless_pinned(self, name: str) -> None:
+        then = self._leaving.pop(name)
+        if ring.evict(self._paths, name):
+            then()
+        else:
+            self._leaving[name] = then
+
+    def _tell(self, doing: str, act: Callable[[], None]) -> None:
         """Do what the run can go on without; say so where it fails."""
         try:
             act()
         except OSError as error:
             say(f"{doing} failed ({error}); training goes on")
-            return False
-        return True
 
     def close(self) -> None:
         """Wait for the thread."""
