@@ -30,6 +30,13 @@ ITEM_SIZE: Mapping[str, int] = {
     "I32": 4, "U32": 4, "F32": 4,
     "I64": 8, "U64": 8, "F64": 8, "C64": 8,
 }  # fmt: skip
+DTYPE_NAME: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32",
+    "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
+}  # fmt: skip
+"""What torch, and run.json with it, calls the type of a code."""
 _HEADER_LIMIT = 100 << 20  # the library's own limit
 _CHUNK = 4 << 20
 
