@@ -275,9 +275,9 @@ class Guard:
         match decision:
             case Rewind():
                 self._rewind(decision)
-            case Halt() if decision.structural or self._may_resume_here():
+            case Halt() if self._may_resume_here() or not decision.save:
                 self._halt(decision)
-            case _:  # told to stop where no run may resume: the next step's beat says it again
+            case _:  # told to stop where no checkpoint may be taken: the next step's beat says it again
                 return
 
     # Snapshots -----------------------------------------------------------------------------------------------------

@@ -119,10 +119,12 @@ class Watch:
         signs.stop, signs.scaler_skipped = stop, scaler_skipped
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs)
-        if stopping and isinstance(later := self.settle(), Rewind):
-            # Planned and journalled; there is no time to carry it out.
-            account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
-            return Halt(structural=False, account=account, save=False)
+        match self.settle() if stopping else None:
+            case Rewind() as later:  # planned and journalled; there is no time to carry it out
+                account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
+                return Halt(structural=False, account=account, save=False)
+            case Halt(structural=True) as later:
+                return later
         return decision
 
     def settle(self) -> Decision | None:

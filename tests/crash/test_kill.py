@@ -30,7 +30,7 @@ LIMIT = 90.0
 SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20}
 JOBS = {
     "epochs and an incident": Toy(
-        samples=400, epochs=3, loop="epochs", between=True, augment=True, nan=(60, 150), patient=False,
+        samples=400, epochs=2, loop="epochs", between=True, augment=True, nan=(60, 130), patient=False,
         settings=SURGICAL,
     ),
     "workers and an incident": Toy(samples=1600, workers=2, augment=True, nan=(150,), patient=False, settings=SURGICAL),

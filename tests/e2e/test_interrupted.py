@@ -12,7 +12,7 @@ from attempts import DIED, Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, train
 
 from rollback.errors import RunInUse
-from rollback.events import Attached, Incident, Planned, Restored, Stopped
+from rollback.events import Attached, Concluded, Incident, Planned, Restored, Stopped
 from rollback.rundir.paths import RunPaths
 
 JOBS = {
@@ -56,16 +56,23 @@ def test_sigterm_stops_at_a_checkpoint_of_that_very_step(tmp_path: Path, forker:
     require_same(ended, train(toy, tmp_path / "undisturbed"), job)
 
 
-def test_sigterm_together_with_a_bad_batch_leaves_the_rollback_to_the_next_start(
-    tmp_path: Path, forker: Forker
+@pytest.mark.parametrize(("told", "bad"), [(33, 33), (33, 34), (97, 98), (98, 98), (98, 99)])
+def test_sigterm_together_with_a_bad_batch(tmp_path: Path, forker: Forker, told: int, bad: int) -> None:
+    """Planned and journalled, but not carried out before the stop; also where it comes with an epoch's last batches."""
+    toy, run, log = Toy(nan=(bad,), epochs=2), tmp_path / "run", tmp_path / "log"
+    assert forker.status(toy, run, log=str(log), signal=[told, signal.SIGTERM]) == 75
+    ended = forker.finish(toy, run, log=log)
+    assert len(facts(run, Incident)) == len(facts(run, Planned)) == len(facts(run, Restored)) == 1
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), f"told at {told}, bad {bad}")
+
+
+@pytest.mark.parametrize("batch", [97, 98, 99])
+def test_sigterm_with_the_last_batches_of_all_ends_the_run_as_it_would_have_ended(
+    tmp_path: Path, forker: Forker, batch: int
 ) -> None:
-    """The batch after the one that is told to stop is bad: planned and journalled, carried out by relaunch."""
-    for batch in (33, 34):
-        toy, run, log = Toy(nan=(batch,)), tmp_path / f"run{batch}", tmp_path / f"log{batch}"
-        assert forker.status(toy, run, log=str(log), signal=[33, signal.SIGTERM]) == 75
-        ended = forker.finish(toy, run, log=log)
-        assert len(facts(run, Incident)) == len(facts(run, Restored)) == 1
-        require_same(ended, same_skips_from_the_start(toy, run, tmp_path / f"fresh{batch}"), f"batch {batch}")
+    toy, run, log = Toy(), tmp_path / "run", tmp_path / "log"
+    assert forker.status(toy, run, log=str(log), signal=[batch, signal.SIGTERM]) in (0, 75)
+    require_same(forker.finish(toy, run, log=log), train(toy), f"told at {batch}")
 
 
 @pytest.mark.parametrize(
@@ -83,6 +90,7 @@ def test_a_rollback_that_a_crash_interrupts_is_carried_out_by_the_next_start(
     (plan,) = facts(run, Planned)
     (restored,) = facts(run, Restored)
     assert before in ([], [plan])
+    assert [fact.outcome for fact in facts(run, Concluded)] == ["recovered"]
     planned, carried_out = before == [plan], (when, kind) in {("before", "skipped"), ("after", "restored")}
     if kind in ("plan", "restored"):
         assert restored.route == ("relaunch" if planned and not carried_out else "in_process")
