@@ -1,0 +1,150 @@
+"""Decisions at a step's end, on one rank with real parts and numbers of our choice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollback.config import Settings
+from rollback.events import Advice, Fact, Incident, Planned
+from rollback.rundir.history import History
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.sentinel import Hint, Sentinel
+from rollback.train.evidence import Evidence
+from rollback.train.holdings import Holdings
+from rollback.train.pulse import Pulse
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+from rollback.train.snapshots import Snapshots
+from rollback.train.state import Image
+from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
+
+NAN = float("nan")
+
+
+class Steps:
+    """A watch that is fed with losses, one for each step."""
+
+    def __init__(self, folder: Path, settings: Settings | None = None, batches_per_step: int = 1) -> None:
+        self.paths = RunPaths(folder)
+        ranks, settings = Ranks(), settings or Settings(probation=8, rewind=0)
+        for directory in (self.paths.ring, self.paths.ranks):
+            directory.mkdir(parents=True)
+        record = Record(self.paths, 1, first=True)
+        self.snapshots = Snapshots(self.paths, ranks, 0, 1)
+        self.watch = Watch(
+            ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
+            Holdings(settings.probation, [], []), self.snapshots, record,
+            Evidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
+        )  # fmt: skip
+        self.step = 0
+        self.per_step = batches_per_step
+
+    def take(self, loss: float, *, stop: bool = False, dropped: bool = False) -> Decision | None:
+        first = self.step * self.per_step
+        mark = StepMark(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
+        self.step += 1
+        return self.watch.end_step(mark, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
+
+    def snapshot(self) -> None:
+        image = Image({}, {}, {}, {})
+        self.watch.begin_snapshot(image, step=self.step, batch=self.step * self.per_step, epoch=0)
+        self.watch.settle_snapshot()
+
+    def facts(self, kind: type[Fact]) -> list[Fact]:
+        return [r.fact for r in read_journal(self.paths.train_journal).records if isinstance(r.fact, kind)]
+
+
+@pytest.fixture
+def steps(tmp_path: Path) -> Iterator[Steps]:
+    steps = Steps(tmp_path / "run")
+    yield steps
+    steps.snapshots.close()
+
+
+def test_a_step_is_judged_when_the_next_one_ends(steps: Steps) -> None:
+    steps.snapshot()
+    assert steps.take(NAN) is None
+    decision = steps.take(1.0)
+    assert isinstance(decision, Rewind)
+    assert (decision.incident.onset_step, decision.incident.step, decision.plan.step) == (0, 1, 0)
+
+
+def test_the_plan_is_in_the_journal_before_anybody_is_told(steps: Steps) -> None:
+    steps.snapshot()
+    steps.take(NAN)
+    assert isinstance(steps.watch.settle(), Rewind)
+    assert len(steps.facts(Incident)) == len(steps.facts(Planned)) == 1
+
+
+def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) -> None:
+    steps.take(1.0)
+    steps.snapshot()
+    steps.take(NAN)
+    decision = steps.watch.settle()
+    assert isinstance(decision, Halt)
+    assert (decision.structural, decision.save) == (True, False)
+
+
+@pytest.mark.parametrize(("at_first", "account"), [(True, "no good checkpoint"), (False, "planned return to step 0")])
+def test_what_comes_to_light_while_stopping_is_not_forgotten(steps: Steps, at_first: bool, account: str) -> None:
+    """Told to stop with one step, and the next one, judged in the same moment, is not finite."""
+    if not at_first:
+        steps.snapshot()
+    steps.take(1.0, stop=True)
+    decision = steps.take(NAN)
+    assert isinstance(decision, Halt)
+    assert not decision.save, "the state is on the wrong side of an onset"
+    assert decision.structural == at_first
+    assert account in decision.account
+
+
+def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
+    steps.take(1.0, stop=True)
+    decision = steps.take(1.0)
+    assert decision == Halt(structural=False, account="told to stop", save=True)
+
+
+def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:
+    for _ in range(3):
+        steps.take(1.0)
+    steps.watch.settle()
+    steps.snapshot()
+    for done in range(8):
+        assert not any(point.good for point in steps.watch._holdings.as_held()), done
+        steps.take(1.0)
+        steps.watch.settle()
+    assert [point.good for point in steps.watch._holdings.as_held()] == [True]
+
+
+def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> None:
+    steps = Steps(tmp_path / "run", batches_per_step=4)
+    steps.snapshot()
+    for _ in range(5):
+        steps.take(1.0)
+    steps.take(NAN)
+    decision = steps.watch.settle()
+    assert isinstance(decision, Rewind)
+    assert (decision.incident.onset_batch, decision.incident.detection_batch) == (20, 23)
+    assert decision.plan.skip is not None
+    assert len(decision.plan.skip) % 4 == 0
+    steps.snapshots.close()
+
+
+def test_observing_only_decides_nothing(tmp_path: Path) -> None:
+    steps = Steps(tmp_path / "run", Settings(observe_only=True, probation=8))
+    steps.snapshot()
+    for _ in range(4):
+        assert steps.take(NAN) is None
+    assert {plan.action for plan in steps.facts(Planned)} == {"observe"}
+    steps.snapshots.close()
+
+
+def test_advice_is_given_once(steps: Steps) -> None:
+    for _ in range(3):
+        steps.watch.advise("code", "do it otherwise")
+    assert len(steps.facts(Advice)) == 1
