@@ -15,6 +15,7 @@ only once single precision has overflowed, which can be seen there without waiti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Gradients:
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
+        self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
         self._telltale = _choose_telltale(self._parameters())
         self._queued = False
         self._awaited = True
@@ -68,7 +70,7 @@ class Gradients:
 
     def expect(self, awaited: bool) -> None:
         """Whether the backward to come is the update's last one; of the others nothing is measured."""
-        self._awaited = awaited
+        self._awaited, self._queued = awaited, False
 
     def forget(self) -> None:
         """The update is over."""
@@ -78,8 +80,7 @@ class Gradients:
     @torch.no_grad()
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer is about to apply. Call from its pre-step hook; None if there is nothing."""
-        parameters = self._with_gradients()
-        gradients = [_dense(p.grad) for p in parameters]
+        parameters, gradients = self._with_gradients()
         if not gradients:
             return None
         seen, telltale = self.seen, self._telltale
@@ -100,22 +101,20 @@ class Gradients:
     def _backward_reached_telltale(self, _: Tensor) -> None:
         if not self._queued and self._awaited:
             self._queued = True
-            _at_end_of_backward(self._before_averaging)
+            _at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
     @torch.no_grad()
     def _before_averaging(self) -> None:
         telltale = self._telltale
-        self._queued = False
-        if telltale is None or telltale.grad is None:
-            return
-        # With gradient_as_bucket_view the averaging is going on in this very memory.
-        self._own = None if telltale.grad._base is not None else torch.linalg.vector_norm(_dense(telltale.grad))
+        if telltale is not None and telltale.grad is not None and telltale.grad._base is None:
+            self._own = torch.linalg.vector_norm(_dense(telltale.grad))
+        # Else gradient_as_bucket_view is on, and the averaging is going on in this very memory.
         _at_end_of_backward(self._after_averaging)
 
     @torch.no_grad()
     def _after_averaging(self) -> None:
-        parameters = self._with_gradients()
-        gradients = [_dense(p.grad) for p in parameters]
+        self._queued = False
+        parameters, gradients = self._with_gradients()
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own)
         self._marks = [_mark(gradient) for gradient in gradients]
@@ -136,8 +135,14 @@ class Gradients:
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
-    def _with_gradients(self) -> list[nn.Parameter]:
-        return [p for p in self._parameters() if p.grad is not None]
+    def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        parameters, gradients = [], []
+        for parameter in self._parameters():
+            gradient = parameter.grad
+            if gradient is not None:
+                parameters.append(parameter)
+                gradients.append(gradient if gradient.layout is torch.strided else _dense(gradient))
+        return parameters, gradients
 
 
 def _choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
@@ -168,15 +173,19 @@ def _dense(gradient: Tensor | None) -> Tensor:
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Norm of each tensor and of all, divided by `scale`."""
     device = gradients[0].device
-    narrow = torch.float16 if any(g.dtype == torch.float16 for g in gradients) else torch.float32
-    each = _each(gradients, torch.float64 if device.type == "cuda" else torch.float32)
-    if device.type == "cpu" and not torch.isfinite(each).all():
+    on_host = device.type == "cpu"  # where numbers can be looked at, and small operations cost more than their numbers
+    each = _each(gradients, torch.float32 if on_host else torch.float64)
+    if on_host and not math.isfinite(sum(each.tolist())):
         each = _each(gradients, torch.float64)
     if scale is not None:
         each = each / scale.to(device)
-    total = each.double().square().sum()
     # The sum of squares is what overflows first in single precision.
-    return each, total.float().sqrt().to(narrow).float()
+    if on_host:
+        squares = torch.tensor(sum(norm * norm for norm in each.tolist()), dtype=torch.float32)
+    else:
+        squares = each.square().sum().float()
+    narrow = torch.float16 if gradients[0].dtype == torch.float16 else torch.float32
+    return each, squares.sqrt().to(narrow).float()
 
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:

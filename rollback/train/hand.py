@@ -36,4 +36,6 @@ class StepInHand:
 
     def mean_loss(self) -> Tensor | None:
         """Over its batches; None if none was told."""
+        if len(self.losses) == 1:
+            return self.losses[0]
         return torch.stack([loss.float() for loss in self.losses]).mean() if self.losses else None
