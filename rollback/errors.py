@@ -55,6 +55,12 @@ class RunDirectoryError(RollbackError):
     exit_code = ExitCode.IO
 
 
+class OutputNotWritten(RollbackError):
+    """A file that a command was asked to make could not be written."""
+
+    exit_code = ExitCode.IO
+
+
 class JournalDamaged(RunDirectoryError):
     """A journal line other than the last is not what was written."""
 

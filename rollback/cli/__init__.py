@@ -12,6 +12,7 @@ from rollback.cli.audit import audit
 from rollback.cli.backtest import backtest
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
+from rollback.cli.ring import ring
 from rollback.cli.status import status
 from rollback.cli.terminal import show_error
 from rollback.errors import RollbackError
@@ -30,6 +31,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 for _command in (status, audit, backtest):
     app.command()(_command)
+app.add_typer(ring, name="ring")
 
 
 def _show_version(wanted: bool) -> None:

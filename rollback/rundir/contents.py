@@ -109,6 +109,6 @@ def _read_tree(
         value = decode(json.loads(shard.metadata[which]), fetch, fetch)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"the tree {which!r} of {shard.path} cannot be read: {error}") from error
-    if not isinstance(value, dict) or not parts <= value.keys():
+    if not isinstance(value, dict) or not all(isinstance(value.get(part), dict) for part in parts):
         raise CheckpointDamaged(f"the tree {which!r} of {shard.path} lacks some of {', '.join(sorted(parts))}")
     return value

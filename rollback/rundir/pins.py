@@ -35,11 +35,9 @@ def pin(paths: RunPaths, name: str) -> None:
 
 def unpin(paths: RunPaths, name: str) -> None:
     """Let a checkpoint leave the ring when its time comes. Raises UsageError where it is not pinned, and OSError."""
-    try:
-        os.unlink(paths.pin(name))
-    except FileNotFoundError as error:
-        listed = ", ".join(pinned(paths)) or "none is"
-        raise UsageError(f"the checkpoint {name} is not pinned", hint=f"pinned: {listed}") from error
+    if parse_checkpoint_name(name) is None or not is_pinned(paths, name):
+        raise UsageError(f"{name} is not pinned", hint=f"pinned: {', '.join(pinned(paths)) or 'none'}")
+    os.unlink(paths.pin(name))
     sync_directory(paths.pins)
 
 

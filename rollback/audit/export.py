@@ -1,0 +1,95 @@
+"""Model weights out of a checkpoint, as a plain safetensors file that other tools load (`rollback ring export`)."""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.audit.checkpoints import choose, read_listing
+from rollback.audit.verify import misfits
+from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError
+from rollback.rundir import ring
+from rollback.rundir.contents import Stored, read_contents
+from rollback.rundir.durable import sync_directory
+from rollback.rundir.identity import read_identity
+from rollback.rundir.manifest import read_manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.shard import Piece, write_shard
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written. left_out: names in the model's state that are not tensors, which the format cannot hold."""
+
+    checkpoint: str
+    step: int
+    tensors: int
+    bytes: int
+    left_out: list[str]
+
+
+def export(root: Path, word: str, output: Path, *, force: bool = False) -> Exported:
+    """Write the model of a checkpoint: parameters, and rank 0's buffers, under the names of `model.state_dict()`.
+
+    The checkpoint is verified first. Tensors are copied out of the mapped shards, so memory stays small. `output`
+    appears whole or not at all; an existing file is replaced with `force` only.
+
+    Raises UsageError, NoUsableCheckpoint, CheckpointDamaged, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
+    """
+    paths = RunPaths(root)
+    name = choose(read_listing(root), word)
+    identity = read_identity(paths)
+    _require_place(paths, output, force)
+    with ExitStack() as stack:
+        try:
+            manifest = read_manifest(paths.checkpoint(name))
+            shards = ring.open_shards(paths, manifest)
+            for shard in shards:
+                stack.callback(shard.close)
+            contents = read_contents(shards)
+            if identity and (differences := misfits(manifest, contents, identity.job)):
+                raise CheckpointDamaged(f"the checkpoint {name} does not fit its run: {differences[0]}")
+        except CheckpointDamaged as error:
+            raise CheckpointDamaged(
+                f"{error.message}; nothing was written",
+                hint="`rollback ring verify` tells which checkpoints are intact",
+            ) from error
+        state = contents.model(rank=0)
+        stored = {key: value for key, value in state.items() if isinstance(value, Stored)}
+        pieces = [Piece(key, item.entry.dtype, item.entry.shape, item.data) for key, item in stored.items()]
+        metadata = {"format": "pt", "checkpoint": name, "step": str(manifest.step), "batch": str(manifest.batch)}
+        if identity:
+            metadata["run_id"] = identity.run_id
+        size = _write(output, pieces, metadata)
+    left_out = [key for key, value in state.items() if not isinstance(value, Stored)]
+    return Exported(name, manifest.step, len(state) - len(left_out), size, left_out)
+
+
+def _require_place(paths: RunPaths, output: Path, force: bool) -> None:
+    if paths.root.resolve() in output.resolve().parents:
+        raise UsageError(f"{output} is inside the run directory {paths.root}", hint="write it somewhere else")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
+    if output.is_dir():
+        raise UsageError(f"{output} is a directory", hint="name the file: -o model.safetensors")
+    if output.exists() and not force:
+        raise UsageError(f"{output} exists already", hint="--force replaces it")
+
+
+def _write(output: Path, pieces: list[Piece], metadata: dict[str, str]) -> int:
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        size = write_shard(temporary, pieces, metadata).size
+        try:
+            os.replace(temporary, output)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(output.parent)
+    except OSError as error:
+        raise OutputNotWritten(
+            f"writing {output}: {error.strerror or error}",
+            hint="check the permissions and the free space there; nothing is left of it",
+        ) from error
+    return size

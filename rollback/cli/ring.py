@@ -1,0 +1,128 @@
+"""`rollback ring`: the checkpoints of a run, as files: look at them, prove them, take weights out, keep one."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollback.cli.terminal import say
+from rollback.errors import RunDirectoryError
+
+ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
+
+_Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+_Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
+_NAMES = "A checkpoint's name, `newest-good`, or `newest` (good or not)."
+_VERIFY_CODES = (
+    "Exit codes: 0 all are intact; 1 some are damaged, and the run could resume from another; 65 it could from none."
+)
+
+
+@ring.command("list")
+def list_checkpoints(run: _Run, json: _Json = False) -> None:
+    """Show all checkpoints, oldest first: step, batch, age, size, and whether they are good.
+
+    Reads manifests only, and writes nothing; a running run is not disturbed.
+    """
+    from rollback.audit.checkpoints import read_listing
+    from rollback.audit.ring_text import print_listing
+    from rollback.audit.terminal import console_for
+
+    listing = read_listing(run)
+    if json:
+        print(listing.to_json())
+    else:
+        print_listing(console_for(sys.stdout), listing)
+    _say_notices(listing.notices)
+
+
+@ring.command(epilog=_VERIFY_CODES)
+def verify(
+    run: _Run,
+    names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES} Default: all.", show_default=False)] = None,
+    json: _Json = False,
+) -> None:
+    """Prove checkpoints readable: manifest, sizes, hashes, headers, trees, and that they are this run's model.
+
+    What is wrong is named. Reads every byte, and writes nothing; a running run is not disturbed.
+    """
+    from rollback.audit.ring_text import print_verification
+    from rollback.audit.terminal import console_for
+    from rollback.audit.verify import verify as verify_checkpoints
+
+    verification = verify_checkpoints(run, names or ())
+    if json:
+        print(verification.to_json())
+    else:
+        print_verification(console_for(sys.stdout), verification)
+    _say_notices(verification.notices)
+    raise typer.Exit(verification.exit_code)
+
+
+@ring.command()
+def export(
+    run: _Run,
+    name: Annotated[str, typer.Argument(help=_NAMES)] = "newest-good",
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("model.safetensors"),
+    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+) -> None:
+    """Write the model's weights as a plain safetensors file, under the names of `model.state_dict()`.
+
+    Parameters, and the buffers of rank 0. The checkpoint is verified first.
+    """
+    from rollback.audit.export import export as export_model
+    from rollback.audit.ring_text import size
+
+    done = export_model(run, name, output, force=force)
+    say(f"{output}: {done.tensors} tensors, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
+    if done.left_out:
+        say(f"notice: left out, since they are not tensors: {', '.join(map(str, done.left_out))}")
+
+
+@ring.command()
+def pin(run: _Run, name: Annotated[str, typer.Argument(help=_NAMES, show_default=False)]) -> None:
+    """Keep a checkpoint: a pinned one is never evicted, and does not count against the ring's capacity.
+
+    Works on a running run too.
+    """
+    from rollback.audit.checkpoints import choose, read_listing
+    from rollback.rundir import pins
+    from rollback.rundir.paths import RunPaths
+
+    chosen = choose(read_listing(run), name)
+    try:
+        pins.pin(RunPaths(run), chosen)
+    except OSError as error:
+        raise _pinning_failed("pinning", chosen, run, error) from error
+    say(f"{chosen} stays; `rollback ring unpin {shlex.quote(str(run))} {chosen}` lets it go")
+
+
+@ring.command()
+def unpin(
+    run: _Run, name: Annotated[str, typer.Argument(help="Name of a pinned checkpoint.", show_default=False)]
+) -> None:
+    """Let a pinned checkpoint leave the ring when its time comes."""
+    from rollback.audit.material import require_run_directory
+    from rollback.rundir import pins
+
+    try:
+        pins.unpin(require_run_directory(run), name)
+    except OSError as error:
+        raise _pinning_failed("unpinning", name, run, error) from error
+    say(f"{name} is no longer pinned; it leaves when its time comes")
+
+
+def _pinning_failed(doing: str, name: str, run: Path, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"{doing} {name} in {run}: {error.strerror or error}", hint="check the permissions and free space there"
+    )
+
+
+def _say_notices(notices: Sequence[str]) -> None:
+    for notice in notices:
+        say(f"notice: {notice}")
