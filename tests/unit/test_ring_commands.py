@@ -1,0 +1,371 @@
+"""`rollback ring`: what is listed, what is proved, what is taken out. Two ranks, made by the real writers."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from safetensors import safe_open
+from typer.testing import CliRunner, Result
+
+from checkpoints import damage, manifest_of
+from recorded_run import incident, rollback_plan
+from rollback.audit.checkpoints import read_listing
+from rollback.audit.verify import verify
+from rollback.cli import app
+from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
+from rollback.events import BecameGood, Committed, Quarantined
+from rollback.rundir import pins, ring
+from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.shard import Piece, write_shard
+
+OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
+JOB = Job(
+    world_size=2,
+    model=[("w", "float32", [2, 3]), ("b", "bfloat16", [3]), ("mean", "float64", [])],
+    optimizer={"class": "AdamW", "groups": [2]},
+    objects=["scheduler"],
+    data={},
+)
+SHARED: dict[str, Any] = {
+    "model": {"w": {"$tensor": "shared/model/w"}, "b": {"$tensor": "shared/model/b"}, "version": 3},
+    "optimizer": {
+        "state": {"$map": [[0, {"step": {"$tensor": "shared/optimizer/0"}}]]},
+        "param_groups": [{"params": [0, 1], "betas": {"$tuple": [0.9, 0.95]}}],
+    },
+    "objects": {"scheduler": {"seen": {"$counter": [["a", 1]]}}},
+    "sentinel": {"level": {"$float": "NaN"}},
+    "counters": {"step": 1},
+}
+LOCAL: dict[str, Any] = {
+    "buffers": {"mean": {"$tensor": "local/mean"}},
+    "random": {"numpy": {"$array": "local/random"}, "token": {"$bytes": "AAE="}},
+    "cursor": {},
+}
+
+
+def weights(step: int) -> np.ndarray[Any, Any]:
+    return np.arange(6, dtype=np.float32).reshape(2, 3) + step
+
+
+def pieces(rank: int, step: int) -> list[Piece]:
+    def piece(name: str, dtype: str, array: np.ndarray[Any, Any]) -> Piece:
+        return Piece(name, dtype, array.shape, memoryview(array.tobytes()))
+
+    own = [
+        piece("local/mean", "F64", np.array(rank + 0.5)),
+        piece("local/random", "U32", np.arange(5, dtype=np.uint32)),
+    ]
+    if rank == 0:
+        return [*own, piece("shared/model/w", "F32", weights(step))]
+    halves = np.arange(3, dtype=np.uint16)
+    return [*own, piece("shared/model/b", "BF16", halves), piece("shared/optimizer/0", "F32", np.array(1.0, "f4"))]
+
+
+def write(paths: RunPaths, seq: int, step: int, shared: dict[str, Any] = SHARED, local: dict[str, Any] = LOCAL) -> str:
+    manifest = manifest_of(seq, step)
+    for rank in range(2):
+        directory = ring.begin_writing(paths, manifest.name)
+        metadata = {"local": json.dumps(local)} | ({"shared": json.dumps(shared)} if rank == 0 else {})
+        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), pieces(rank, step), metadata))
+    ring.commit(paths, manifest)
+    tell(paths, Committed(checkpoint=manifest.name, step=step, batch=2 * step, timeline=0, bytes=1, seconds=0.1))
+    return manifest.name
+
+
+def tell(paths: RunPaths, *facts: Any) -> None:
+    journal = Journal(paths.train_journal, 1)
+    for fact in facts:
+        journal.append(fact)
+    journal.close()
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    """Three checkpoints, of which the older two are good."""
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    write_identity(paths, new_identity(JOB))
+    for seq in range(3):
+        write(paths, seq, 10 + 10 * seq)
+    tell(paths, BecameGood(checkpoint=OLD, step=10), BecameGood(checkpoint=MIDDLE, step=20))
+    return paths
+
+
+def command(*words: object) -> Result:
+    return CliRunner().invoke(app, ["ring", *map(str, words)])
+
+
+def read_only(paths: RunPaths) -> dict[Path, bytes | None]:
+    return {path: path.read_bytes() if path.is_file() else None for path in paths.root.rglob("*")}
+
+
+# --- list -------------------------------------------------------------------------------------------------------------
+
+
+def statuses(paths: RunPaths) -> dict[str, str]:
+    return {entry.checkpoint: entry.status for entry in read_listing(paths.root).checkpoints}
+
+
+def test_the_list_says_what_each_checkpoint_is(paths: RunPaths) -> None:
+    assert statuses(paths) == {OLD: "good", MIDDLE: "good", NEW: "candidate"}
+    tell(paths, incident(1, 15, 25), rollback_plan(1, OLD, 10, (20, 60), discards=(MIDDLE,)))
+    assert statuses(paths) == {OLD: "good", MIDDLE: "discarded", NEW: "discarded"}, "committed in the old timeline"
+    ring.quarantine(paths, OLD)
+    tell(paths, Quarantined(checkpoint=OLD, reason="a flipped bit"))
+    (paths.checkpoint(NEW) / "manifest.json").write_text("{")
+    assert statuses(paths) == {OLD: "quarantined", MIDDLE: "discarded", NEW: "damaged"}
+
+
+def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
+    pins.pin(paths, OLD)
+    ring.begin_writing(paths, "c000003-s00000040")
+    before = read_only(paths)
+    text = command("list", paths.root)
+    assert text.exit_code == 0
+    rows = [line.split() for line in text.stdout.splitlines()]
+    assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "status"]
+    assert rows[1][:3] == [OLD, "10", "20"]
+    assert rows[1][-2:] == ["good,", "pinned"]
+    assert ".writing-c000003-s00000040" in text.stdout
+    body = json.loads(command("list", paths.root, "--json").stdout)
+    assert body["schema"] == 1
+    assert [(entry["step"], entry["batch"], entry["pinned"]) for entry in body["checkpoints"]] == [
+        (10, 20, True), (20, 40, False), (30, 60, False),
+    ]  # fmt: skip
+    assert body["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in paths.checkpoint(OLD).glob("*.safetensors"))
+    assert body["leftovers"] == [".writing-c000003-s00000040"]
+    assert read_only(paths) == before
+
+
+def test_a_damaged_journal_costs_the_status_and_not_the_list(paths: RunPaths) -> None:
+    lines = paths.train_journal.read_text().splitlines(keepends=True)
+    paths.train_journal.write_text("".join(["{}\n", *lines[1:]]))
+    assert set(statuses(paths).values()) == {"unknown"}
+    (notice,) = read_listing(paths.root).notices
+    assert "which checkpoints are good cannot be told" in notice
+    assert verify(paths.root).exit_code == ExitCode.DONE
+
+
+def test_what_is_no_run_directory_is_refused(tmp_path: Path) -> None:
+    for words in (["list"], ["verify"], ["export"], ["pin"]):
+        name = ["newest"] if words == ["pin"] else []
+        assert isinstance(command(*words, tmp_path / "nowhere", *name).exception, UsageError)
+
+
+def test_a_pin_of_what_is_gone_is_told(paths: RunPaths) -> None:
+    pins.pin(paths, MIDDLE)
+    ring.quarantine(paths, MIDDLE)
+    assert statuses(paths)[MIDDLE] == "quarantined"
+    pins.pin(paths, OLD)
+    paths.checkpoint(OLD).rename(paths.root / "elsewhere")
+    assert read_listing(paths.root).notices == [f"{OLD} is pinned, but it is not in the ring any more"]
+
+
+# --- verify -----------------------------------------------------------------------------------------------------------
+
+
+def test_intact_checkpoints_are_proved_and_nothing_is_written(paths: RunPaths) -> None:
+    before = read_only(paths)
+    said = command("verify", paths.root)
+    assert said.exit_code == 0, said.output
+    assert said.stdout.splitlines()[-1] == "3 of 3 intact"
+    assert read_only(paths) == before
+
+
+def test_a_flipped_bit_a_missing_shard_and_a_truncated_manifest_are_named(paths: RunPaths) -> None:
+    damage(paths.checkpoint(OLD) / shard_name(1))
+    (paths.checkpoint(MIDDLE) / shard_name(0)).unlink()
+    manifest = paths.checkpoint(NEW) / "manifest.json"
+    whole = manifest.read_bytes()
+    manifest.write_bytes(whole[:-40])
+    body = json.loads((said := command("verify", paths.root, "--json")).stdout)
+    assert said.exit_code == ExitCode.NO_CHECKPOINT
+    assert body["schema"] == 1
+    faults = {entry["checkpoint"]: entry["faults"] for entry in body["checkpoints"]}
+    assert [[fault["file"] for fault in faults[name]] for name in (OLD, MIDDLE, NEW)] == [
+        [shard_name(1)], [shard_name(0)], ["manifest.json"],
+    ]  # fmt: skip
+    for name, words in ((OLD, "has hash"), (MIDDLE, "No such file"), (NEW, "damaged")):
+        assert words in faults[name][0]["fault"]
+        assert name in faults[name][0]["fault"]
+    manifest.write_bytes(whole)
+    said = command("verify", paths.root)
+    assert said.exit_code == ExitCode.FAILED
+    assert said.stdout.splitlines()[-1] == "1 of 3 intact"
+    assert command("verify", paths.root, NEW, "newest").exit_code == ExitCode.DONE
+    assert command("verify", paths.root, "newest-good").exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_every_fault_of_a_checkpoint_is_named(paths: RunPaths) -> None:
+    for rank in range(2):
+        damage(paths.checkpoint(OLD) / shard_name(rank))
+    assert [fault.file for fault in verify(paths.root, [OLD]).checkpoints[0].faults] == [shard_name(0), shard_name(1)]
+
+
+def changed(tree: dict[str, Any], **parts: Any) -> dict[str, Any]:
+    return {**tree, **parts}
+
+
+MODEL = SHARED["model"]
+MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    (changed(SHARED, model={"w": MODEL["w"]}), LOCAL, "tensor 'b' is missing"),
+    (changed(SHARED, model={**MODEL, "b": MODEL["w"]}), LOCAL, r"'b' is float32\[2, 3\]; in the run it is bfloat16"),
+    (changed(SHARED, model={**MODEL, "c": MODEL["w"]}), LOCAL, "model has no tensor 'c'"),
+    (changed(SHARED, model={**MODEL, "b": {"$tensor": "shared/x"}}), LOCAL, "refers to 'shared/x', which no shard"),
+    (changed(SHARED, model={**MODEL, "b": {"$tensor": ["x"]}}), LOCAL, "cannot be read"),
+    (changed(SHARED, sentinel={"$set": []}), LOCAL, "unknown tag '\\$set'"),
+    (changed(SHARED, sentinel={"a": {"$map": [1]}}), LOCAL, "cannot be read"),
+    (changed(SHARED, optimizer={}), LOCAL, "no parameter groups"),
+    (changed(SHARED, optimizer={"param_groups": [{"params": [0]}]}), LOCAL, r"groups have \[1\] parameters"),
+    (changed(SHARED, objects={}), LOCAL, "keeps the objects"),
+    ({"model": {}}, LOCAL, "tree 'shared' of .* lacks some of"),
+    (SHARED, {"buffers": {}, "random": {}, "cursor": {}}, "tensor 'mean' is missing"),
+    (SHARED, changed(LOCAL, buffers={"mean": {"$tensor": "shared/model/w"}}), "which no shard holds"),
+    (SHARED, changed(LOCAL, buffers=[]), "tree 'local' of .* lacks some of"),
+]
+
+
+@pytest.mark.parametrize(("shared", "local", "words"), MISFITS)
+def test_sound_files_with_the_wrong_content_are_found(
+    paths: RunPaths, shared: dict[str, Any], local: dict[str, Any], words: str
+) -> None:
+    name = write(paths, 3, 40, shared, local)
+    (found,) = verify(paths.root, [name]).checkpoints
+    assert not found.intact
+    assert re.search(words, found.faults[0].fault), found.faults
+    outcome = command("export", paths.root, name, "-o", paths.root.parent / "x")
+    assert isinstance(outcome.exception, RollbackError)
+    assert not (paths.root.parent / "x").exists()
+
+
+def test_a_tree_that_is_nested_without_end_is_a_fault_and_no_crash(paths: RunPaths) -> None:
+    manifest = manifest_of(3, 40)
+    for rank in range(2):
+        directory = ring.begin_writing(paths, manifest.name)
+        metadata = {"local": "[" * 100_000, "shared": json.dumps(SHARED)}
+        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), pieces(rank, 40), metadata))
+    ring.commit(paths, manifest)
+    assert "cannot be read" in verify(paths.root, ["newest"]).checkpoints[0].faults[0].fault
+
+
+def test_discarded_checkpoints_are_intact_but_not_usable(paths: RunPaths) -> None:
+    tell(paths, incident(1, 5, 25), rollback_plan(1, OLD, 10, (20, 60), discards=(OLD, MIDDLE, NEW)))
+    found = verify(paths.root)
+    assert (found.intact, found.usable, found.exit_code) == (3, 0, ExitCode.NO_CHECKPOINT)
+
+
+def test_an_empty_ring_has_no_usable_checkpoint(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    write_identity(paths, new_identity(JOB))
+    assert command("verify", tmp_path).exit_code == ExitCode.NO_CHECKPOINT
+    assert isinstance(command("export", tmp_path).exception, NoUsableCheckpoint)
+
+
+def test_what_is_evicted_while_it_is_looked_at_is_no_damage(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
+    evicting = iter([True])
+
+    def evict_first(directory: Path, job: Job | None) -> Any:
+        if next(evicting, False):
+            ring.evict(paths, OLD)
+        return find(directory, job)
+
+    from rollback.audit import verify as room
+
+    find = room.find_faults
+    monkeypatch.setattr(room, "find_faults", evict_first)
+    found = verify(paths.root)
+    assert [entry.checkpoint for entry in found.checkpoints] == [MIDDLE, NEW]
+    assert found.notices == [f"{OLD} left the ring while it was looked at"]
+    assert found.exit_code == ExitCode.DONE
+
+
+# --- export -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_exported_model_is_read_by_the_library(paths: RunPaths, tmp_path: Path) -> None:
+    output = tmp_path / "model.safetensors"
+    said = command("export", paths.root, "-o", output)
+    assert said.exit_code == 0, said.output
+    assert "left out, since they are not tensors: version" in said.stderr
+    with safe_open(output, "numpy") as file:
+        assert sorted(file.keys()) == ["b", "mean", "w"]
+        metadata = file.metadata()
+        assert (file.get_tensor("w") == weights(20)).all()
+        assert file.get_tensor("mean") == 0.5, "the buffers of rank 0"
+    run_id = json.loads(paths.identity.read_text())["run_id"]
+    assert metadata == {"format": "pt", "checkpoint": MIDDLE, "step": "20", "batch": "40", "run_id": run_id}
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_an_existing_file_is_replaced_with_force_only(paths: RunPaths, tmp_path: Path) -> None:
+    output = tmp_path / "model.safetensors"
+    output.write_text("mine")
+    assert isinstance(command("export", paths.root, "newest", "-o", output).exception, UsageError)
+    assert output.read_text() == "mine"
+    assert command("export", paths.root, "newest", "-o", output, "--force").exit_code == 0
+    assert (load_file_without_bfloat16(output)["w"] == weights(30)).all()
+
+
+def load_file_without_bfloat16(path: Path) -> dict[str, Any]:
+    with safe_open(path, "numpy") as file:
+        return {name: file.get_tensor(name) for name in ("w", "mean")}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        lambda paths: paths.checkpoint(OLD) / shard_name(0),
+        lambda paths: paths.root / "model.safetensors",
+        lambda paths: paths.root.parent / "nowhere" / "model.safetensors",
+        lambda paths: paths.root.parent,
+    ],
+)
+def test_a_place_that_cannot_be_is_refused_even_with_force(paths: RunPaths, place: Callable[[RunPaths], Path]) -> None:
+    before = read_only(paths)
+    assert isinstance(command("export", paths.root, "-o", place(paths), "--force").exception, UsageError)
+    assert read_only(paths) == before
+
+
+def test_a_full_disk_leaves_nothing_behind(paths: RunPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(source: object, target: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.replace", full)
+    with pytest.raises(OutputNotWritten, match="No space left"):
+        command_raising("export", paths.root, "-o", tmp_path / "model.safetensors")
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def command_raising(*words: object) -> None:
+    CliRunner().invoke(app, ["ring", *map(str, words)], catch_exceptions=False)
+
+
+def test_damage_is_found_before_anything_is_written(paths: RunPaths, tmp_path: Path) -> None:
+    damage(paths.checkpoint(MIDDLE) / shard_name(1))
+    outcome = command("export", paths.root, "-o", tmp_path / "model.safetensors")
+    assert isinstance(outcome.exception, RollbackError)
+    assert outcome.exception.exit_code == ExitCode.NO_CHECKPOINT
+    assert "nothing was written" in outcome.exception.message
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+# --- pin --------------------------------------------------------------------------------------------------------------
+
+
+def test_pin_and_unpin(paths: RunPaths) -> None:
+    assert f"unpin {paths.root} {MIDDLE}" in command("pin", paths.root, "newest-good").stderr
+    assert pins.pinned(paths) == [MIDDLE]
+    assert command("unpin", paths.root, MIDDLE).exit_code == 0
+    assert pins.pinned(paths) == []
+    assert isinstance(command("unpin", paths.root, MIDDLE).exception, UsageError)
+    outcome = command("pin", paths.root, "c000009-s00000009")
+    assert isinstance(outcome.exception, UsageError)
+    assert outcome.exception.hint == f"it has {OLD} {MIDDLE} {NEW}"
