@@ -6,10 +6,10 @@ import pytest
 
 from checkpoints import manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.events import BecameGood, Committed, Fact, Record, Restored
+from rollback.events import BecameGood, Committed, Evicted, Fact, Record, Restored
 from rollback.rundir.history import History, fold
 from rollback.rundir.manifest import Manifest
-from rollback.rundir.resume import candidates, of_present_timeline
+from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 
 RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
 NAMES = [manifest.name for manifest in RING]
@@ -85,3 +85,12 @@ def test_checkpoints_of_the_new_timeline_belong_to_the_run() -> None:
 
 def test_a_ring_that_lost_everything_has_no_candidates() -> None:
     assert candidates(history_of(), []) == []
+
+
+def test_sequence_numbers_never_come_back() -> None:
+    """Also not those of checkpoints that have left the ring, or that only the disk knows of."""
+    assert next_seq(History(), []) == 0
+    assert next_seq(History(), ["c000004-s00000080"]) == 5
+    assert next_seq(history_of(), []) == 4
+    evicted = Evicted(checkpoint="c000009-s00000180", reason="beyond a restored checkpoint")
+    assert next_seq(history_of(evicted), NAMES[:2]) == 10

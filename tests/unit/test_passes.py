@@ -1,0 +1,107 @@
+"""Passes: which epoch a script's loop gets, after resumes and rollbacks. Cursor and script are as simple as can be."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollback.errors import UsageError
+from rollback.train.cursor import Cursor, cursor_for
+from rollback.train.passes import Again, Passes
+
+
+def at(epoch: int, offset: int = 0) -> Cursor:
+    """Where a checkpoint stood: in an epoch of four batches."""
+    cursor = cursor_for([0, 1, 2, 3])
+    for _ in range(epoch):
+        cursor.open_epoch()
+        cursor.end_epoch()
+    cursor.open_epoch()
+    for _ in range(offset):
+        cursor.next()
+    return cursor
+
+
+def test_a_new_run_begins_with_its_first_pass() -> None:
+    passes = Passes(at(0), [])
+    assert passes.begin() is Again.NOTHING
+    assert (passes.epoch, passes.over) == (0, False)
+
+
+@pytest.mark.parametrize("epoch", [1, 3])
+def test_under_range_a_resumed_run_walks_through_what_is_over(epoch: int) -> None:
+    passes = Passes(at(epoch, 2), [])
+    passes.resume()
+    for _ in range(epoch):
+        assert passes.begin() is Again.NOTHING
+        assert passes.over
+    assert passes.begin() is Again.EVERYTHING, "the script ran code of its own on the way"
+    assert (passes.epoch, passes.over) == (epoch, False)
+
+
+def test_a_run_resumed_in_its_first_pass_needs_its_random_states_only() -> None:
+    passes = Passes(at(0, 2), [])
+    passes.resume()
+    assert passes.begin() is Again.RANDOM_STATES
+
+
+def test_epochs_begins_where_a_resumed_run_stands() -> None:
+    passes = Passes(at(2, 1), [])
+    passes.resume()
+    assert next(passes.epochs(5)) == 2
+    assert passes.begin() is Again.RANDOM_STATES
+
+
+def test_epochs_goes_back_over_an_epoch_s_start() -> None:
+    cursor = at(1, 1)
+    passes = Passes(cursor, [])
+    passes.resume()
+    epochs = passes.epochs(4)
+    assert next(epochs) == 1
+    passes.begin()
+    cursor.load_state_dict(at(0, 2).state_dict())
+    passes.rewound()
+    assert passes.interrupted
+    assert next(epochs) == 0
+    assert passes.begin() is Again.EVERYTHING
+    assert not passes.interrupted
+
+
+def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass() -> None:
+    cursor = at(1, 1)
+    passes = Passes(cursor, [])
+    passes.begin()
+    passes.begin()
+    cursor.load_state_dict(at(0, 2).state_dict())
+    passes.rewound()
+    assert not passes.interrupted
+    cursor.end_epoch()
+    assert passes.replaying
+    cursor.open_epoch()
+    cursor.end_epoch()
+    assert not passes.replaying
+
+
+def test_an_epoch_that_the_script_broke_off_is_left() -> None:
+    cursor = at(0, 2)
+    passes = Passes(cursor, [])
+    passes.begin()
+    passes.begin()
+    assert (cursor.epoch, cursor.opened) == (1, False)
+
+
+def test_a_finished_run_has_no_more_batches_and_no_more_epochs() -> None:
+    passes = Passes(at(0), [])
+    epochs = passes.epochs(9)
+    assert next(epochs) == 0
+    passes.begin()
+    passes.end(final=True)
+    assert list(epochs) == []
+    passes.begin()
+    assert passes.over
+
+
+def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
+    epochs = Passes(at(0), []).epochs(3)
+    next(epochs)
+    with pytest.raises(UsageError, match="did not iterate"):
+        next(epochs)

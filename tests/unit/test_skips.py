@@ -1,0 +1,91 @@
+"""Passing over the batches of the skip list."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader
+
+from rollback.events import PassedOver, Window
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_skipped
+from rollback.train.cursor import Cursor, cursor_for
+from rollback.train.record import Record
+from rollback.train.skips import SkipList
+
+
+def opened(samples: int = 20) -> Cursor:
+    cursor = cursor_for(DataLoader(range(samples), batch_size=2))
+    cursor.open_epoch()
+    return cursor
+
+
+def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
+    paths = RunPaths(folder)
+    listed = [Window(first=first, last=last) for first, last in windows]
+    return SkipList(paths, 0, listed, Record(paths, 1, first=True)), paths
+
+
+def drain(listed: SkipList, cursor: Cursor) -> list[int]:
+    """Positions that are handed out to the epoch's end."""
+    seen = []
+    try:
+        while True:
+            listed.pass_over(cursor, step=0, timeline=0)
+            seen.append(cursor.batch)
+            cursor.next()
+    except StopIteration:
+        return seen[: -1 if seen and seen[-1] == cursor.batch else None]
+
+
+def test_what_is_passed_over_is_recorded_with_its_samples(tmp_path: Path) -> None:
+    listed, paths = skips(tmp_path / "run", (3, 4))
+    assert drain(listed, opened()) == [0, 1, 2, 5, 6, 7, 8, 9]
+    recorded = list(read_skipped(paths.skip_record(0)))
+    assert [(line.batch, line.epoch, line.offset, line.indices) for line in recorded] == [
+        (3, 0, 3, [6, 7]),
+        (4, 0, 4, [8, 9]),
+    ]
+    (fact,) = [r.fact for r in read_journal(paths.train_journal).records]
+    assert fact == PassedOver(first=3, last=4, step=0, timeline=0)
+
+
+def test_a_window_goes_on_in_the_next_epoch(tmp_path: Path) -> None:
+    listed, paths = skips(tmp_path / "run", (8, 12))
+    cursor = opened()
+    assert drain(listed, cursor) == list(range(8))
+    cursor.open_epoch()
+    assert drain(listed, cursor) == list(range(13, 20))
+    facts = [r.fact for r in read_journal(paths.train_journal).records]
+    assert [(fact.first, fact.last) for fact in facts] == [(8, 9), (10, 12)]
+
+
+def test_it_is_on_disk_before_training_goes_on(tmp_path: Path) -> None:
+    listed, paths = skips(tmp_path / "run", (0, 1))
+    listed.pass_over(opened(), step=0, timeline=0)
+    assert len(list(read_skipped(paths.skip_record(0)))) == 2
+
+
+def test_a_disk_that_refuses_is_told_of_once_and_stops_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    listed, paths = skips(tmp_path / "run", (0, 5))
+    paths.skip_record(0).mkdir(parents=True)
+    assert drain(listed, opened()) == [6, 7, 8, 9]
+    assert capsys.readouterr().err.count("skip record") == 1
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.integers(0, 5)), max_size=5))
+def test_exactly_the_batches_outside_all_windows_are_handed_out(
+    tmp_path_factory: pytest.TempPathFactory, drawn: list[tuple[int, int]]
+) -> None:
+    windows = [(first, first + length) for first, length in drawn]
+    listed, _ = skips(tmp_path_factory.mktemp("skips"), *windows[:-1])
+    for first, last in windows[-1:]:
+        listed.add(Window(first=first, last=last))
+    inside = {batch for first, last in windows for batch in range(first, last + 1)}
+    assert drain(listed, opened()) == [batch for batch in range(10) if batch not in inside]

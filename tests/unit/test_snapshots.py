@@ -1,0 +1,128 @@
+"""A snapshot's flight, on one rank and on two that share a directory and whose beats the test reduces."""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollback.rundir import ring
+from rollback.rundir.paths import RunPaths
+from rollback.train import snapshots as module
+from rollback.train.pulse import Beat, Signs
+from rollback.train.ranks import Ranks
+from rollback.train.snapshots import Landing, Snapshots
+from rollback.train.state import Image
+
+
+class TwoRanks:
+    """Two ranks' snapshots in one process; `beat` does what the pulse does between them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.paths = RunPaths(folder)
+        self.paths.ring.mkdir(parents=True)
+        self.ranks = []
+        for rank in range(2):
+            one = Ranks()
+            one.rank, one.world_size = rank, 2
+            self.ranks.append(Snapshots(self.paths, one, 0, 1))
+        self.weights = torch.arange(6.0)
+
+    def begin(self, step: int) -> str:
+        image = Image({"$tensor": "w"}, {"$tensor": "l"}, {"w": self.weights}, {"l": torch.ones(2)})
+        names = {one.begin(image, step=step, batch=step, epoch=0, timeline=0) for one in self.ranks}
+        (name,) = names
+        return name
+
+    def beat(self) -> list[Landing | None]:
+        for one in self.ranks:
+            one._thread.submit(int).result()
+        said: list[Signs] = [one.signs() for one in self.ranks]
+        reduced = Beat(
+            loss=None, grad_norm=None, ailing=(), stop=False, scaler_skipped=False,
+            shards_written=sum(sign.shard_written for sign in said),
+            shards_failed=sum(sign.shard_failed for sign in said),
+            committed=any(sign.committed for sign in said),
+        )  # fmt: skip
+        return [one.advance(reduced) for one in self.ranks]
+
+    def close(self) -> None:
+        for one in self.ranks:
+            one.close()
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> Iterator[TwoRanks]:
+    two = TwoRanks(tmp_path / "run")
+    yield two
+    two.close()
+
+
+def test_it_lands_on_all_ranks_in_the_same_step(two: TwoRanks) -> None:
+    name = two.begin(10)
+    assert two.beat() == [None, None]
+    landed = two.beat()
+    assert all(landing is not None and landing.committed and landing.manifest.name == name for landing in landed)
+    assert ring.names(two.paths) == [name]
+    assert not any(one.in_flight for one in two.ranks)
+
+
+def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
+    """`begin` has copied; what is written is the state of that moment."""
+    name = two.begin(10)
+    two.weights.fill_(-1.0)
+    two.beat()
+    two.beat()
+    (manifest,), _ = ring.manifests(two.paths)
+    readers = ring.open_shards(two.paths, manifest)
+    (holder,) = [reader for reader in readers if "w" in reader.entries]
+    assert torch.frombuffer(bytearray(holder.data("w")), dtype=torch.float32).tolist() == list(range(6))
+    assert manifest.name == name
+
+
+def test_one_rank_that_fails_drops_it_on_all_and_leaves_nothing(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    monkeypatch.setattr(module, "write_shard", refuse)
+    name = two.begin(10)
+    landed = two.beat()
+    monkeypatch.undo()
+    assert all(landing is not None and not landing.committed for landing in landed)
+    two.ranks[0]._thread.submit(int).result()
+    assert not two.paths.writing(name).exists()
+    later = two.begin(20)
+    two.beat()
+    two.beat()
+    assert ring.names(two.paths) == [later]
+
+
+def test_a_commit_that_fails_drops_it_on_all(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.EIO, "broken")
+
+    monkeypatch.setattr(ring, "commit", refuse)
+    two.begin(10)
+    assert two.beat() == [None, None]
+    landed = two.beat()
+    assert [landing and landing.committed for landing in landed] == [False, False]
+    assert ring.names(two.paths) == []
+
+
+def test_only_one_is_in_flight(two: TwoRanks) -> None:
+    two.begin(10)
+    with pytest.raises(RuntimeError, match="in flight"):
+        two.begin(20)
+
+
+def test_a_bug_of_ours_is_not_taken_for_a_refusing_disk(two: TwoRanks, monkeypatch: pytest.MonkeyPatch) -> None:
+    def bug(*_: object) -> None:
+        raise AssertionError("ours")
+
+    monkeypatch.setattr(module, "write_shard", bug)
+    two.begin(10)
+    with pytest.raises(AssertionError, match="ours"):
+        two.beat()

@@ -1,0 +1,109 @@
+"""Taking a training state apart and putting it back; who stores what; which job it is."""
+
+from __future__ import annotations
+
+import copy
+import json
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from rollback.errors import CheckpointDamaged, UsageError
+from rollback.sentinel import Sentinel
+from rollback.train import tree
+from rollback.train.cursor import cursor_for
+from rollback.train.state import Image, TrainingState, owners, unwrap
+
+
+def state_of(seed: int, **objects: Any) -> TrainingState:
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    return TrainingState(model, optimizer, objects, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+
+def through_disk(image: Image) -> tuple[Any, Any]:
+    shared = {name: tensor.clone() for name, tensor in image.shared_tensors.items()}
+    local = {name: tensor.clone() for name, tensor in image.local_tensors.items()}
+    texts = json.loads(json.dumps([image.shared, image.local]))
+    return tree.decode(texts[0], shared.__getitem__), tree.decode(texts[1], local.__getitem__)
+
+
+def test_a_state_goes_into_other_objects_and_drops_their_gradients() -> None:
+    one, other = state_of(1), state_of(2)
+    one.counters.step = 7
+    image = one.image()
+    expected, drawn = copy.deepcopy(one.model.state_dict()), torch.random.get_rng_state()
+    torch.manual_seed(99)
+    other.load(*through_disk(image))
+    for name, value in other.model.state_dict().items():
+        assert torch.equal(value, expected[name]), name
+    assert other.optimizer.state_dict()["state"][0]["step"] == 1
+    assert other.counters.step == 7
+    assert all(parameter.grad is None for parameter in other.model.parameters())
+    assert torch.equal(torch.random.get_rng_state(), drawn)
+
+
+def test_loading_leaves_parameters_where_they_are() -> None:
+    """DDP, torch.compile and the optimizer hold on to them."""
+    one, other = state_of(1), state_of(2)
+    before = [parameter.data_ptr() for parameter in other.model.parameters()]
+    other.load(*through_disk(one.image()))
+    assert [parameter.data_ptr() for parameter in other.model.parameters()] == before
+
+
+def test_buffers_are_each_rank_s_own() -> None:
+    image = state_of(1).image()
+    assert {name for name in image.local_tensors if "buffers" in name} == {
+        f"local/buffers/1.{name}" for name in ("running_mean", "running_var", "num_batches_tracked")
+    }
+    assert not [name for name in image.shared_tensors if "running" in name]
+
+
+def test_other_objects_than_the_checkpoint_s_are_refused_before_anything_is_touched() -> None:
+    one, other = state_of(1), state_of(2, ema=nn.Linear(1, 1))
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(CheckpointDamaged, match=r"\[\]"):
+        other.load(*through_disk(one.image()))
+    assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
+
+
+def test_a_job_is_known_by_its_tensors_optimizer_objects_and_data() -> None:
+    job = state_of(1, ema=nn.Linear(1, 1)).job(4)
+    assert job.world_size == 4
+    assert ("0.weight", "float32", [4, 3]) in job.model
+    assert ("1.num_batches_tracked", "int64", []) in job.model
+    assert job.optimizer["class"] == "AdamW"
+    assert job.optimizer["groups"] == [6]
+    assert job.objects == ["ema"]
+    assert job.data["kind"] == "re-iterated"
+
+
+def test_names_are_those_of_the_module_inside() -> None:
+    inner = nn.Linear(2, 2)
+    assert unwrap(inner) is inner
+    compiled = torch.compile(inner)
+    assert unwrap(compiled) is inner
+
+
+def test_a_sharded_model_is_refused() -> None:
+    class FullyShardedDataParallel(nn.Module):
+        pass
+
+    with pytest.raises(UsageError, match="sharded"):
+        unwrap(FullyShardedDataParallel())
+
+
+@given(st.dictionaries(st.text(max_size=4), st.integers(0, 1000), max_size=20), st.integers(1, 8))
+def test_each_rank_stores_about_as_much_as_the_others(sizes: dict[str, int], ranks: int) -> None:
+    tensors: dict[str, Tensor] = {name: torch.empty(size, dtype=torch.uint8) for name, size in sizes.items()}
+    owner = owners(tensors, ranks)
+    assert owner == owners(dict(reversed(tensors.items())), ranks), "the same on all ranks"
+    load = [sum(sizes[name] for name in sizes if owner[name] == rank) for rank in range(ranks)]
+    assert max(load) - min(load) <= max(sizes.values(), default=0)
