@@ -20,7 +20,8 @@ OTHERS = {"--help", "--version", "--nproc-per-node", "--most"}
 
 
 def options(command: click.Command) -> set[str]:
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    own = {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return own.union(*map(options, getattr(command, "commands", {}).values()))
 
 
 def script_flags() -> set[str]:
@@ -33,8 +34,10 @@ def script_flags() -> set[str]:
 def test_commands_and_flags_that_a_document_names_exist(document: Path) -> None:
     text = document.read_text()
     quoted = [*re.findall(r"`([^`\n]+)`", text), *re.findall(r"^    (\S.*)$", text, re.MULTILINE)]
-    for name in (match[1] for item in quoted if (match := re.match(r"rollback ([a-z]+)", item))):
+    for match in filter(None, (re.match(r"rollback ([a-z]+)(?: ([a-z]+))?", item) for item in quoted)):
+        name, word = match.groups()
         assert name in COMMANDS, f"`rollback {name}` is not a command"
+        assert word in getattr(COMMANDS[name], "commands", [word]), f"`rollback {name} {word}` is not a command"
     known = OTHERS | script_flags() | {flag for command in COMMANDS.values() for flag in options(command)}
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]*[a-z]", text):
         assert flag in known, f"{flag} is not a flag of any command or script"
