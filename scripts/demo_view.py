@@ -109,11 +109,14 @@ class View(AbstractContextManager["View"]):
 
     def _show_lines(self, progress: Progress) -> None:
         for seconds, _, text in progress.events[self._told :]:
-            self.console.print(f"{progress.name} {clock(seconds)}  {text}", markup=False, highlight=False)
+            self._print(f"{progress.name} {clock(seconds)}  {text}")
         self._told = len(progress.events)
         if progress.seconds is not None or progress.step >= self._milestone + 50:
             self._milestone = progress.step - progress.step % 50
-            self.console.print(f"{progress.name} {clock(progress.elapsed())}  {standing(progress)}", highlight=False)
+            self._print(f"{progress.name}       {standing(progress)}")
+
+    def _print(self, line: str) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def panel(progress: Progress, width: int) -> Panel:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from demo import checks, compare_with_planted
+from demo import DemoFailed, Job, checks, compare_with_planted, run_to_end
 from demo_view import Progress, View, chart
 from stdlib_text import GARBAGE, NON_FINITE_WEIGHTS, StdlibText
 
@@ -120,6 +120,27 @@ def test_whatever_is_not_as_planned_fails_its_check(
 ) -> None:
     [failed] = failed_checks(ledger, **losses)
     assert word in failed
+
+
+def made_job(code: str, folder: Path) -> Job:
+    return Job(Progress("undisturbed", "", 2), [sys.executable, "-c", code], folder / "out", folder / "err")
+
+
+def test_a_run_is_followed_by_what_it_prints(tmp_path: Path) -> None:
+    code = """print('{"step": 0, "loss": 5.5}\\nnot JSON\\n{"step": 1, "loss": NaN}\\n{"validation_loss": 5.0}')"""
+    job = made_job(code, tmp_path)
+    run_to_end(job, View(Console(file=io.StringIO())))
+    assert job.progress.step == 2
+    assert job.progress.losses[0] == 5.5
+    assert job.progress.validation == 5.0
+
+
+@pytest.mark.parametrize(
+    "code", ["import sys; sys.exit('out of luck')", "import sys; print('out of luck', file=sys.stderr)"]
+)
+def test_a_run_that_fails_or_ends_without_a_result_fails_the_demo(code: str, tmp_path: Path) -> None:
+    with pytest.raises(DemoFailed, match="out of luck"):
+        run_to_end(made_job(code, tmp_path), View(Console(file=io.StringIO())))
 
 
 def test_a_rewind_takes_back_the_chart_and_nan_is_shown() -> None:
