@@ -139,6 +139,15 @@ class ScalerSkipped(Fact):
     batch: int
 
 
+class PhaseAnnounced(Fact):
+    """The script announced a new phase, which begins with this step: the sentinel learns afresh."""
+
+    kind: Literal["announced"] = "announced"
+    step: int
+    batch: int
+    phase: str | None
+
+
 class Incident(Fact):
     """A verdict that demands action, with its evidence."""
 
@@ -317,8 +326,8 @@ class RunEnded(Fact):
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
-        Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, Incident, Planned,
-        Restored, Concluded, SkipAdded, PassedOver, Advice, Trouble, Stopped, Finished,
+        Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, PhaseAnnounced,
+        Incident, Planned, Restored, Concluded, SkipAdded, PassedOver, Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, RestartScheduled, Signalled, RunEnded,
     ],
     Field(discriminator="kind"),

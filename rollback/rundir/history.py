@@ -16,6 +16,7 @@ from rollback.events import (
     Concluded,
     Evicted,
     Incident,
+    PhaseAnnounced,
     Planned,
     Quarantined,
     Record,
@@ -55,6 +56,8 @@ class History:
     discarded: set[str] = field(default_factory=set)
     gone: set[str] = field(default_factory=set)
     advised: set[str] = field(default_factory=set)
+    phases: set[int] = field(default_factory=set)
+    """Batches with which announced phases begin."""
     timeline: int = 0
     last_attempt: int = 0
 
@@ -104,12 +107,21 @@ def _apply(history: History, record: Record) -> None:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
-        case SkipAdded() as fact:
-            history.added.append(fact)
-        case Advice() as fact:
-            history.advised.add(fact.code)
+        case SkipAdded() | PhaseAnnounced() | Advice() as fact:
+            _note_script(history, fact)
         case _:
             pass
+
+
+def _note_script(history: History, fact: SkipAdded | PhaseAnnounced | Advice) -> None:
+    """What the run has been told by its script and settings, and what it has told them."""
+    match fact:
+        case SkipAdded():
+            history.added.append(fact)
+        case PhaseAnnounced():
+            history.phases.add(fact.batch)
+        case Advice():
+            history.advised.add(fact.code)
 
 
 def _case(history: History, incident: int) -> Case:

@@ -15,7 +15,7 @@ from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.events import Finished, Restored, Stopped
 from rollback.rundir.history import Case
-from rollback.sentinel import Hint, Sentinel, learning_rate_hint
+from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train.advice import PLAIN_EPOCH_LOOP
 from rollback.train.arguments import settings_and_objects
@@ -130,6 +130,7 @@ class Guard:
             self._record,
             self._evidence,
             attached.history,
+            cursor.batch,
         )
         self._passes = Passes(cursor, objects.values())
         self._source = attached.restored
@@ -162,6 +163,15 @@ class Guard:
         accumulation steps may stay so.
         """
         self._hand.observe(loss, grad_norm)
+
+    def announce(self, phase: str) -> None:
+        """Tell the guard that a new phase begins: other data, another loss. Its level is learned afresh.
+
+        It begins with the update in progress, or with the next one if that update is done. All ranks should say so; one
+        suffices. After a rollback to before it, it need not be said again.
+        """
+        updated = self._updates.happened or self._updates.dropped_by_scaler
+        setattr(self._hand, "next_phase" if updated else "phase", phase)
 
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
@@ -244,26 +254,20 @@ class Guard:
             return None
         assert hand.first_batch is not None
         counters.batches_per_step = hand.batches
-        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, self._hints())
+        hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
+        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase)
         measured = updates.gradients.total if updates.gradients is not None and updates.happened else None
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
         norm, skipped = measured if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
-        decision = self._watch.end_step(mark, hand.mean_loss(), norm, stop=self._stop.requested, scaler_skipped=skipped)
+        gauges, stop = updates.gauges(), self._stop.requested
+        decision = self._watch.end_step(mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, gauges=gauges)
         counters.step += 1
-        self._forget_step()
+        self._forget_step(hand.next_phase)
         return decision
 
-    def _forget_step(self) -> None:
-        self._hand = StepInHand()
+    def _forget_step(self, phase: str | None = None) -> None:
+        self._hand = StepInHand(phase)
         self._updates.forget()
-
-    def _hints(self) -> Hint:
-        counters = self._state.counters
-        rate = float(self._state.optimizer.param_groups[0]["lr"])
-        hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
-        counters.learning_rate = rate
-        counters.highest_rate = max(rate, counters.highest_rate or rate)
-        return hint | (Hint.EPOCH if self._hand.epoch_began else Hint.NONE)
 
     def _all_is_well(self) -> bool:
         """Judge the last step too. False if that led to a rewind: then there are batches to come."""

@@ -13,14 +13,17 @@ class StepInHand:
 
     first_batch: position of its first batch, None before that. batches: how many it has so far. losses: of its batches,
     as observed. grad_norm: as observed, None if the script does not say. epoch_began: whether an epoch begins with it.
+    phase: announced phase that begins with it. next_phase: one that begins with the step after it.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, phase: str | None = None) -> None:
         self.losses: list[Tensor] = []
         self.grad_norm: Tensor | None = None
         self.first_batch: int | None = None
         self.batches = 0
         self.epoch_began = False
+        self.phase = phase
+        self.next_phase: str | None = None
 
     def take(self, position: int) -> None:
         """A batch is handed out."""

@@ -21,7 +21,7 @@ from rollback.train.ranks import Ranks
 
 
 class Slot(IntEnum):
-    """Places in the vector. The first four are computed on the device of the loss, the others are known to the host."""
+    """Places in the vector. Those from STOP to ANNOUNCED are known to the host, the others are read on the device."""
 
     LOSS = 0
     GRAD = 1
@@ -32,6 +32,13 @@ class Slot(IntEnum):
     SHARD_WRITTEN = 6
     SHARD_FAILED = 7
     COMMITTED = 8
+    ANNOUNCED = 9
+    SCALE = 10
+    KEPT = 11
+    MEASURED = 12
+    SCALE_COUNT = 13
+    KEPT_COUNT = 14
+    MEASURED_COUNT = 15
 
 
 class Ailment(IntFlag):
@@ -52,6 +59,7 @@ class Signs:
     shard_written: bool = False
     shard_failed: bool = False
     committed: bool = False
+    announced: bool = False
 
     def row(self) -> list[float]:
         """In the order of the slots from STOP on."""
@@ -63,8 +71,40 @@ class Signs:
                 self.shard_written,
                 self.shard_failed,
                 self.committed,
+                self.announced,
             )
         ]
+
+
+@dataclass(frozen=True)
+class Gauges:
+    """Scalars of one rank that are read on the device; None where there is no such thing.
+
+    scale: of a gradient scaler. kept: share of the gradient that clipping left. measured: gradient norm as the guard
+    measured it, whatever the script says. found_inf: above zero if a fused optimizer is told to drop the update.
+    """
+
+    scale: Tensor | None = None
+    kept: Tensor | None = None
+    measured: Tensor | None = None
+    found_inf: Tensor | None = None
+
+    def row(self, device: torch.device) -> Tensor:
+        """In the order of the slots from SCALE on: values, then whether each is there. What is not finite is not."""
+        given = (self.scale, self.kept, self.measured)
+        values = torch.stack([_on(device, gauge) for gauge in given])
+        present = torch.tensor([gauge is not None for gauge in given]).to(device, non_blocking=True)
+        present &= torch.isfinite(values)
+        return torch.cat([torch.where(present, values, 0.0), present.double()])
+
+
+def _on(device: torch.device, value: Tensor | None) -> Tensor:
+    if value is None:
+        return torch.zeros((), dtype=torch.float64, device=device)
+    return value.detach().to(device, torch.float64, non_blocking=True).reshape(())
+
+
+NO_GAUGES = Gauges()
 
 
 @dataclass(frozen=True)
@@ -73,7 +113,8 @@ class Beat:
 
     loss, grad_norm: mean over the ranks, NaN or Inf if any rank's was; None if no rank had one.
     ailing: ranks whose loss was not finite; failing that, those whose gradient norm was not (DDP's all-reduce
-    makes that everybody's). The counts are numbers of ranks.
+    makes that everybody's). The counts are numbers of ranks. scale, kept, measured: means over the ranks that have
+    one; see `Gauges`.
     """
 
     loss: float | None
@@ -84,6 +125,10 @@ class Beat:
     shards_written: int
     shards_failed: int
     committed: bool
+    announced: bool = False
+    scale: float | None = None
+    kept: float | None = None
+    measured: float | None = None
 
 
 class Pulse:
@@ -111,10 +156,10 @@ class Pulse:
     def under_way(self) -> bool:
         return self._vector is not None
 
-    def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> None:
+    def send(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES) -> None:
         """Start a beat. loss, grad_norm: scalars of this rank (any float dtype and device), or None."""
         compose = self._compose_on_device if self._cuda else self._compose_on_host
-        self._vector = compose(loss, grad_norm, signs)
+        self._vector = compose(loss, grad_norm, signs, gauges)
         if self._ranks.distributed:
             self._work = dist.all_reduce(self._vector, async_op=True)
         if self._side is not None and self._arrived is not None:
@@ -144,7 +189,9 @@ class Pulse:
         if self.under_way:
             self.read()
 
-    def _compose_on_host(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> Tensor:
+    def _compose_on_host(
+        self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
+    ) -> Tensor:
         values, counts, ailment = [0.0, 0.0], [0.0, 0.0], 0.0
         for place, (tensor, weight) in enumerate(((loss, 1.0), (grad_norm, 4.0))):
             if tensor is None:
@@ -156,25 +203,33 @@ class Pulse:
                 ailment += weight * (1.0 if math.isnan(value) else 2.0)
         codes = [0.0] * self._ranks.world_size
         codes[self._ranks.rank] = ailment
-        return torch.tensor([*values, *counts, *signs.row(), *codes], dtype=torch.float64)
+        known = signs.row()
+        if gauges.found_inf is not None:
+            known[Slot.SCALER_SKIPPED - Slot.STOP] += gauges.found_inf.item() > 0
+        read, there = [0.0] * 3, [0.0] * 3
+        for place, gauge in enumerate((gauges.scale, gauges.kept, gauges.measured)):
+            if gauge is not None and math.isfinite(gauge.item()):
+                read[place], there[place] = gauge.item(), 1.0
+        return torch.tensor([*values, *counts, *known, *read, *there, *codes], dtype=torch.float64)
 
-    def _compose_on_device(self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs) -> Tensor:
-        absent = torch.zeros((), dtype=torch.float64, device=self._device)
-        values = torch.stack([
-            absent if value is None else value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
-            for value in (loss, grad_norm)
-        ])  # fmt: skip
+    def _compose_on_device(
+        self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
+    ) -> Tensor:
+        values = torch.stack([_on(self._device, value) for value in (loss, grad_norm)])
         present = torch.tensor([float(loss is not None), float(grad_norm is not None)], dtype=torch.float64)
         finite = torch.isfinite(values)
         # 1 for NaN and 2 for Inf, in the digits of Ailment: the loss has weight 1, the gradient weight 4.
         ailment = ((~finite).double() * (2.0 - torch.isnan(values).double()) * self._weights).sum()
         codes = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
         codes[self._ranks.rank] = ailment
-        known = torch.tensor(signs.row(), dtype=torch.float64)
+        known = torch.tensor(signs.row(), dtype=torch.float64).to(self._device, non_blocking=True)
+        if gauges.found_inf is not None:
+            known[Slot.SCALER_SKIPPED - Slot.STOP] += (_on(self._device, gauges.found_inf) > 0).double()
         return torch.cat([
             torch.where(finite, values, 0.0),
             present.to(self._device, non_blocking=True) * finite,
-            known.to(self._device, non_blocking=True),
+            known,
+            gauges.row(self._device),
             codes,
         ])  # fmt: skip
 
@@ -193,7 +248,15 @@ def _beat(vector: list[float]) -> Beat:
         shards_written=int(slots[Slot.SHARD_WRITTEN]),
         shards_failed=int(slots[Slot.SHARD_FAILED]),
         committed=slots[Slot.COMMITTED] > 0,
+        announced=slots[Slot.ANNOUNCED] > 0,
+        scale=_over(slots[Slot.SCALE], slots[Slot.SCALE_COUNT]),
+        kept=_over(slots[Slot.KEPT], slots[Slot.KEPT_COUNT]),
+        measured=_over(slots[Slot.MEASURED], slots[Slot.MEASURED_COUNT]),
     )
+
+
+def _over(total: float, count: float) -> float | None:
+    return total / count if count else None
 
 
 def _having(codes: list[Ailment], ailment: Ailment) -> tuple[int, ...]:

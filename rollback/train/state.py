@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from rollback.errors import CheckpointDamaged, UsageError
 from rollback.rundir.identity import Job
-from rollback.sentinel import Sentinel
+from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor
 
@@ -130,6 +130,14 @@ class TrainingState:
         self.cursor.load_state_dict(local["cursor"])
         self._random = local["random"]
         self.restore_random_states()
+
+    def note_learning_rate(self) -> Hint:
+        """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
+        counters, rate = self.counters, float(self.optimizer.param_groups[0]["lr"])
+        hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
+        counters.learning_rate = rate
+        counters.highest_rate = max(rate, counters.highest_rate or rate)
+        return hint
 
     def restore_random_states(self) -> None:
         """Put the random states back to where the last `load` put them."""

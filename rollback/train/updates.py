@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 from rollback.train.gradients import GradientNorms, Gradients
+from rollback.train.pulse import Gauges
 
 
 class Updates:
@@ -40,10 +41,15 @@ class Updates:
     def dropped_by_scaler(self) -> bool:
         return self.attempted and not self.happened
 
-    @property
-    def scale(self) -> Tensor | None:
-        """The gradient scaler's factor, on its device."""
-        return self._sensed.scale
+    def gauges(self) -> Gauges:
+        """What goes on the pulse of this update."""
+        norms = self.gradients
+        return Gauges(
+            scale=self._sensed.scale,
+            kept=norms.kept if norms else None,
+            measured=norms.total if norms else None,
+            found_inf=self.found_inf,
+        )
 
     def expect_backward(self, last: bool) -> None:
         """A batch is handed out; `last`: it is thought to be the update's last one."""

@@ -25,6 +25,7 @@ from rollback.events import (
     Incident,
     Noticed,
     Outcome,
+    PhaseAnnounced,
     Planned,
     Quarantined,
     ScalerSkipped,
@@ -34,24 +35,27 @@ from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.train.evidence import Evidence
 from rollback.train.holdings import Holdings
-from rollback.train.pulse import Beat, Pulse
+from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
+from rollback.train.scaler import ScaleWatch
 from rollback.train.snapshots import Landing, Snapshots
 from rollback.train.state import Image
 
+_ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
 
 
 @dataclass(frozen=True)
 class StepMark:
-    """A step and the batches that went into it, skipped ones in between not counted."""
+    """A step and the batches that went into it, skipped ones in between not counted. phase: announced by this rank."""
 
     step: int
     first_batch: int
     last_batch: int
     batches_per_step: int
     hints: Hint
+    phase: str | None = None
 
 
 @dataclass(frozen=True)
@@ -89,6 +93,7 @@ class Watch:
         record: Record,
         evidence: Evidence,
         history: History,
+        batch: int = 0,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -104,11 +109,21 @@ class Watch:
         self._open = next((case for case in reversed(history.cases) if _awaits_outcome(case)), None)
         self._healthy_since = 0
         self._advised = set(history.advised)
+        self._scale = ScaleWatch()
+        self._phases = set(history.phases)
+        self._next_batch = batch
         self.timeline = history.timeline
         self.calm = True
 
     def end_step(
-        self, mark: StepMark, loss: Tensor | None, grad_norm: Tensor | None, *, stop: bool, scaler_skipped: bool
+        self,
+        mark: StepMark,
+        loss: Tensor | None,
+        grad_norm: Tensor | None,
+        *,
+        stop: bool,
+        scaler_skipped: bool,
+        gauges: Gauges = NO_GAUGES,
     ) -> Decision | None:
         """Judge the step before this one and send this one's beat, unless there is something to do."""
         decision = self.settle()
@@ -116,9 +131,9 @@ class Watch:
         if decision is not None and not stopping:
             return decision
         signs = self._snapshots.signs()
-        signs.stop, signs.scaler_skipped = stop, scaler_skipped
+        signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
         self._marks.append(mark)
-        self._pulse.send(loss, grad_norm, signs)
+        self._pulse.send(loss, grad_norm, signs, gauges)
         match self.settle() if stopping else None:
             case Rewind() as later:  # planned and journalled; there is no time to carry it out
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
@@ -156,6 +171,8 @@ class Watch:
         self.timeline = case.plan.timeline
         self._healthy_since = 0
         self.calm = True
+        self._scale.restart()
+        self._next_batch = case.plan.batch or 0
         while self._marks and self._marks[-1].step >= step:
             self._marks.pop()
 
@@ -187,7 +204,11 @@ class Watch:
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
         self._take(self._snapshots.advance(beat))
         hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+        hints |= Hint.ANNOUNCED if self._phase_begins(beat, mark) else Hint.NONE
         verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
+        if collapse is not None and verdict.kind not in _ACTED_ON:
+            verdict = collapse
         self._record.metric(
             mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind.value, timeline=self.timeline
         )
@@ -211,13 +232,22 @@ class Watch:
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if self.calm:
             self._conclude_beyond_horizon(mark)
-        if verdict.kind in (Kind.SPIKE, Kind.NONFINITE):
+        if verdict.kind in _ACTED_ON:
             decision = self._answer(verdict, mark, beat)
             if decision is not None:
                 return decision
         if beat.stop:
             return Halt(structural=False, account="told to stop", save=True)
         return None
+
+    def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
+        """Whether an announced phase begins with this step, now or when it was announced before a rollback."""
+        if beat.announced and mark.first_batch not in self._phases:
+            self._phases.add(mark.first_batch)
+            self._record.note(PhaseAnnounced(step=mark.step, batch=mark.first_batch, phase=mark.phase))
+        begins = any(self._next_batch <= batch <= mark.last_batch for batch in self._phases)
+        self._next_batch = mark.last_batch + 1
+        return begins
 
     def _answer(self, verdict: Verdict, mark: StepMark, beat: Beat) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
