@@ -1,0 +1,164 @@
+"""A process killed at any system call of a save, by strace: the old checkpoint or both, and the run goes on exactly."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from straced import GO, Place, Strace, spread, why_not
+from toy import Toy, facts, require_same
+
+from checkpoints import whole, write_checkpoint
+from rollback.audit.verify import verify
+from rollback.errors import ExitCode
+from rollback.events import Attached
+from rollback.rundir import ring
+from rollback.rundir.paths import RunPaths
+
+UNAVAILABLE = why_not()
+pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+OLD, NEW = "c000000-s00000010", "c000001-s00000020"
+SUPPORT = Path(__file__).parents[1] / "support"
+
+
+class Server:
+    """One of the programs in tests/support that fork victims: a request a line, an answer a line."""
+
+    def __init__(self, program: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(SUPPORT / program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, request: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(request + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def trace(self, log: Path, kill_at: Place | None) -> Strace:
+        """Attach to the thread that the victim names, and let the victim go."""
+        assert self._process.stdout is not None
+        process, thread = map(int, self._process.stdout.readline().split())
+        strace = Strace(thread, log, kill_at)
+        os.kill(process, GO)
+        return strace
+
+    def close(self) -> None:
+        try:
+            self._process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:  # a victim that nobody lets go, after a test that failed half-way
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest) -> Iterator[Server]:
+    server = Server(request.param)
+    yield server
+    server.close()
+
+
+@pytest.mark.parametrize("server", ["saver.py"], indirect=True)
+def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(server: Server, tmp_path: Path) -> None:
+    def save(root: Path, kill_at: Place | None) -> tuple[RunPaths, int, list[Place]]:
+        paths = RunPaths(root)
+        paths.root.mkdir()
+        write_checkpoint(paths, 0, 10)
+        server.ask(str(root))
+        strace = server.trace(tmp_path / "strace", kill_at)
+        return paths, int(server.answer()), strace.calls()
+
+    paths, status, places = save(tmp_path / "undisturbed", None)
+    assert status == 0
+    assert ring.names(paths) == [OLD, NEW]
+    assert {"mkdir", "openat", "write", "fsync", "rename", "unlink"} <= {name for name, _ in places}
+    seen = []
+    for number, place in enumerate(places):
+        paths, status, calls = save(tmp_path / str(number), place)
+        assert status == -signal.SIGKILL, place
+        assert calls == places[: number + 1], "it died somewhere else"
+        ring.sweep(paths)
+        names = ring.names(paths)
+        assert all(whole(paths, name) for name in names), place
+        seen.append(names)
+        later = write_checkpoint(paths, 2, 30)
+        assert ring.names(paths) == [*names, later]
+    assert seen == sorted(seen), "once there, it stays"
+    assert seen[0] == [OLD]
+    assert seen[-1] == [OLD, NEW]
+    print(f"{len(seen)} passed of {len(places)}")
+
+
+TOY = Toy(samples=96, sampler="distributed", max_steps=9, settings={"snapshot_every": 5})
+BEFORE_THE_SAVE = 4
+
+
+class Job:
+    """The toy on two ranks, undisturbed and killed in the save of step 5."""
+
+    def __init__(self, server: Server, folder: Path) -> None:
+        self.server, self.folder = server, folder
+        undisturbed = folder / "undisturbed"
+        assert self.attempt(undisturbed) == [0, 0], (folder / "undisturbed.txt").read_text()
+        self.portraits = [self.portrait(undisturbed, rank) for rank in range(2)]
+        self.places = {rank: self.trace(rank) for rank in range(2)}
+
+    def attempt(self, run: Path) -> list[int]:
+        self.server.ask(json.dumps({"toy": TOY.to_json(), "run": str(run)}))
+        return list(self.server.answer()["statuses"])
+
+    def portrait(self, run: Path, rank: int) -> dict[str, str]:
+        return dict(json.loads(Path(f"{run}-portrait-{rank}.json").read_text()))
+
+    def traced(self, run: Path, rank: int, kill_at: Place | None) -> tuple[list[int], list[Place]]:
+        request = {"toy": TOY.to_json(), "run": str(run), "trace": [rank, BEFORE_THE_SAVE]}
+        self.server.ask(json.dumps(request))
+        strace = self.server.trace(self.folder / "strace", kill_at)
+        return list(self.server.answer()["statuses"]), strace.calls()
+
+    def trace(self, rank: int) -> list[Place]:
+        statuses, places = self.traced(self.folder / f"traced-{rank}", rank, None)
+        assert statuses == [0, 0]
+        return places
+
+    def die_and_resume(self, rank: int, place: Place) -> int:
+        """The step that the next attempt began at. Fails unless the run ends as an undisturbed one."""
+        run = self.folder / f"{rank}-{place[0]}-{place[1]}"
+        statuses, _ = self.traced(run, rank, place)
+        assert statuses[rank] == -signal.SIGKILL, (place, statuses)
+        assert verify(run).exit_code == ExitCode.DONE, verify(run)
+        assert self.attempt(run) == [0, 0], Path(f"{run}.txt").read_text()
+        for other in range(2):
+            told = f"rank {rank} killed at {place[0]} {place[1]}, portrait of rank {other}"
+            require_same(self.portrait(run, other), self.portraits[other], told)
+        return int(facts(run, Attached)[-1].step)
+
+    def die_and_resume_at(self, places: dict[int, list[Place]]) -> None:
+        began = {self.die_and_resume(rank, place) for rank, chosen in places.items() for place in chosen}
+        total = sum(map(len, places.values()))
+        assert began == {0, 5}, "some of the saves were undone and some were done"
+        print(f"{total} passed of {total}")
+
+
+@pytest.mark.parametrize("server", ["straced_ranks.py"], indirect=True)
+def test_two_ranks_of_which_one_is_killed_in_a_save_go_on_exactly(server: Server, tmp_path: Path) -> None:
+    job = Job(server, tmp_path)
+    job.die_and_resume_at({0: spread(job.places[0], 4), 1: spread(job.places[1], 2)})
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("server", ["straced_ranks.py"], indirect=True)
+def test_two_ranks_of_which_one_is_killed_at_every_call_of_a_save_go_on_exactly(server: Server, tmp_path: Path) -> None:
+    job = Job(server, tmp_path)
+    job.die_and_resume_at(job.places)

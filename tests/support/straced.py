@@ -1,0 +1,77 @@
+"""Killing a thread at one particular system call, by strace.
+
+The victim says which thread it is and waits (`wait_for_strace`); strace is attached to that thread, and the victim let
+go. strace counts calls from there on, for each kind of call on its own, so a place in time is `(call, n)`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import re
+import shutil
+import signal
+import subprocess
+import threading
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+
+GO = signal.SIGUSR1
+CALLS = "%file,write,pwrite64,writev,fsync,fdatasync,ftruncate,fallocate,close"
+"""What changes files or their names, and what stands between such calls."""
+_ANY_PROCESS = ctypes.c_ulong(-1)
+_PR_SET_PTRACER = 0x59616D61
+
+Place = tuple[str, int]
+
+
+def hold_back() -> None:
+    """The victim, before it has any thread: the signal that lets it go waits until it is asked for."""
+    signal.pthread_sigmask(signal.SIG_BLOCK, [GO])
+
+
+def wait_for_strace(tell: int, thread: int | None = None) -> None:
+    """The victim: write the thread's id (default: this one's) to the file descriptor `tell`, and wait to be let go."""
+    ctypes.CDLL(None).prctl(_PR_SET_PTRACER, _ANY_PROCESS, 0, 0, 0)  # or only its ancestors might attach to it
+    os.write(tell, f"{os.getpid()} {thread or threading.get_native_id()}\n".encode())
+    signal.sigwait([GO])
+
+
+class Strace:
+    """strace, attached to a thread. `kill_at`: the call at which the process dies, before the call is carried out."""
+
+    def __init__(self, thread: int, log: Path, kill_at: Place | None = None) -> None:
+        inject = ["-e", f"inject={kill_at[0]}:signal=KILL:when={kill_at[1]}"] if kill_at else []
+        command = ["strace", "-p", str(thread), "-o", str(log), "-e", f"trace={CALLS}", *inject]
+        self._log = log
+        self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self._process.stderr is not None
+        said = self._process.stderr.readline()
+        assert "attached" in said, said
+
+    def calls(self) -> list[Place]:
+        """All calls that were seen, once the thread is gone: each as its name and the how-manieth of that name."""
+        self._process.communicate(timeout=60)
+        names = re.findall(r"^(\w+)\(", self._log.read_text(), re.MULTILINE)
+        seen: Counter[str] = Counter()
+        places = []
+        for name in names:
+            seen[name] += 1
+            places.append((name, seen[name]))
+        return places
+
+
+def why_not() -> str | None:
+    """Why strace cannot be used here, or None where it can."""
+    if shutil.which("strace") is None:
+        return "strace is not installed (`apt-get install strace`)"
+    tried = subprocess.run(["strace", "-o", os.devnull, "true"], capture_output=True, text=True, check=False)
+    return f"strace may not trace here: {tried.stderr.strip()}" if tried.returncode else None
+
+
+def spread(places: Sequence[Place], count: int) -> list[Place]:
+    """`count` places, evenly spread, the last one among them; and all that rename: that is how checkpoints appear."""
+    step = len(places) / count
+    chosen = {places[len(places) - 1 - round(number * step)] for number in range(count)}
+    return [place for place in places if place in chosen or place[0].startswith("rename")]
