@@ -113,6 +113,7 @@ class Watch:
         self._phases = set(history.phases)
         self._next_batch = batch
         self.timeline = history.timeline
+        self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
 
     def end_step(
@@ -232,7 +233,8 @@ class Watch:
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if self.calm:
             self._conclude_beyond_horizon(mark)
-        if verdict.kind in _ACTED_ON:
+            self._observed = False
+        if verdict.kind in _ACTED_ON and not self._observed:
             decision = self._answer(verdict, mark, beat)
             if decision is not None:
                 return decision
@@ -284,6 +286,7 @@ class Watch:
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
             self._record.note(Concluded(incident=incident.incident, outcome="observed", step=incident.detection_step))
+            self._observed = True
             return None
         if plan.action == "stop":
             self._record.note(Concluded(incident=incident.incident, outcome="structural", step=incident.detection_step))

@@ -103,3 +103,9 @@ def test_observing_only_changes_nothing_and_says_what_it_would_have_done(tmp_pat
     assert plan.action == "observe"
     assert plan.checkpoint is not None
     assert facts(tmp_path / "run", Restored) == []
+
+
+def test_a_run_that_is_only_observed_and_stays_not_finite_is_one_incident(tmp_path: Path) -> None:
+    train(Toy(nan=(40,)).with_settings(observe_only=True), tmp_path / "run")
+    (incident,) = facts(tmp_path / "run", Incident)
+    assert incident.onset_step == 40
