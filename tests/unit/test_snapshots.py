@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -71,9 +72,13 @@ def test_it_lands_on_all_ranks_in_the_same_step(two: TwoRanks) -> None:
 
 
 def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
-    """`begin` has copied; what is written is the state of that moment."""
+    """`begin` has copied; what is written is the state of that moment, however late the thread gets to it."""
+    overwritten = threading.Event()
+    for one in two.ranks:
+        one._thread.submit(overwritten.wait)
     name = two.begin(10)
     two.weights.fill_(-1.0)
+    overwritten.set()
     two.beat()
     two.beat()
     (manifest,), _ = ring.manifests(two.paths)
