@@ -15,8 +15,10 @@ from typing import Any
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.shard import Entry, ShardReader
 
-_SHARED = frozenset({"model", "optimizer", "objects", "sentinel", "counters"})
-_LOCAL = frozenset({"buffers", "random", "cursor"})
+_PARTS = {
+    "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
+    "local": ("buffers", "random", "cursor"),
+}
 
 
 def decode(tree: Any, tensor: Callable[[str], Any], array: Callable[[str], Any]) -> Any:
@@ -89,15 +91,20 @@ def read_contents(shards: Sequence[ShardReader]) -> Contents:
     Raises CheckpointDamaged where a tree is missing, is no such tree, or refers to a tensor that no shard has.
     """
     everywhere = {name: shard for shard in shards for name in shard.entries}
-    shared = _read_tree(shards[0], "shared", _SHARED, everywhere)
+    shared = _read_tree(shards[0], "shared", everywhere)
     # The names of local tensors are the same in every shard, so they are looked up in the rank's own.
-    local = [_read_tree(shard, "local", _LOCAL, dict.fromkeys(shard.entries, shard)) for shard in shards]
+    local = [_read_tree(shard, "local", dict.fromkeys(shard.entries, shard)) for shard in shards]
     return Contents(shared, local)
 
 
-def _read_tree(
-    shard: ShardReader, which: str, parts: frozenset[str], source: Mapping[str, ShardReader]
-) -> Mapping[str, Any]:
+def require_parts(value: Any, which: str) -> None:
+    """Raise CheckpointDamaged unless a decoded tree (`shared` or `local`) has all that a restore takes from it."""
+    for part in _PARTS[which]:
+        if not isinstance(value, dict) or not isinstance(value.get(part), dict):
+            raise CheckpointDamaged(f"the tree {which!r} has no {part!r}")
+
+
+def _read_tree(shard: ShardReader, which: str, source: Mapping[str, ShardReader]) -> Mapping[str, Any]:
     def fetch(name: str) -> Stored:
         if name not in source:
             raise CheckpointDamaged(f"the tree {which!r} of {shard.path} refers to {name!r}, which no shard holds")
@@ -109,6 +116,5 @@ def _read_tree(
         value = decode(json.loads(shard.metadata[which]), fetch, fetch)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"the tree {which!r} of {shard.path} cannot be read: {error}") from error
-    if not isinstance(value, dict) or not all(isinstance(value.get(part), dict) for part in parts):
-        raise CheckpointDamaged(f"the tree {which!r} of {shard.path} lacks some of {', '.join(sorted(parts))}")
-    return value
+    require_parts(value, which)
+    return dict(value)

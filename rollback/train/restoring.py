@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import ring
+from rollback.rundir.contents import require_parts
 from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import ShardReader
@@ -48,10 +49,12 @@ def _read(paths: RunPaths, name: str, rank: int) -> tuple[tuple[Any, Any] | None
         shared = tree.decode(json.loads(readers[0].metadata["shared"]), fetch)
         # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
         local = tree.decode(json.loads(readers[rank].metadata["local"]), lambda key: _tensor(readers[rank], key))
+        require_parts(shared, "shared")
+        require_parts(local, "local")
         return (shared, local), None
     except CheckpointDamaged as error:
         return None, error.message
-    except (KeyError, IndexError, ValueError, TypeError) as error:
+    except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:
         return None, f"the trees of checkpoint {name} do not fit its tensors: {error!r}"
     finally:
         for reader in readers:

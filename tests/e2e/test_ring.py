@@ -1,0 +1,93 @@
+"""What a real run leaves in its ring is proved, what is damaged is named, and its weights load elsewhere."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+from toy import Toy, facts, train
+from typer.testing import CliRunner
+
+from checkpoints import damage
+from rollback.audit.verify import verify
+from rollback.cli import app
+from rollback.errors import ExitCode
+from rollback.events import Attached
+from rollback.rundir import ring
+from rollback.rundir.manifest import ShardRecord
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.shard import write_shard
+
+
+def test_the_weights_of_a_checkpoint_load_into_the_module_and_are_those_of_that_step(tmp_path: Path) -> None:
+    run, output = tmp_path / "run", tmp_path / "model.safetensors"
+    seen: dict[str, torch.Tensor] = {}
+
+    def hook(guard: object, position: int) -> None:
+        if position == 30:
+            seen.update({name: value.clone() for name, value in guard._state.model.state_dict().items()})  # type: ignore[attr-defined]
+
+    train(Toy(samples=200), run, hook=hook)
+    (name,) = [name for name in ring.names(RunPaths(run)) if name.endswith("-s00000030")]
+    done = CliRunner().invoke(app, ["ring", "export", str(run), name, "-o", str(output)])
+    assert done.exit_code == 0, done.output
+    module = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    module.load_state_dict(load_file(output), strict=True)
+    for key, value in module.state_dict().items():
+        assert torch.equal(value, seen[key]), key
+
+
+def test_everything_that_a_run_commits_is_proved_intact(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    for job in (Toy(samples=200, scaler=True, overflow=(20,)), Toy(samples=200, loader="stateful")):
+        path = run / job.loader
+        train(job, path)
+        found = verify(path)
+        assert found.exit_code == ExitCode.DONE, found
+        assert found.intact == len(ring.names(RunPaths(path))) > 2
+
+
+def test_damage_that_verify_names_is_what_the_next_start_passes_over(tmp_path: Path) -> None:
+    """One flipped bit, one missing shard, one truncated manifest."""
+
+    def stop(_guard: object, position: int) -> None:
+        if position == 45:
+            raise KeyboardInterrupt
+
+    run, toy = tmp_path / "run", Toy(samples=400)
+    with pytest.raises(KeyboardInterrupt):
+        train(toy, run, hook=stop)
+    *_, intact, flipped, missing, truncated = (RunPaths(run).checkpoint(name) for name in ring.names(RunPaths(run)))
+    damage(flipped / "rank-00000.safetensors")
+    (missing / "rank-00000.safetensors").unlink()
+    (truncated / "manifest.json").write_bytes((truncated / "manifest.json").read_bytes()[:-30])
+    said = CliRunner().invoke(app, ["ring", "verify", str(run)])
+    assert said.exit_code == ExitCode.FAILED
+    for checkpoint, words in (
+        (flipped, "has hash"),
+        (missing, "No such file"),
+        (truncated, "manifest.json is damaged"),
+    ):
+        assert [line for line in said.stdout.splitlines() if checkpoint.name in line and words in line]
+    train(toy, run)
+    assert facts(run, Attached)[-1].checkpoint == intact.name
+    assert verify(run).exit_code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("tree", ["[" * 100_000, "{}", "[]", '{"$set": 1}', '{"model": 1}', '{"$tensor": []}'])
+def test_a_tree_that_is_none_of_ours_is_passed_over_at_the_next_start(tmp_path: Path, tree: str) -> None:
+    """Size and hashes were made to fit: whoever wrote it meant harm."""
+    run, toy = tmp_path / "run", Toy(samples=200)
+    train(toy.but(max_steps=25), run)
+    *_, sound, hostile = ring.manifests(RunPaths(run))[0]
+    directory = RunPaths(run).checkpoint(hostile.name)
+    (directory / "rank-00000.safetensors").unlink()
+    written = write_shard(directory / "rank-00000.safetensors", [], {"shared": tree, "local": "{}"})
+    record = ShardRecord(file="rank-00000.safetensors", size=written.size, xxh3_128=written.digest)
+    (directory / "manifest.json").write_bytes(hostile.model_copy(update={"shards": (record,)}).to_json())
+    assert verify(run).exit_code == ExitCode.FAILED
+    train(toy, run)
+    assert facts(run, Attached)[-1].checkpoint == sound.name
