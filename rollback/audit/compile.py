@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -14,6 +15,7 @@ from rollback.audit.ledger import (
     Ledger,
     Message,
     NoticedEntry,
+    PhaseEntry,
     Point,
     Restoration,
     Run,
@@ -23,6 +25,7 @@ from rollback.audit.ledger import (
     UserWindow,
 )
 from rollback.audit.material import Material
+from rollback.audit.seen import put_together
 from rollback.events import (
     Advice,
     Attached,
@@ -36,6 +39,7 @@ from rollback.events import (
     Incident,
     Noticed,
     PassedOver,
+    PhaseAnnounced,
     Quarantined,
     Record,
     RestartScheduled,
@@ -63,7 +67,7 @@ def compile_ledger(material: Material) -> Ledger:
     notices = list(material.notices)
     passed = _passed_over(material)
     skipped = _skipped(material, history, notices)
-    incidents = _incidents(records, history, costs, passed)
+    incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs)
     return Ledger(
         schema=1,
@@ -79,6 +83,10 @@ def compile_ledger(material: Material) -> Ledger:
             NoticedEntry(at=record.at, **fact.model_dump(exclude={"kind"})) for record, fact in _each(records, Noticed)
         ],
         scaler_skipped=[Point(step=fact.step, batch=fact.batch) for _, fact in _each(records, ScalerSkipped)],
+        phases=[
+            PhaseEntry(at=record.at, **fact.model_dump(exclude={"kind"}))
+            for record, fact in _each(records, PhaseAnnounced)
+        ],
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
         advice=[
@@ -157,7 +165,8 @@ def _skipped(material: Material, history: History, notices: list[str]) -> list[S
     return entries
 
 
-def _incidents(records: Sequence[Record], history: History, costs: Costs, passed: list[Window]) -> list[IncidentEntry]:
+def _incidents(material: Material, history: History, costs: Costs, passed: list[Window]) -> list[IncidentEntry]:
+    records, world_size = material.records, material.identity.job.world_size if material.identity else None
     seen = {fact.incident: record for record, fact in _each(records, Incident)}
     restored = {fact.incident: record for record, fact in _each(records, Restored)}
     entries = []
@@ -194,6 +203,7 @@ def _incidents(records: Sequence[Record], history: History, costs: Costs, passed
                 outcome_step=case.outcome.step if case.outcome else None,
                 steps_lost=price.steps if price else None,
                 seconds_lost=rounded(price.seconds) if price else None,
+                evidence=put_together(material.evidence.get(number, {}), world_size),
             )
         )
     return entries
@@ -325,6 +335,7 @@ def _totals(
     lost = sum(price.steps or 0 for price in costs.prices)
     return Totals(
         incidents=len(incidents),
+        explosions=dict(Counter(e.evidence.explosion for e in incidents if e.evidence and e.evidence.explosion)),
         rollbacks=sum(entry.restored is not None for entry in incidents),
         noticed=len(_each(material.records, Noticed)),
         scaler_skips=len(_each(material.records, ScalerSkipped)),

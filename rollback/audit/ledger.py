@@ -12,6 +12,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.events import Action, Outcome
+from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
 
@@ -65,6 +66,43 @@ class Restoration(Entry):
     seconds: float = Field(description="what the restore itself took")
 
 
+class LeadingTensor(Entry):
+    """A tensor at the head of the list of gradients."""
+
+    name: str
+    norm: float | None
+    kind: Explosion | None = Field(description="null: its norm is nothing special")
+
+
+class BatchFile(Entry):
+    """What a rank kept of the onset step's batch."""
+
+    rank: int
+    step: int | None = Field(description="whose batch; null where none was held any more")
+    file: str | None = Field(description="safetensors file in the run directory; null where nothing was kept")
+    tensors: int
+    left_out: list[str] = Field(description="what was not kept, and why")
+
+
+class EvidenceEntry(Entry):
+    """What the ranks saw of an incident. Norms are of the rank on which it began, else of the first one."""
+
+    began: str = Field(description="where it began, in words")
+    where: Where | None = Field(description="where the first non-finite value was; null: everything was finite")
+    step: int | None
+    name: str | None = Field(description="of the tensor, where one was found")
+    ranks: list[int] = Field(description="on which it began; empty: on every rank, or nothing to tell")
+    explosion: Explosion | None = Field(description="worst kind of gradient explosion in the step told of")
+    exploding: dict[Explosion, int] = Field(description="gradient tensors of each kind")
+    leading: list[LeadingTensor]
+    vanishing: int = Field(description="gradient tensors with a norm below 1e-8")
+    smallest_gradient: float | None = Field(description="finite norms only, as the three that follow")
+    largest_gradient: float | None
+    smallest_weight: float | None
+    largest_weight: float | None
+    batches: list[BatchFile]
+
+
 class IncidentEntry(Entry):
     """One verdict that demanded action: evidence, answer, outcome, price."""
 
@@ -94,6 +132,7 @@ class IncidentEntry(Entry):
     outcome_step: int | None
     steps_lost: int | None = Field(description="updates done between the restored checkpoint and the restore")
     seconds_lost: float | None = Field(description="wall-clock time that this rollback undid; see rollback.audit.cost")
+    evidence: EvidenceEntry | None = Field(description="null: no rank left any")
 
 
 class SkippedBatchEntry(Entry):
@@ -126,6 +165,15 @@ class NoticedEntry(Entry):
     threshold: float
     rule: str
     fate: str
+
+
+class PhaseEntry(Entry):
+    """A phase that the script announced."""
+
+    at: str
+    step: int
+    batch: int
+    phase: str | None = Field(description="null where rank 0 was not told its name")
 
 
 class CheckpointEntry(Entry):
@@ -177,6 +225,7 @@ class Totals(Entry):
     """Sums over the run."""
 
     incidents: int
+    explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
     rollbacks: int = Field(description="rollbacks and replays carried out")
     noticed: int
     scaler_skips: int
@@ -212,6 +261,7 @@ class Ledger(Entry):
     user_windows: list[UserWindow]
     noticed: list[NoticedEntry]
     scaler_skipped: list[Point]
+    phases: list[PhaseEntry]
     attempts: list[AttemptEntry]
     checkpoints: list[CheckpointEntry]
     advice: list[Message]

@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from pydantic import ValidationError
+
 from rollback.errors import RunDirectoryError, UsageError
-from rollback.events import AttemptStarted, Record
+from rollback.events import AttemptStarted, Incident, Record
+from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -22,7 +25,7 @@ class Material:
     """What a run directory holds of interest to the audit.
 
     records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
-    and step of its last judged step. notices: what could not be read, in words.
+    and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
     """
 
     directory: str
@@ -31,6 +34,7 @@ class Material:
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
+    evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
 
 
 def require_run_directory(root: Path) -> RunPaths:
@@ -74,7 +78,9 @@ def read_material(root: Path) -> Material:
     progress: dict[int, tuple[int, int]] = {}
     for metric in _readable(paths.metrics, read_metrics, notices):
         progress[metric.attempt] = max(progress.get(metric.attempt, (0, 0)), (metric.timeline, metric.step))
-    return Material(str(root), identity, records, skipped, progress, notices)
+    incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
+    evidence = {number: _evidence(paths, number, notices) for number in incidents}
+    return Material(str(root), identity, records, skipped, progress, notices, evidence)
 
 
 def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
@@ -108,6 +114,28 @@ def _readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], no
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         notices.append(f"{damaged[0]}{more}; what it held is missing here")
+
+
+def _evidence(paths: RunPaths, incident: int, notices: list[str]) -> dict[int, RankEvidence]:
+    found: dict[int, RankEvidence] = {}
+    folder = paths.incident(incident)
+    try:
+        files = sorted(folder.glob("rank-*.json")) if folder.is_dir() else []
+    except OSError as error:
+        notices.append(f"{folder}: {error.strerror or error}")
+        return {}
+    for path in files:
+        try:
+            evidence = read_evidence(path)
+        except (OSError, ValueError) as error:
+            what = f"{error.error_count()} fields are wrong" if isinstance(error, ValidationError) else str(error)
+            notices.append(f"{path} cannot be read ({what}); what it held is missing here")
+            continue
+        if path == paths.evidence(incident, evidence.rank) and evidence.incident == incident:
+            found[evidence.rank] = evidence
+        else:
+            notices.append(f"{path} is about another incident or rank; it is left out")
+    return found
 
 
 def _ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:

@@ -18,7 +18,7 @@ from rollback.audit.compile import ending_of
 from rollback.audit.cost import seconds_since_epoch
 from rollback.audit.ledger import Ending, Entry, Point
 from rollback.audit.material import read_records, require_run_directory
-from rollback.events import Attached, Committed, PassedOver, Record, Restored
+from rollback.events import Advice, Attached, Committed, PassedOver, Record, Restored
 from rollback.rundir.durable import open_regular
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.identity import read_identity
@@ -84,6 +84,7 @@ class Status(Entry):
     rollbacks: int
     skipped_batches: int
     pending: str | None = Field(description="a plan that is not carried out yet")
+    advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
     ending: Ending | None
     notices: list[str]
 
@@ -155,6 +156,7 @@ def read_status(root: Path) -> Status:
         rollbacks=sum(case.carried_out for case in history.cases),
         skipped_batches=sum(window.last - window.first + 1 for window in passed),
         pending=_pending(history),
+        advice={record.fact.code: record.fact.text for record in records if isinstance(record.fact, Advice)},
         ending=ending,
         notices=notices,
     )

@@ -11,12 +11,13 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.ledger import AttemptEntry, IncidentEntry, Ledger, Message, SkippedBatchEntry, Span
+from rollback.audit.ledger import AttemptEntry, EvidenceEntry, IncidentEntry, Ledger, Message, SkippedBatchEntry, Span
 from rollback.audit.status import Status
 from rollback.audit.terminal import printable, quoted
 
 SHOWN_BATCHES = 12
 _SHOWN_VALUES = 12  # of the window before an incident
+_SHOWN_FILES = 4
 _SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
 
 _OUTCOMES = {
@@ -27,6 +28,7 @@ _OUTCOMES = {
     "observed": ("observed only; nothing was done", "cyan"),
     "open": ("open", "yellow"),
 }
+_EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
 _VERDICTS = {"spike": "spiked", "nonfinite": "is not finite"}
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
@@ -43,6 +45,7 @@ def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) 
         _print_skipped(console, ledger.skipped, everything)
     _print_windows(console, ledger)
     _print_left_alone(console, ledger)
+    _print_phases(console, ledger)
     _print_attempts(console, ledger.attempts)
     _print_checkpoints(console, ledger)
     _print_messages(console, "advice", ledger.advice)
@@ -91,6 +94,8 @@ def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
         yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
     if entry.ranks:
         yield "ranks", " ".join(map(str, entry.ranks))
+    if entry.evidence:
+        yield from _evidence_rows(entry.evidence)
     yield "answer", quoted(_answer(entry))
     if entry.reason:
         yield "reason", quoted(entry.reason)
@@ -101,6 +106,22 @@ def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
         words += f" as incident {entry.repeated_by}"
     at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
     yield "outcome", Text(words + at, style=style)
+
+
+def _evidence_rows(evidence: EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
+    yield "where", quoted(evidence.began)
+    counts = [f"{count} {_EXPLODING[kind]}" for kind, count in evidence.exploding.items() if count]
+    if evidence.vanishing:
+        counts.append(f"{evidence.vanishing} vanishing (below 1e-8)")
+    if evidence.leading:
+        leading = ", ".join(f"{tensor.name} {number(tensor.norm)}" for tensor in evidence.leading)
+        yield "gradients", quoted(f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}")
+    if kept := [batch.file for batch in evidence.batches if batch.file]:
+        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {', '.join(kept[:_SHOWN_FILES])}" + (
+            f" and {len(kept) - _SHOWN_FILES} more" if len(kept) > _SHOWN_FILES else ""
+        ))  # fmt: skip
+    if missing := [f"rank {batch.rank}: {why}" for batch in evidence.batches for why in batch.left_out]:
+        yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 
 
 def _answer(entry: IncidentEntry) -> str:
@@ -179,6 +200,12 @@ def _print_left_alone(console: Console, ledger: Ledger) -> None:
         console.print(f"  at steps {earlier}{steps}")
 
 
+def _print_phases(console: Console, ledger: Ledger) -> None:
+    if ledger.phases:
+        _section(console, "phases that the script announced")
+        _print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
+
+
 def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
     _section(console, "attempts")
     for entry in attempts:
@@ -252,6 +279,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
     if status.pending:
         yield "pending", quoted(status.pending, style="yellow")
+    for code, text in status.advice.items():
+        yield "advice", quoted(f"{code}: {text}")
     if status.ending:
         step = f" at step {status.ending.step}" if status.ending.step is not None else ""
         yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
