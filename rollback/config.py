@@ -75,6 +75,10 @@ class Settings(BaseModel):
         return self
 
     @property
+    def evidence_bytes(self) -> int:
+        return self.evidence_limit << 20
+
+    @property
     def reach(self) -> Reach:
         """The preset with what was set by hand in its place."""
         own = {name: value for name in Reach.model_fields if (value := getattr(self, name)) is not None}

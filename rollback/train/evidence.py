@@ -77,7 +77,7 @@ class _Step:
 class Evidence:
     """One rank's memory of its last updates. Nothing here is collective, and nothing waits for the device but `write`.
 
-    limit: bytes of batches that are held, and so the most that an incident's file has; 0 holds none.
+    limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
     """
 
     def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, model: nn.Module, limit: int) -> None:

@@ -51,15 +51,15 @@ class Gradients:
         self._optimizer = optimizer
         self._scaler = scaler
         self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self._telltale = _choose_telltale(self._parameters())
+        self.telltale = _choose_telltale(self._parameters())
         self._queued = False
         self._awaited = True
         self._own: Tensor | None = None
         self.seen: GradientNorms | None = None
         self._marks: list[tuple[int, int]] = []
-        if self._telltale is not None:
+        if self.telltale is not None:
             hook = self._backward_reached_telltale
-            self._telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            self.telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property
     def scale(self) -> Tensor | None:
@@ -72,6 +72,12 @@ class Gradients:
         """Whether the backward to come is the update's last one; of the others nothing is measured."""
         self._awaited, self._queued = awaited, False
 
+    def written(self) -> bool | None:
+        """Whether the gradients are no longer as backward left them; None where that was not seen."""
+        if self.seen is None:
+            return None
+        return [_mark(gradient) for gradient in self._with_gradients()[1]] != self._marks
+
     def forget(self) -> None:
         """The update is over."""
         self.seen = self._own = None
@@ -83,7 +89,7 @@ class Gradients:
         parameters, gradients = self._with_gradients()
         if not gradients:
             return None
-        seen, telltale = self.seen, self._telltale
+        seen, telltale = self.seen, self.telltale
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer unscales by itself
         if seen is None or telltale is None or not self._only_scaled(gradients):
             each, total = _measure(gradients, scale)
@@ -105,7 +111,7 @@ class Gradients:
 
     @torch.no_grad()
     def _before_averaging(self) -> None:
-        telltale = self._telltale
+        telltale = self.telltale
         if telltale is not None and telltale.grad is not None and telltale.grad._base is None:
             self._own = torch.linalg.vector_norm(_dense(telltale.grad))
         # Else gradient_as_bucket_view is on, and the averaging is going on in this very memory.

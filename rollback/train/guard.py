@@ -17,7 +17,7 @@ from rollback.events import Finished, Restored, Stopped
 from rollback.rundir.history import Case
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
-from rollback.train.advice import PLAIN_EPOCH_LOOP
+from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
 from rollback.train.cursor import cursor_for
 from rollback.train.evidence import Evidence
@@ -104,7 +104,7 @@ class Guard:
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
         self._state.image()  # refuses now what could not be kept later
-        self._updates = Updates(optimizer, objects.get("scaler"))
+        self._updates = Updates(optimizer, objects.get("scaler"), model)
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
         try:
             attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
@@ -118,8 +118,7 @@ class Guard:
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
-        limit = settings.evidence_limit << 20
-        self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, limit)
+        self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
         self._watch = Watch(
             ranks,
             settings,
@@ -131,6 +130,7 @@ class Guard:
             self._evidence,
             attached.history,
             cursor.batch,
+            Advisor(self._state.model, optimizer),
         )
         self._passes = Passes(cursor, objects.values())
         self._source = attached.restored
@@ -255,10 +255,10 @@ class Guard:
         assert hand.first_batch is not None
         counters.batches_per_step = hand.batches
         hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
-        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase)
-        measured = updates.gradients.total if updates.gradients is not None and updates.happened else None
+        habit = updates.end_step(hand.batches)
+        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase, habit)
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
-        norm, skipped = measured if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
+        norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
         gauges, stop = updates.gauges(), self._stop.requested
         decision = self._watch.end_step(mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, gauges=gauges)
         counters.step += 1

@@ -6,10 +6,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.train.gradients import GradientNorms, Gradients
+from rollback.train.habits import Habit, Habits
 from rollback.train.pulse import Gauges
 
 
@@ -21,7 +22,7 @@ class Updates:
     it did; stays on the device.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
         if not hasattr(optimizer, "register_step_pre_hook"):
             raise UsageError(
                 f"the optimizer, a {type(optimizer).__name__}, has no register_step_pre_hook",
@@ -33,6 +34,7 @@ class Updates:
         self.found_inf: Tensor | None = None
         self._optimizer = optimizer
         self._sensed = Gradients(optimizer, scaler)
+        self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         optimizer.register_step_pre_hook(self._before_step)
         if scaler is not None and hasattr(scaler, "step"):
             self._count_attempts(scaler)
@@ -40,6 +42,15 @@ class Updates:
     @property
     def dropped_by_scaler(self) -> bool:
         return self.attempted and not self.happened
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the gradient that was applied, before clipping; None where the scaler dropped the update."""
+        return self.gradients.total if self.gradients is not None and self.happened else None
+
+    def end_step(self, batches: int) -> Habit:
+        """How the script went about the update, which had so many batches. Once for each."""
+        return self._habits.end_step(batches)
 
     def gauges(self) -> Gauges:
         """What goes on the pulse of this update."""
@@ -63,6 +74,7 @@ class Updates:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.happened = True
         self.found_inf = getattr(optimizer, "found_inf", None)
+        self._habits.before_step(self._sensed.written())
         self.gradients = self._sensed.before_step()
 
     def _count_attempts(self, scaler: Any) -> None:
@@ -71,6 +83,7 @@ class Updates:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if optimizer is self._optimizer:
                 self.attempted = True
+                self._habits.before_step(self._sensed.written())
                 # Where the scaler drops the update, the optimizer's own hook is not reached.
                 self.gradients = self._sensed.seen
             return original(optimizer, *args, **kwargs)

@@ -33,7 +33,9 @@ from rollback.events import (
 from rollback.rundir.history import Case, History
 from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.train.advice import Advisor
 from rollback.train.evidence import Evidence
+from rollback.train.habits import Habit
 from rollback.train.holdings import Holdings
 from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
@@ -56,6 +58,7 @@ class StepMark:
     batches_per_step: int
     hints: Hint
     phase: str | None = None
+    habit: Habit | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +97,7 @@ class Watch:
         evidence: Evidence,
         history: History,
         batch: int = 0,
+        advisor: Advisor | None = None,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -110,6 +114,7 @@ class Watch:
         self._healthy_since = 0
         self._advised = set(history.advised)
         self._scale = ScaleWatch()
+        self._advisor = advisor
         self._phases = set(history.phases)
         self._next_batch = batch
         self.timeline = history.timeline
@@ -226,6 +231,9 @@ class Watch:
                     fate=blip.fate,
                 )
             )
+        if self._advisor is not None and mark.habit is not None:
+            for code, text in self._advisor.judge(mark.habit, beat, verdict):
+                self.advise(code, text)
         self.calm = verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
         self._healthy_since = self._healthy_since + 1 if self.calm else 0

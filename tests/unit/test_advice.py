@@ -1,0 +1,333 @@
+"""Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+from torch.utils.data import DataLoader
+
+import rollback
+from rollback.events import Advice, Incident
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.sentinel import Blip, Kind, Verdict
+from rollback.train import advice
+from rollback.train.advice import Advisor
+from rollback.train.habits import Habit
+from rollback.train.pulse import Beat
+
+
+@dataclass
+class Script:
+    """One training script. `backward` and `update` are its own lines for them."""
+
+    folder: Path
+    backward: Callable[[Tensor], None]
+    update: Callable[[nn.Module, Any], None]
+    accumulate: int = 1
+    scaler: Any = None
+    steps: int = 12
+    observe_first: bool = False
+    optimizer: Any = torch.optim.SGD
+
+    def codes(self) -> list[str]:
+        """Codes of the advice that it gets."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        optimizer = self.optimizer(model.parameters(), lr=1e-3)
+        data = torch.randn(4 * self.steps * self.accumulate, 4, generator=torch.Generator().manual_seed(1))
+        guard = rollback.Guard(
+            model=model, optimizer=optimizer, loader=DataLoader(data, 4), scaler=self.scaler, run=self.folder,
+            snapshot_every=0, observe_only=True,
+        )  # fmt: skip
+        for number, x in enumerate(guard):
+            loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
+            if self.observe_first:
+                guard.observe(loss)
+            self.backward(loss)
+            if not self.observe_first:
+                guard.observe(loss)
+            if number % self.accumulate == self.accumulate - 1:
+                self.update(model, optimizer)
+        guard.close()
+        facts = [record.fact for record in read_journal(RunPaths(self.folder).train_journal).records]
+        assert not any(isinstance(fact, Incident) for fact in facts)
+        return [fact.code for fact in facts if isinstance(fact, Advice)]
+
+
+def plain(loss: Tensor) -> None:
+    loss.backward()
+
+
+def by(count: int) -> Callable[[Tensor], None]:
+    return lambda loss: (loss / count).backward()
+
+
+def stepping(
+    before: Callable[[nn.Module], Any] | None = None,
+    after: Callable[[nn.Module], Any] | None = None,
+    set_to_none: bool = True,
+) -> Callable[[nn.Module, Any], None]:
+    """An update with something before and something after the step."""
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        if before:
+            before(model)
+        optimizer.step()
+        if after:
+            after(model)
+        optimizer.zero_grad(set_to_none=set_to_none)
+
+    return update
+
+
+def clip(model: nn.Module) -> None:
+    clip_grad_norm_(model.parameters(), 0.01)
+
+
+# --- clipped after the step -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("limit", [0.01, 1e6])
+def test_clipping_after_the_step_is_noticed(tmp_path: Path, limit: float) -> None:
+    late = stepping(after=lambda model: clip_grad_norm_(model.parameters(), limit))
+    assert Script(tmp_path, plain, late).codes() == ["clipped-after-step"]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+@pytest.mark.parametrize("before", [None, clip, lambda model: clip_grad_value_(model.parameters(), 0.01)])
+def test_an_ordinary_update_gets_no_advice(tmp_path: Path, before: Any, set_to_none: bool) -> None:
+    assert Script(tmp_path, plain, stepping(before, set_to_none=set_to_none)).codes() == []
+
+
+# --- clipped while scaled ---------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(params=[torch.optim.SGD, lambda parameters, lr: torch.optim.Adam(parameters, lr=lr, fused=True)])
+def optimizer(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def scaled(folder: Path, optimizer: Any, clipping: str) -> list[str]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        if clipping == "unscaled":
+            scaler.unscale_(optimizer)
+        if clipping == "factor":
+            for parameter in model.parameters():
+                assert parameter.grad is not None
+                parameter.grad.mul_(0.5)
+        elif clipping != "none":
+            clip(model)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    script = Script(folder, lambda loss: scaler.scale(loss).backward(), update, scaler=scaler, optimizer=optimizer)
+    return script.codes()
+
+
+def test_clipping_while_scaled_is_noticed(tmp_path: Path, optimizer: Any) -> None:
+    assert scaled(tmp_path, optimizer, "scaled") == ["clipped-while-scaled"]
+
+
+@pytest.mark.parametrize("clipping", ["unscaled", "factor", "none"])
+def test_clipping_what_is_unscaled_or_a_constant_factor_is_not(tmp_path: Path, optimizer: Any, clipping: str) -> None:
+    assert scaled(tmp_path, optimizer, clipping) == []
+
+
+def test_clipping_beside_a_scaler_that_is_off_is_clipping(tmp_path: Path) -> None:
+    off = torch.amp.GradScaler("cpu", enabled=False)
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        clip(model)
+        off.step(optimizer)
+        off.update()
+        optimizer.zero_grad()
+
+    assert Script(tmp_path, lambda loss: off.scale(loss).backward(), update, scaler=off).codes() == []
+
+
+# --- accumulation -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("observe_first", [True, False])
+def test_accumulating_losses_that_nobody_divides_is_noticed(tmp_path: Path, observe_first: bool) -> None:
+    script = Script(tmp_path, plain, stepping(), accumulate=4, observe_first=observe_first)
+    assert script.codes() == ["loss-not-divided"]
+
+
+def test_accumulating_undivided_losses_is_noticed_through_a_gradient_scaler(tmp_path: Path) -> None:
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+
+    def codes(folder: Path, divide: float) -> list[str]:
+        def backward(loss: Tensor) -> None:
+            scaler.scale(loss / divide if divide > 1 else loss).backward()
+
+        return Script(folder, backward, update, accumulate=2, scaler=scaler).codes()
+
+    assert codes(tmp_path / "undivided", 1) == ["loss-not-divided"]
+    assert codes(tmp_path / "divided", 2) == []
+
+
+@pytest.mark.parametrize(
+    ("backward", "before"),
+    [
+        (by(4), None),
+        (lambda loss: (loss * 0.25).backward(), None),
+        (plain, lambda model: [parameter.grad.div_(4) for parameter in model.parameters()]),
+    ],
+    ids=["divided", "multiplied", "gradients divided"],
+)
+def test_accumulation_that_is_normalised_somehow_gets_no_advice(tmp_path: Path, backward: Any, before: Any) -> None:
+    assert Script(tmp_path, backward, stepping(before), accumulate=4).codes() == []
+
+
+def test_batches_that_are_not_accumulated_need_no_division(tmp_path: Path) -> None:
+    cleared: list[nn.Module] = []
+
+    def update(model: nn.Module, optimizer: Any) -> None:
+        cleared[:] = [model]
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def backward(loss: Tensor) -> None:
+        if cleared:  # as a script does whose other optimizer has the batches in between
+            cleared[0].zero_grad()
+        loss.backward()
+
+    assert Script(tmp_path, backward, update, accumulate=2).codes() == []
+
+
+RANK = """
+import sys, torch, torch.distributed as dist, rollback
+from contextlib import nullcontext
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+with_no_sync, run = sys.argv[1] == "1", sys.argv[2]
+model = nn.parallel.DistributedDataParallel(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)))
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+guard = rollback.Guard(model=model, optimizer=optimizer, loader=torch.randn(40, 4, 4).unbind(), run=run,
+                       snapshot_every=0, observe_only=True)
+for number, x in enumerate(guard):
+    last = number % 4 == 3
+    with model.no_sync() if with_no_sync and not last else nullcontext():
+        loss = model(x).square().mean()
+        (loss / 4).backward()
+    guard.observe(loss)
+    if last:
+        optimizer.step()
+        optimizer.zero_grad()
+guard.close()
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.parametrize(("with_no_sync", "codes"), [(True, []), (False, ["no-no-sync"])])
+def test_accumulation_without_no_sync_is_noticed(tmp_path: Path, with_no_sync: bool, codes: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    environment = {
+        **os.environ, "WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",
+    }  # fmt: skip
+    command = [sys.executable, "-c", RANK, str(int(with_no_sync)), str(tmp_path)]
+    subprocess.run(command, env=environment, check=True, timeout=60)
+    facts = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+    assert [fact.code for fact in facts if isinstance(fact, Advice)] == codes
+
+
+# --- clipping at every step, or never ---------------------------------------------------------------------------------
+
+
+HEALTHY = Verdict(Kind.HEALTHY, 0)
+SPIKE = Verdict(Kind.SPIKE, 0)
+RECOVERED = Verdict(Kind.HEALTHY, 0, ended=Blip(0, 1, 5.0, 4.0, "loss-high", "recovered"))
+
+
+def beat(norm: float, kept: float) -> Beat:
+    return Beat(
+        loss=1.0, grad_norm=norm, ailing=(), stop=False, scaler_skipped=False, shards_written=0, shards_failed=0,
+        committed=False, kept=kept, measured=norm,
+    )  # fmt: skip
+
+
+def norms() -> Iterator[float]:
+    """Gradient norms of a training: from 4 to 12, never the same twice in a row."""
+    while True:
+        yield from (4.0, 7.0, 12.0, 5.5)
+
+
+def codes_of(advisor: Advisor, habit: Habit, kept: Callable[[float], float], updates: int, *verdicts: Verdict) -> list:
+    told = [*verdicts, *[HEALTHY] * updates][:updates]
+    said = [advisor.judge(habit, beat(norm, kept(norm)), verdict) for norm, verdict in zip(norms(), told, strict=False)]
+    return [code for code, _ in said[-1]]
+
+
+def advisor(model: nn.Module, optimizer: Any = torch.optim.AdamW) -> Advisor:
+    return Advisor(model, optimizer(model.parameters(), lr=1e-3))
+
+
+WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
+
+
+def test_clipping_at_every_step_is_noticed_after_many() -> None:
+    one = advisor(nn.Linear(1, 1))
+    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, advice._CLIPPED - 1) == []
+    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 1) == ["always-clipped"]
+
+
+def test_clipping_now_and_then_is_what_it_is_for() -> None:
+    assert codes_of(advisor(nn.Linear(1, 1)), WRITTEN, lambda norm: min(1.0, 10 / norm), 1000) == []
+
+
+def test_a_constant_factor_is_not_clipping() -> None:
+    assert codes_of(advisor(nn.Linear(1, 1)), WRITTEN, lambda norm: 0.25, 1000) == []
+
+
+def test_a_transformer_that_keeps_spiking_unclipped_is_advised_to_clip() -> None:
+    one = advisor(nn.TransformerEncoderLayer(8, 2))
+    assert codes_of(one, UNTOUCHED, lambda norm: 1.0, 200, SPIKE, RECOVERED, SPIKE) == ["never-clipped"]
+
+
+@pytest.mark.parametrize(
+    ("model", "habit", "verdicts", "optimizer"),
+    [
+        (nn.Linear(1, 1), UNTOUCHED, (SPIKE, SPIKE, SPIKE), torch.optim.AdamW),
+        (nn.TransformerEncoderLayer(8, 2), WRITTEN, (SPIKE, SPIKE, SPIKE), torch.optim.AdamW),
+        (nn.TransformerEncoderLayer(8, 2), UNTOUCHED, (SPIKE, SPIKE), torch.optim.AdamW),
+        (nn.TransformerEncoderLayer(8, 2), UNTOUCHED, (SPIKE, SPIKE, SPIKE), torch.optim.Adafactor),
+        (nn.TransformerEncoderLayer(8, 2), Habit(1, written=None), (SPIKE, SPIKE, SPIKE), torch.optim.AdamW),
+    ],
+    ids=["no transformer", "clips", "too few spikes", "clips inside", "not known"],
+)
+def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: Any, optimizer: Any) -> None:
+    assert codes_of(advisor(model, optimizer), habit, lambda norm: 1.0, 200, *verdicts) == []
+
+
+def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
+    for name in ("CLIPPED_WHILE_SCALED", "CLIPPED_AFTER_STEP", "PLAIN_EPOCH_LOOP"):
+        assert "{" not in getattr(advice, name)[1]
+    one = advisor(nn.Linear(1, 1))
+    for norm, _ in zip(norms(), range(advice._CLIPPED), strict=False):
+        said = one.judge(WRITTEN, beat(norm, 1 / norm), HEALTHY)
+    assert said == [("always-clipped", advice.ALWAYS_CLIPPED[1].format(count=300, limit=1.0, norm=6.25))]
