@@ -103,7 +103,9 @@ def facts_table() -> str:
 
 def test_the_format_document_lists_all_facts() -> None:
     written = FORMAT.read_text().split(BEGIN)[1].split(END)[0]
-    assert written == facts_table(), "run `PYTHONPATH=tests/support python tests/unit/test_events.py` to bring docs/format.md up to date"
+    assert written == facts_table(), (
+        "run `PYTHONPATH=tests/support python tests/unit/test_events.py` to bring docs/format.md up to date"
+    )
 
 
 if __name__ == "__main__":
