@@ -16,7 +16,7 @@ only once single precision has overflowed, which can be seen there without waiti
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ class Gradients:
     """The gradients of one rank's update in progress. Nothing here is collective.
 
     seen: the norms at the end of the update's last backward, None if there was none or it was not `expect`ed.
+    written: whether the gradients were changed since, as `look` found; None where that is not known.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
@@ -56,7 +57,9 @@ class Gradients:
         self._awaited = True
         self._own: Tensor | None = None
         self.seen: GradientNorms | None = None
+        self.written: bool | None = None
         self._marks: list[tuple[int, int]] = []
+        self._found: list[tuple[int, int]] = []
         if self.telltale is not None:
             hook = self._backward_reached_telltale
             self.telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
@@ -72,21 +75,22 @@ class Gradients:
         """Whether the backward to come is the update's last one; of the others nothing is measured."""
         self._awaited, self._queued = awaited, False
 
-    def written(self) -> bool | None:
-        """Whether the gradients are no longer as backward left them; None where that was not seen."""
-        if self.seen is None:
-            return None
-        return [_mark(gradient) for gradient in self._with_gradients()[1]] != self._marks
+    def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """See whether the gradients are still as backward left them. Call before they are used; `before_step` does."""
+        parameters, gradients = self._with_gradients()
+        self._found = [_mark(gradient) for gradient in gradients]
+        self.written = None if self.seen is None else self._found != self._marks
+        return parameters, gradients
 
     def forget(self) -> None:
         """The update is over."""
-        self.seen = self._own = None
-        self._marks = []
+        self.seen = self._own = self.written = None
+        self._marks, self._found = [], []
 
     @torch.no_grad()
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer is about to apply. Call from its pre-step hook; None if there is nothing."""
-        parameters, gradients = self._with_gradients()
+        parameters, gradients = self.look()
         if not gradients:
             return None
         seen, telltale = self.seen, self.telltale
@@ -94,6 +98,8 @@ class Gradients:
         if seen is None or telltale is None or not self._only_scaled(gradients):
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own)
+        if not self.written and self.scale is None:
+            return replace(seen, kept=torch.ones((), device=seen.total.device))
         assert telltale.grad is not None
         before = seen.each[_position(telltale, parameters)]
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
@@ -102,7 +108,7 @@ class Gradients:
         kept = torch.where(before > 0, after / before, 1.0)
         # A factor above one is no clipping but somebody's fault, and a telltale that is not finite is one too.
         total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype) + 0.0 * after.to(seen.total.dtype)
-        return GradientNorms(parameters, seen.each, total, kept, self._own)
+        return replace(seen, total=total, kept=kept)
 
     def _backward_reached_telltale(self, _: Tensor) -> None:
         if not self._queued and self._awaited:
@@ -127,16 +133,12 @@ class Gradients:
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
         """Whether these are the gradients that backward left, untouched or each written to equally often."""
-        if len(gradients) != len(self._marks):
-            return False
-        marks = [_mark(gradient) for gradient in gradients]
-        if marks == self._marks:
+        if not self.written:
             return True
-        if any(gradient._base is not None for gradient in gradients):
+        if len(gradients) != len(self._marks) or any(gradient._base is not None for gradient in gradients):
             return False  # views of one bucket count their writes together
-        writes = {after[1] - before[1] for after, before in zip(marks, self._marks, strict=True)}
-        same = all(after[0] == before[0] for after, before in zip(marks, self._marks, strict=True))
-        return same and len(writes) == 1
+        pairs = list(zip(self._found, self._marks, strict=True))
+        return all(found[0] == mark[0] for found, mark in pairs) and len({now[1] - then[1] for now, then in pairs}) == 1
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]

@@ -74,8 +74,8 @@ class Updates:
     def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         self.happened = True
         self.found_inf = getattr(optimizer, "found_inf", None)
-        self._habits.before_step(self._sensed.written())
         self.gradients = self._sensed.before_step()
+        self._habits.before_step(self._sensed.written)
 
     def _count_attempts(self, scaler: Any) -> None:
         original: Callable[..., Any] = scaler.step
@@ -83,7 +83,8 @@ class Updates:
         def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
             if optimizer is self._optimizer:
                 self.attempted = True
-                self._habits.before_step(self._sensed.written())
+                self._sensed.look()
+                self._habits.before_step(self._sensed.written)
                 # Where the scaler drops the update, the optimizer's own hook is not reached.
                 self.gradients = self._sensed.seen
             return original(optimizer, *args, **kwargs)
