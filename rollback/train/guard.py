@@ -287,14 +287,11 @@ class Guard:
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        every = self._settings.snapshot_every
-        if every == 0 or self._snapshots.in_flight or self._hand.first_batch is not None or not self._watch.calm:
+        every, free = self._settings.snapshot_every, not self._snapshots.in_flight
+        between_steps = self._hand.first_batch is None
+        if not (every and free and between_steps and self._watch.calm and self._may_resume_here()):
             return False
-        if not self._may_resume_here():
-            return False
-        if self._snapshot_at is None:
-            return True
-        return self.step // every > self._snapshot_at // every
+        return self._snapshot_at is None or self.step // every > self._snapshot_at // every
 
     def _may_resume_here(self) -> bool:
         """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come."""
@@ -330,6 +327,8 @@ class Guard:
     def _end_pass(self, *, final: bool) -> None:
         self._watch.settle_snapshot()
         self._passes.end(final=final)
+        if final:
+            self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
         self._record.note(Finished(step=self.step, batch=self._state.cursor.batch))
 
     def _halt(self, halt: Halt) -> None:
