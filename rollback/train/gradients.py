@@ -105,9 +105,10 @@ class Gradients:
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
-        kept = torch.where(before > 0, after / before, 1.0)
-        # A factor above one is no clipping but somebody's fault, and a telltale that is not finite is one too.
-        total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype) + 0.0 * after.to(seen.total.dtype)
+        # What was zero is zero still, or broken.
+        kept = torch.where(before > 0, after / before, 1.0 + after)
+        # A factor above one, or none, is no clipping but somebody's fault.
+        total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype)
         return replace(seen, total=total, kept=kept)
 
     def _backward_reached_telltale(self, _: Tensor) -> None:

@@ -304,6 +304,11 @@ def test_a_constant_factor_is_not_clipping() -> None:
     assert codes_of(advisor(nn.Linear(1, 1)), WRITTEN, lambda norm: 0.25, 1000) == []
 
 
+def test_where_the_norm_never_varies_clipping_cannot_be_told_from_a_factor() -> None:
+    one = advisor(nn.Linear(1, 1))
+    assert not any(one.judge(WRITTEN, beat(4.0, 0.25), HEALTHY) for _ in range(1000))
+
+
 def test_a_transformer_that_keeps_spiking_unclipped_is_advised_to_clip() -> None:
     one = advisor(nn.TransformerEncoderLayer(8, 2))
     assert codes_of(one, UNTOUCHED, lambda norm: 1.0, 200, SPIKE, RECOVERED, SPIKE) == ["never-clipped"]

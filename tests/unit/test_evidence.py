@@ -322,6 +322,15 @@ def test_a_tensor_written_to_by_itself_is_measured_again(sensed: Any) -> None:
     assert norms.kept is None
 
 
+@pytest.mark.parametrize("factor", [0.0, 1.0])
+def test_gradients_that_are_all_made_nan_are_seen_whatever_the_small_one_was(sensed: Any, factor: float) -> None:
+    model, _, gradients = sensed
+    (factor * model(torch.ones(2, 4))).sum().backward()
+    for parameter in model.parameters():
+        parameter.grad.fill_(math.nan)
+    assert math.isnan(gradients.before_step().total.item())
+
+
 def test_gradients_that_are_all_made_larger_count_as_they_are(sensed: Any) -> None:
     model, _, gradients = sensed
     model(torch.ones(2, 4)).sum().backward()
