@@ -1,11 +1,11 @@
 """What the guard costs a healthy training loop: the same loop with and without it, step by step in turn, in one run.
 
-    python scripts/bench_overhead.py [--ranks 2] [--steps 200] [--width 256] [--snapshot-every 0]
+    python scripts/bench_overhead.py [--ranks 2] [--steps 100] [--width 256] [--batch 8] [--tokens 128]
 
-Two identical models train side by side in each rank, one guarded, one not; after every guarded step comes a plain one,
-so that whatever else the machine does hits both alike. Printed are medians over the steps and the median of the ratios
-of neighbouring steps. A script that hands `clip_grad_norm_`'s result to `observe` saves the guard from measuring the
-gradient norm itself; both ways are shown. Snapshots are off unless --snapshot-every is given.
+Two identical models train side by side in each rank, one guarded, one not: a step of the one and a step of the other,
+in changing order, so that whatever else the machine does hits both alike. Printed are medians over the steps and the
+median of the ratios of neighbouring steps, for a script that hands `clip_grad_norm_`'s result to `observe` and for one
+that does not. Snapshots are off unless --snapshot-every is given.
 """
 
 from __future__ import annotations
@@ -41,9 +41,10 @@ class Loop:
         net = nn.Sequential(nn.Embedding(256, args.width), nn.TransformerEncoder(block, 4), nn.Linear(args.width, 256))
         self.model = nn.parallel.DistributedDataParallel(net) if dist.is_initialized() else net
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
-        data = TensorDataset(torch.randint(0, 256, (4 * args.ranks * (args.steps + 2 * WARMUP), 64)))
+        samples = args.batch * args.ranks * (args.steps + 2 * WARMUP)
+        data = TensorDataset(torch.randint(0, 256, (samples, args.tokens + 1)))
         sampler = DistributedSampler(data) if dist.is_initialized() else None
-        loader = DataLoader(data, batch_size=4, sampler=sampler)
+        loader = DataLoader(data, batch_size=args.batch, sampler=sampler)
         self.hand_over_norm = hand_over_norm
         self.guard: rollback.Guard | None = None
         if guarded:
@@ -74,7 +75,15 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str, results
     for name, hand_over_norm in (("norm handed over", True), ("norm measured", False)):
         guarded = Loop(args, True, hand_over_norm, Path(folder, name.replace(" ", "-")))
         plain = Loop(args, False, hand_over_norm, Path(folder))
-        pairs = [(guarded.step(), plain.step()) for _ in range(args.steps + WARMUP)][WARMUP:]
+        pairs = []
+        for number in range(args.steps + WARMUP):
+            if number % 2:
+                seconds = guarded.step()
+                pairs.append((seconds, plain.step()))
+            else:
+                seconds = plain.step()
+                pairs.append((guarded.step(), seconds))
+        del pairs[:WARMUP]
         assert guarded.guard is not None
         guarded.guard.close()
         if rank == 0:
@@ -86,10 +95,10 @@ def measure(rank: int, args: argparse.Namespace, port: int, folder: str, results
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=200, help="measured steps of each loop")
-    parser.add_argument(
-        "--width", type=int, default=256, help="of the transformer; its step time grows with the square"
-    )
+    parser.add_argument("--steps", type=int, default=100, help="measured steps of each loop")
+    parser.add_argument("--width", type=int, default=256, help="of the transformer of four layers")
+    parser.add_argument("--batch", type=int, default=8, help="samples of a rank's batch")
+    parser.add_argument("--tokens", type=int, default=128, help="of a sample")
     parser.add_argument("--snapshot-every", type=int, default=0, help="steps between checkpoints; default: none")
     args = parser.parse_args()
     with socket.socket() as free:
