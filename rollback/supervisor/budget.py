@@ -40,19 +40,20 @@ class Budget:
     def full(cls, limit: int) -> Budget:
         return cls(limit=limit, left=limit)
 
-    def after_failure(self, *, progressed: bool, attached: bool) -> tuple[Budget, Restart | GiveUp]:
+    def after_failure(self, *, progressed: bool, attached: bool, killed: bool) -> tuple[Budget, Restart | GiveUp]:
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed on where to begin.
+        killed: it did not fail by itself, somebody ended it.
 
         The first restart after progress comes at once; the second waits, and from there the delay doubles. A job
-        that fails twice in a row before its ranks have attached is given up early: a script with a syntax error gets
-        no better by waiting.
+        that fails by itself twice in a row before its ranks have attached is given up early: a script with a syntax
+        error gets no better by waiting. One that is killed while it starts may well start the next time.
         """
         budget = replace(
             self,
             left=self.limit if progressed else self.left,
-            unattached=0 if progressed or attached else self.unattached + 1,
+            unattached=0 if progressed or attached or killed else self.unattached + 1,
         )
         if budget.unattached >= STARTS_WITHOUT_ATTACHING:
             return budget, GiveUp(f"{budget.unattached} attempts in a row failed before training began")

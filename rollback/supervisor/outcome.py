@@ -19,6 +19,7 @@ Nobody asked the job to stop, so it goes on.
 
 from __future__ import annotations
 
+import signal
 from dataclasses import dataclass
 from typing import Literal
 
@@ -80,6 +81,17 @@ class Evidence:
     stopped: Stopped | None
     failures: Failures | None
     step: int | None
+
+    @property
+    def killed(self) -> bool:
+        """Whether somebody ended torchrun or a rank, which then did not fail by a fault of its own.
+
+        A rank whose peer was killed often fails in the same moment, so a SIGKILL counts wherever it stands. torchrun
+        itself ends the others with SIGTERM, so that counts for the first one only.
+        """
+        codes = [failure.exitcode for failure in self.failures.failures] if self.failures else []
+        first = codes[0] if codes else self.status
+        return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
 def ending(evidence: Evidence) -> Ending:

@@ -143,7 +143,9 @@ class _Supervisor:
                 return self._finish(end, evidence)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
-            budget, decision = budget.after_failure(progressed=progressed, attached=evidence.attached)
+            budget, decision = budget.after_failure(
+                progressed=progressed, attached=evidence.attached, killed=evidence.killed
+            )
             if isinstance(decision, GiveUp):
                 self._say(f"attempt {attempt} failed: {cause(evidence)}")
                 return self._end(ExitCode.FAILED, f"{cause(evidence)}; {decision.reason}")

@@ -71,7 +71,7 @@ class TestBudget:
     def test_the_first_restart_is_at_once_and_repeats_wait_longer_and_longer(self) -> None:
         budget, delays = Budget.full(9), []
         while True:
-            budget, decision = budget.after_failure(progressed=False, attached=True)
+            budget, decision = budget.after_failure(progressed=False, attached=True, killed=False)
             if isinstance(decision, GiveUp):
                 break
             delays.append(decision.delay)
@@ -81,40 +81,61 @@ class TestBudget:
     def test_progress_refills_the_budget_and_makes_the_next_restart_immediate(self) -> None:
         budget = Budget.full(2)
         for _ in range(2):
-            budget, _ = budget.after_failure(progressed=False, attached=True)
+            budget, _ = budget.after_failure(progressed=False, attached=True, killed=False)
         assert budget.left == 0
-        budget, decision = budget.after_failure(progressed=True, attached=True)
+        budget, decision = budget.after_failure(progressed=True, attached=True, killed=False)
         assert decision == Restart(0.0, "it got further than all before it")
         assert budget.left == 1
 
     def test_two_failures_in_a_row_before_attaching_are_enough(self) -> None:
-        budget, decision = Budget.full(10).after_failure(progressed=False, attached=False)
+        budget, decision = Budget.full(10).after_failure(progressed=False, attached=False, killed=False)
         assert isinstance(decision, Restart)
-        _, decision = budget.after_failure(progressed=False, attached=False)
+        _, decision = budget.after_failure(progressed=False, attached=False, killed=False)
         assert isinstance(decision, GiveUp)
+
+    def test_being_killed_while_starting_is_no_reason_to_give_up_early(self) -> None:
+        budget = Budget.full(10)
+        for _ in range(10):
+            budget, decision = budget.after_failure(progressed=False, attached=False, killed=True)
+            assert isinstance(decision, Restart)
 
     def test_an_attempt_that_attached_lies_between_two_that_did_not(self) -> None:
         budget = Budget.full(10)
         for attached in (False, True, False):
-            budget, decision = budget.after_failure(progressed=False, attached=attached)
+            budget, decision = budget.after_failure(progressed=False, attached=attached, killed=False)
             assert isinstance(decision, Restart)
 
     def test_no_restarts_may_be_allowed(self) -> None:
-        _, decision = Budget.full(0).after_failure(progressed=True, attached=True)
+        _, decision = Budget.full(0).after_failure(progressed=True, attached=True, killed=False)
         assert decision == GiveUp("no restarts are allowed")
 
-    @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.booleans())))
+    @given(st.integers(0, 6), st.lists(st.tuples(st.booleans(), st.booleans(), st.booleans())))
     def test_without_progress_there_are_never_more_restarts_than_the_limit(
-        self, limit: int, attempts: list[tuple[bool, bool]]
+        self, limit: int, attempts: list[tuple[bool, bool, bool]]
     ) -> None:
         budget, in_a_row = Budget.full(limit), 0
-        for progressed, attached in attempts:
-            budget, decision = budget.after_failure(progressed=progressed, attached=attached)
+        for progressed, attached, killed in attempts:
+            budget, decision = budget.after_failure(progressed=progressed, attached=attached, killed=killed)
             if isinstance(decision, GiveUp):
                 return
             in_a_row = 1 if progressed else in_a_row + 1
             assert in_a_row <= limit
             assert 0 <= budget.left < limit
+
+
+@pytest.mark.parametrize(
+    ("status", "exitcodes", "killed"),
+    [
+        (-9, None, True), (-15, None, True), (1, None, False), (-11, None, False), (1, [-9], True), (1, [1, -9], True),
+        (1, [1], False), (1, [1, -15], False), (1, [-15, 1], True), (1, [-11, -15], False), (1, [], False),
+    ],
+)  # fmt: skip
+def test_who_was_killed_did_not_fail_by_himself(status: int, exitcodes: list[int] | None, killed: bool) -> None:
+    failures = None
+    if exitcodes is not None:
+        ranks = (RankFailure(rank=n, pid=n + 1, exitcode=code, message=None) for n, code in enumerate(exitcodes))
+        failures = Failures(error="ChildFailedError", failures=tuple(ranks))
+    assert evidence(status=status, failures=failures).killed == killed
 
 
 class TestProgress:
