@@ -184,11 +184,6 @@ class Pulse:
         self._work = self._vector = None
         return _beat(self._host.tolist())
 
-    def drop(self) -> None:
-        """Finish a beat that nobody wants to know any more. Collective like `read`."""
-        if self.under_way:
-            self.read()
-
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
