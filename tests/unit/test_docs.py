@@ -10,11 +10,12 @@ import click
 import pytest
 import typer
 
+import cli_reference
 from rollback.cli import app
 from rollback.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("**/*.md")])
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OTHERS = {"--help", "--version", "--nproc-per-node", "--most"}
 
@@ -64,6 +65,10 @@ def test_tests_that_a_document_names_exist() -> None:
 def test_the_readme_lists_the_exit_codes() -> None:
     table = (ROOT / "README.md").read_text().split("## Exit codes")[1].split("##")[0]
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == sorted(ExitCode)
+
+
+def test_the_command_line_reference_is_what_help_prints() -> None:
+    assert cli_reference.PAGE.read_text() == cli_reference.reference(), "run python scripts/cli_reference.py"
 
 
 def adoption_diff() -> str:
