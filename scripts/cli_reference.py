@@ -21,8 +21,8 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "cli.md"
 _HEAD = """\
 # Command line
 
-What every command prints for `--help`; `python scripts/cli_reference.py` writes this page. Data goes to stdout, progress
-and prose to stderr, and `NO_COLOR` is honoured.
+What every command prints for `--help`; `python scripts/cli_reference.py` writes this page. Data goes to stdout,
+progress and prose to stderr, and `NO_COLOR` is honoured.
 """
 
 
