@@ -15,7 +15,7 @@ from rollback.rundir.durable import read_small_file
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal
+from rollback.supervisor.outcome import Evidence, Failures, Left, RankFailure, Refusal
 
 _Left = TypeVar("_Left", bound=BaseModel)
 
@@ -76,21 +76,28 @@ def gather(
     journal: TrainJournal,
     attempt: int,
     *,
-    status: int,
+    left: Left,
     told_to_stop: bool,
-    refusal: Path,
-    failures: Path,
 ) -> Evidence:
     """Everything that decides how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
     return Evidence(
-        status=status,
+        status=left.status,
         told_to_stop=told_to_stop,
         attached=any(isinstance(record.fact, Attached) for record in records),
-        refusal=_read(refusal, Refusal) or (_TORCHRUN_REFUSED if status == ExitCode.USAGE else None),
+        refusal=left.refusal,
         stopped=next((record.fact for record in reversed(records) if isinstance(record.fact, Stopped)), None),
-        failures=_read(failures, Failures),
+        failures=left.failures,
         step=furthest_step(paths, records, attempt),
+    )
+
+
+def left_on_host(status: int, *, refusal: Path, failures: Path) -> Left:
+    """What rank 0 and torchrun's process left word of on this host. status: torchrun's."""
+    return Left(
+        status=status,
+        refusal=_read(refusal, Refusal) or (_TORCHRUN_REFUSED if status == ExitCode.USAGE else None),
+        failures=_read(failures, Failures),
     )
 
 

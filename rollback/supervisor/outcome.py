@@ -65,6 +65,15 @@ class Failures(BaseModel):
     failures: tuple[RankFailure, ...]
 
 
+class Left(BaseModel):
+    """What an attempt left on one host. status: torchrun's, -N where signal N ended it."""
+
+    model_config = ConfigDict(frozen=True)
+    status: int
+    refusal: Refusal | None = None
+    failures: Failures | None = None
+
+
 @dataclass(frozen=True)
 class Evidence:
     """What is known of an attempt once all its processes are gone.

@@ -11,16 +11,12 @@ Order matters in three places:
 from __future__ import annotations
 
 import os
-import signal
 import socket
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-
-import psutil
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
@@ -28,28 +24,14 @@ from rollback.events import AttemptEnded, AttemptStarted, RestartScheduled, RunE
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp
 from rollback.supervisor.claim import Claim, read_past
-from rollback.supervisor.command import Job, rank_environment, torchrun_command
+from rollback.supervisor.command import Job
 from rollback.supervisor.evidence import TrainJournal, cause, furthest_step, gather, got_further
+from rollback.supervisor.host import Host, Running
 from rollback.supervisor.ledger import Ledger
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
-from rollback.supervisor.processes import (
-    become_subreaper,
-    descendants,
-    end_all,
-    leftovers,
-    living_ranks,
-    name_process,
-    reap,
-    send,
-    start,
-)
 from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1
-# After an attempt: what is still there has lost its peers and has nothing to save.
-_PATIENCE = 2.0
-# Ranks of a killed supervisor find out by themselves that it is gone, which takes them a few seconds.
-_PATIENCE_WITH_LEFTOVERS = 5.0
 
 
 @dataclass(frozen=True)
@@ -86,7 +68,8 @@ def supervise(order: Order, say: Callable[[str], None], environment: Mapping[str
     released = False
     try:
         with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-            supervisor = _Supervisor(order, say, environment, ledger, signals, Path(private))
+            host = Host(order.paths, order.job, order.settings, environment, Path(private))
+            supervisor = _Supervisor(order, say, host, ledger, signals)
             try:
                 return supervisor.run(past.last_attempt)
             except RollbackError:
@@ -107,28 +90,20 @@ class _Supervisor:
         self,
         order: Order,
         say: Callable[[str], None],
-        environment: Mapping[str, str],
+        host: Host,
         ledger: Ledger,
         signals: StopSignals,
-        private: Path,
     ) -> None:
         self._order = order
         self._paths = order.paths
         self._say = say
-        self._environment = environment
+        self._host = host
         self._ledger = ledger
         self._signals = signals
-        self._refusal = private / "refusal.json"
-        self._failures = private / "failures.json"
         self._journal = TrainJournal(order.paths.train_journal)
-        self._before_us: list[psutil.Process] = []
 
     def run(self, last_attempt: int) -> Result:
-        become_subreaper()
-        self._before_us = descendants()
-        if remains := leftovers(self._paths):
-            self._say(f"ending {len(remains)} processes that an earlier supervisor left behind")
-            end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
+        self._host.end_leftovers(self._say)
         best = furthest_step(self._paths, self._journal.records())
         budget = Budget.full(self._order.restart_budget)
         attempt = last_attempt
@@ -162,39 +137,18 @@ class _Supervisor:
 
     def _attempt(self, attempt: int) -> Evidence:
         """Run torchrun once, and return what is known when all that it started is gone."""
-        self._refusal.unlink(missing_ok=True)
-        self._failures.unlink(missing_ok=True)
         self._ledger.attempt = attempt
-        command = torchrun_command(self._order.job, self._environment)
-        environment = rank_environment(
-            self._environment,
-            run=self._paths.root,
-            attempt=attempt,
-            settings=self._order.settings,
-            supervisor=name_process(psutil.Process()),
-            refusal=self._refusal,
-            failures=self._failures,
-        )
         began = time.monotonic()
-        torchrun = start(command, environment)
-        try:
+        with self._host.attempt(attempt) as running:
             host = socket.gethostname()
-            self._ledger.note(AttemptStarted(command=tuple(command), host=host, pid=torchrun.pid))
-            status = self._watch(torchrun, attempt)
-        finally:
-            # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
-            torchrun.kill()
-            torchrun.wait()
-            end_all(lambda: descendants(apart_from=self._before_us), patience=_PATIENCE)
-            reap()
+            self._ledger.note(AttemptStarted(command=running.command, host=host, pid=running.pid))
+            status = self._watch(running)
         evidence = gather(
             self._paths,
             self._journal,
             attempt,
-            status=status,
+            left=self._host.left(status),
             told_to_stop=bool(self._signals.received),
-            refusal=self._refusal,
-            failures=self._failures,
         )
         self._ledger.note(
             AttemptEnded(
@@ -206,12 +160,11 @@ class _Supervisor:
         )
         return evidence
 
-    def _watch(self, torchrun: subprocess.Popen[bytes], attempt: int) -> int:
+    def _watch(self, running: Running) -> int:
         """Torchrun's status once it has ended, by itself or because we were told to stop and its time is up."""
-        told: set[psutil.Process] = set()
         deadline: float | None = None
-        while (status := torchrun.poll()) is None:
-            if not self._ledger.opened and self._journal.has_attached(attempt):
+        while (status := running.poll()) is None:
+            if not self._ledger.opened and self._journal.has_attached(running.attempt):
                 self._ledger.open()
             for signum in self._signals.take():
                 self._ledger.note(Signalled(signal=signum.name))
@@ -219,13 +172,9 @@ class _Supervisor:
                     deadline = time.monotonic() + self._order.grace
                     self._say(f"{signum.name}: telling the ranks to stop and save (again to end now)")
             if deadline is not None:
-                # torchrun gets no signal: it would pass it on and kill the ranks soon after.
-                ranks = set(living_ranks(self._paths, attempt).values())
-                send(ranks - told, signal.SIGTERM)
-                told |= ranks
+                told = running.tell_ranks_to_stop()
                 if not told or self._signals.insistent or time.monotonic() > deadline:
-                    torchrun.kill()
-                    return torchrun.wait()
+                    return running.kill()
             time.sleep(_POLL)
         return status
 

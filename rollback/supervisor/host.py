@@ -1,0 +1,115 @@
+"""Attempts on this host: torchrun is started, and every process of it is gone before anything else happens."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+
+from rollback.config import Settings
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.command import Job, rank_environment, torchrun_command
+from rollback.supervisor.evidence import left_on_host
+from rollback.supervisor.outcome import Left
+from rollback.supervisor.processes import (
+    become_subreaper,
+    descendants,
+    end_all,
+    leftovers,
+    living_ranks,
+    name_process,
+    reap,
+    send,
+    start,
+)
+
+# After an attempt: what is still there has lost its peers and has nothing to save.
+_PATIENCE = 2.0
+# Ranks of a killed supervisor find out by themselves that it is gone, which takes them a few seconds.
+_PATIENCE_WITH_LEFTOVERS = 5.0
+
+
+class Running:
+    """A torchrun on this host, and the ranks that it started here."""
+
+    def __init__(self, paths: RunPaths, attempt: int, command: tuple[str, ...], torchrun: subprocess.Popen[bytes]):
+        self._paths = paths
+        self._torchrun = torchrun
+        self._told: set[psutil.Process] = set()
+        self.attempt = attempt
+        self.command = command
+        self.pid = torchrun.pid
+
+    def poll(self) -> int | None:
+        """Torchrun's status, None while it runs."""
+        return self._torchrun.poll()
+
+    def tell_ranks_to_stop(self) -> bool:
+        """SIGTERM to each rank on this host that has not had it; False where there is none yet that could be told.
+
+        torchrun gets no signal: it would pass it on and kill the ranks soon after.
+        """
+        ranks = set(living_ranks(self._paths, self.attempt).values())
+        send(ranks - self._told, signal.SIGTERM)
+        self._told |= ranks
+        return bool(self._told)
+
+    def kill(self) -> int:
+        """End torchrun at once; its status. The ranks end with the attempt."""
+        self._torchrun.kill()
+        return self._torchrun.wait()
+
+
+class Host:
+    """Runs attempts here, one at a time. `private`: a directory where ranks and torchrun leave word, not in the run."""
+
+    def __init__(
+        self, paths: RunPaths, job: Job, settings: Settings, environment: Mapping[str, str], private: Path
+    ) -> None:
+        self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
+        self._refusal = private / "refusal.json"
+        self._failures = private / "failures.json"
+        become_subreaper()
+        self._before_us = descendants()
+
+    def end_leftovers(self, say: Callable[[str], None]) -> None:
+        """End what attempts of a killed supervisor left on this host. Call it while holding the run directory."""
+        if remains := leftovers(self._paths):
+            say(f"ending {len(remains)} processes that an earlier supervisor left behind")
+            end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
+
+    @contextmanager
+    def attempt(self, number: int) -> Iterator[Running]:
+        """Torchrun runs within; behind it, every process that it started on this host is gone.
+
+        Raises RollbackError where one cannot be ended.
+        """
+        self._refusal.unlink(missing_ok=True)
+        self._failures.unlink(missing_ok=True)
+        command = torchrun_command(self._job, self._environment)
+        environment = rank_environment(
+            self._environment,
+            run=self._paths.root,
+            attempt=number,
+            settings=self._settings,
+            supervisor=name_process(psutil.Process()),
+            refusal=self._refusal,
+            failures=self._failures,
+        )
+        torchrun = start(command, environment)
+        try:
+            yield Running(self._paths, number, tuple(command), torchrun)
+        finally:
+            # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
+            torchrun.kill()
+            torchrun.wait()
+            end_all(lambda: descendants(apart_from=self._before_us), patience=_PATIENCE)
+            reap()
+
+    def left(self, status: int) -> Left:
+        """What the attempt that has just ended here with torchrun's `status` left behind."""
+        return left_on_host(status, refusal=self._refusal, failures=self._failures)
