@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,8 +12,8 @@ from torch import Tensor, nn
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, UsageError
-from rollback.events import Finished, Restored, Stopped
-from rollback.rundir.history import Case
+from rollback.events import Finished, Stopped
+from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
@@ -27,7 +26,7 @@ from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
-from rollback.train.restoring import restore
+from rollback.train.rewinding import Rewinder
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
@@ -133,7 +132,10 @@ class Guard:
             Advisor(self._state.model, optimizer),
         )
         self._passes = Passes(cursor, objects.values())
-        self._source = attached.restored
+        self._rewinder = Rewinder(
+            self._paths, ranks, self._state, self._watch, self._evidence, self._skips, self._passes, self._record,
+            attached.restored,
+        )  # fmt: skip
         self._snapshot_at = attached.restored.step if attached.restored else None
         if attached.restored is not None:
             self._passes.resume()
@@ -187,7 +189,7 @@ class Guard:
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
-                self._restore_again()
+                self._rewinder.restore_again()
         if self._passes.uncounted:
             self._watch.advise(*PLAIN_EPOCH_LOOP)
         return self
@@ -351,49 +353,9 @@ class Guard:
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan that is in the journal already."""
         self._life.show("rewinding", self.step, self.batch, now=True)
-        began, reached = time.monotonic(), self.step
-        self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
-        while True:
-            assert decision.plan.checkpoint is not None
-            target = self._watch.manifest(decision.plan.checkpoint)
-            fault = restore(self._paths, target.name, self._ranks, self._state)
-            if fault is None:
-                break
-            replanned = self._watch.plan_without(target.name, fault, decision)
-            if not isinstance(replanned, Rewind):
-                self._act(replanned)
-                raise AssertionError("a rollback without a checkpoint halts the run")
-            decision = replanned
-            self._ranks.barrier()
+        reached = self._rewinder.carry_out(decision)
+        if not isinstance(reached, Manifest):
+            self._act(reached)
+            raise AssertionError("a rollback without a checkpoint halts the run")
         self._forget_step()
-        self._evidence.forget(target.step)
-        plan = decision.plan
-        if plan.action == "rollback" and plan.skip is not None:
-            self._skips.add(plan.skip)
-        self._skips.announce(self._state.cursor)
-        self._watch.discard(plan)
-        restored = Restored(
-            incident=plan.incident,
-            checkpoint=target.name,
-            step=target.step,
-            batch=target.batch,
-            steps_lost=reached - target.step,
-            seconds=round(time.monotonic() - began, 4),
-            route="in_process",
-        )
-        self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
-        self._watch.rewound(Case(decision.incident, plan, restored), target.step)
-        self._snapshot_at = target.step
-        self._source = target
-        self._passes.rewound()
-
-    def _restore_again(self) -> None:
-        """The script has run code of its own since the restore, for epochs that were over. Undo what that did."""
-        source = self._source
-        assert source is not None
-        fault = restore(self._paths, source.name, self._ranks, self._state)
-        if fault is not None:
-            raise RollbackError(
-                f"restoring {source.name} once more at the start of its epoch: {fault}",
-                hint="run the same command again: an older checkpoint will be used",
-            )
+        self._snapshot_at = reached.step

@@ -1,0 +1,97 @@
+"""Going back to a checkpoint in process: the one way in which ranks carry out a plan without leaving."""
+
+from __future__ import annotations
+
+import time
+
+from rollback.errors import RollbackError
+from rollback.events import Restored
+from rollback.rundir.history import Case
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import RunPaths
+from rollback.train.evidence import Evidence
+from rollback.train.passes import Passes
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+from rollback.train.restoring import restore
+from rollback.train.skips import SkipList
+from rollback.train.state import TrainingState
+from rollback.train.watch import Decision, Rewind, Watch
+
+
+class Rewinder:
+    """Carries out plans that are in the journal. Methods are collective.
+
+    source: the checkpoint that the live objects were last restored from, None where they never were.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        state: TrainingState,
+        watch: Watch,
+        evidence: Evidence,
+        skips: SkipList,
+        passes: Passes,
+        record: Record,
+        source: Manifest | None,
+    ) -> None:
+        self._paths = paths
+        self._ranks = ranks
+        self._state = state
+        self._watch = watch
+        self._evidence = evidence
+        self._skips = skips
+        self._passes = passes
+        self._record = record
+        self.source = source
+
+    def carry_out(self, decision: Rewind) -> Manifest | Decision | None:
+        """Restore what is planned, and skip what is planned from now on. Returns the checkpoint that was restored.
+
+        A planned checkpoint that cannot be believed leaves the ring and the plan is made anew; what is returned is then
+        that new plan's decision if it is another one than to go back.
+        """
+        began, reached = time.monotonic(), self._state.counters.step
+        while True:
+            self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
+            assert decision.plan.checkpoint is not None
+            target = self._watch.manifest(decision.plan.checkpoint)
+            fault = restore(self._paths, target.name, self._ranks, self._state)
+            if fault is None:
+                break
+            replanned = self._watch.plan_without(target.name, fault, decision)
+            if not isinstance(replanned, Rewind):
+                return replanned
+            decision = replanned
+        plan = decision.plan
+        self._evidence.forget(target.step)
+        if plan.action == "rollback" and plan.skip is not None:
+            self._skips.add(plan.skip)
+        self._skips.announce(self._state.cursor)
+        self._watch.discard(plan)
+        restored = Restored(
+            incident=plan.incident,
+            checkpoint=target.name,
+            step=target.step,
+            batch=target.batch,
+            steps_lost=reached - target.step,
+            seconds=round(time.monotonic() - began, 4),
+            route="in_process",
+        )
+        self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
+        self._watch.rewound(Case(decision.incident, plan, restored), target.step)
+        self.source = target
+        self._passes.rewound()
+        return target
+
+    def restore_again(self) -> None:
+        """The script has run code of its own since the restore, for epochs that were over. Undo what that did."""
+        assert self.source is not None
+        fault = restore(self._paths, self.source.name, self._ranks, self._state)
+        if fault is not None:
+            raise RollbackError(
+                f"restoring {self.source.name} once more at the start of its epoch: {fault}",
+                hint="run the same command again: an older checkpoint will be used",
+            )
