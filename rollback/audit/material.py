@@ -72,11 +72,11 @@ def read_material(root: Path) -> Material:
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
     skipped = {
-        rank: list(_readable(paths.skip_record(rank), read_skipped, notices))
-        for rank in sorted(_ranks_with_skips(paths, notices))
+        rank: list(readable(paths.skip_record(rank), read_skipped, notices))
+        for rank in sorted(ranks_with_skips(paths, notices))
     }
     progress: dict[int, tuple[int, int]] = {}
-    for metric in _readable(paths.metrics, read_metrics, notices):
+    for metric in readable(paths.metrics, read_metrics, notices):
         progress[metric.attempt] = max(progress.get(metric.attempt, (0, 0)), (metric.timeline, metric.step))
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
     evidence = {number: _evidence(paths, number, notices) for number in incidents}
@@ -104,7 +104,7 @@ def merge(train: Iterable[Record], supervisor: Iterable[Record]) -> list[Record]
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
 
 
-def _readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
+def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
     """The sound lines of a record beside the journal, and at the end at most one notice about the others."""
     damaged: list[str] = []
     try:
@@ -138,7 +138,8 @@ def _evidence(paths: RunPaths, incident: int, notices: list[str]) -> dict[int, R
     return found
 
 
-def _ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:
+def ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:
+    """The ranks that have a skip record."""
     ranks = []
     try:
         for path in paths.skips.glob("rank-*.jsonl") if paths.skips.is_dir() else []:

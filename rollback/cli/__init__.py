@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from rollback import __version__
-from rollback.cli.audit import audit
+from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
@@ -29,7 +29,8 @@ _EXIT_CODES = (
     "75 stopped early and resumable; 76 structural divergence; 78 the run directory does not fit this job."
 )
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
-for _command in (status, audit, backtest):
+app.command(epilog=AUDIT_CODES)(audit)
+for _command in (status, backtest):
     app.command()(_command)
 app.add_typer(ring, name="ring")
 

@@ -3,32 +3,123 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal, TextIO
 
 import typer
 
 from rollback.cli.terminal import say
+from rollback.errors import ExitCode, UsageError
+
+Format = Literal["text", "json", "jsonl", "csv", "parquet"]
+AUDIT_CODES = (
+    "Exit codes: 0 done. With --verify: 0 everything agrees; 1 the journals are sound, but what was recorded beside "
+    "them does not agree; 74 a journal is damaged, or cannot be read."
+)
 
 
 def audit(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
-    json: Annotated[bool, typer.Option("--json", help="Print the ledger as JSON (top-level `schema`: 1).")] = False,
+    json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
+    form: Annotated[
+        Format | None,
+        typer.Option(
+            "--format",
+            help="text, or json: the whole ledger (top-level `schema`: 1). jsonl, csv, parquet: one row for each "
+            "skipped data set sample.",
+            show_default="text",
+        ),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="Write to this file, which is replaced.", show_default="stdout"),
+    ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every skipped batch and index in the text.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Check the journals' hash chains and the skip records instead.")
+    ] = False,
 ) -> None:
     """Show incidents, what was skipped and why, and what it all cost.
 
-    Reads the run directory and writes nothing into it; a running run is not disturbed.
+    Reads the run directory and writes nothing into it; a running run is not disturbed. In CSV, text that a spreadsheet
+    would take for a formula begins with an apostrophe.
     """
+    chosen = _choose(json, form, verify)
+    if verify:
+        raise typer.Exit(_verify(run, chosen, output))
+    if chosen in ("text", "json"):
+        _write_ledger(run, chosen, output, everything)
+    else:
+        _write_samples(run, chosen, output)
+
+
+def _choose(json: bool, form: Format | None, verify: bool) -> Format:
+    if json and form not in (None, "json"):
+        raise UsageError(f"--json and --format {form} are two formats", hint="leave one of them out")
+    chosen = "json" if json else form or "text"
+    if verify and chosen not in ("text", "json"):
+        raise UsageError(f"--verify answers in text or json, not in {chosen}")
+    return chosen
+
+
+def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool) -> None:
     from rollback.audit.compile import compile_ledger
     from rollback.audit.material import read_material
     from rollback.audit.terminal import console_for
     from rollback.audit.text import print_ledger
 
     ledger = compile_ledger(read_material(run))
-    if json:
-        print(ledger.to_json())
+
+    def write(file: TextIO) -> None:
+        if form == "json":
+            print(ledger.to_json(), file=file)
+        else:
+            print_ledger(console_for(file), ledger, everything=everything)
+
+    _write(run, output, write)
+    _say_notices(ledger.notices)
+
+
+def _write_samples(run: Path, form: Format, output: Path | None) -> None:
+    from rollback.audit.output import replacing
+    from rollback.audit.samples import read_samples
+    from rollback.audit.tables import require_pyarrow, write_csv, write_jsonl, write_parquet
+
+    if form == "parquet":
+        if output is None:
+            raise UsageError("Parquet is not for a terminal", hint="name a file: -o skipped.parquet")
+        require_pyarrow()
+        table = read_samples(run)
+        with replacing(output, run) as path:
+            write_parquet(table.rows, path)
     else:
-        print_ledger(console_for(sys.stdout), ledger, everything=everything)
-    for notice in ledger.notices:
+        table = read_samples(run)
+        write_rows = write_csv if form == "csv" else write_jsonl
+        _write(run, output, lambda file: write_rows(table.rows, file))
+    _say_notices(table.notices)
+
+
+def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
+    from rollback.audit.integrity import check_integrity, in_words
+
+    found = check_integrity(run)
+    text = found.to_json() if form == "json" else in_words(found)
+    _write(run, output, lambda file: print(text, file=file))
+    return found.exit_code
+
+
+def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> None:
+    """To the file if one is named, else to stdout. Raises UsageError or OutputNotWritten."""
+    from rollback.audit.output import replacing
+
+    if output is not None:
+        with replacing(output, run) as path, open(path, "w", encoding="utf-8", newline="") as file:
+            write(file)
+        return
+    write(sys.stdout)
+
+
+def _say_notices(notices: Sequence[str]) -> None:
+    for notice in notices:
         say(f"notice: {notice}")

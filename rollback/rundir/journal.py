@@ -24,13 +24,27 @@ _LIMIT = 1 << 30  # no journal of a sane run comes near it; a hostile one is not
 
 
 @dataclass(frozen=True)
+class Damage:
+    """The first line of a journal that is not what was written. line: from 1; byte: where in the file it begins."""
+
+    line: int
+    byte: int
+    reason: str
+
+
+@dataclass(frozen=True)
 class Reading:
-    """What a journal file holds: its records, how many bytes of them, and what a crash left behind them."""
+    """What a journal file holds: its records, how many bytes of them, and what a crash left behind them.
+
+    damage: where the sound part ends because of something that no crash explains; None in every journal but a damaged
+    one, which only `examine_journal` returns.
+    """
 
     records: list[Record]
     sound_bytes: int
     torn_bytes: int
     chain: str
+    damage: Damage | None = None
 
 
 def _chain(previous: str, body: dict[str, Any]) -> str:
@@ -43,6 +57,21 @@ def read_journal(path: Path) -> Reading:
 
     Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
     RunDirectoryError where the file cannot be read.
+    """
+    reading = examine_journal(path)
+    if reading.damage is not None:
+        raise JournalDamaged(
+            f"reading the journal {path}: line {reading.damage.line} is not what was written: {reading.damage.reason}",
+            hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
+            "from a checkpoint in its ring",
+        )
+    return reading
+
+
+def examine_journal(path: Path) -> Reading:
+    """As `read_journal`, but a damaged line is described in what is returned, with all that is sound before it.
+
+    Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
     """
     try:
         data = read_small_file(path, _LIMIT)
@@ -65,11 +94,7 @@ def read_journal(path: Path) -> Reading:
         except ValueError as error:
             if last:
                 return Reading(records, position, len(data) - position, chain)
-            raise JournalDamaged(
-                f"reading the journal {path}: line {len(records) + 1} is not what was written: {error}",
-                hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
-                "from a checkpoint in its ring",
-            ) from error
+            return Reading(records, position, 0, chain, Damage(len(records) + 1, position, str(error)))
         records.append(record)
         position = end + 1
     return Reading(records, position, 0, chain)

@@ -1,0 +1,41 @@
+"""Files that a reading command was asked to write: whole or not at all."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from rollback.errors import OutputNotWritten, UsageError
+from rollback.rundir.durable import sync_directory
+
+
+@contextmanager
+def replacing(output: Path, run: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
+
+    Raises UsageError where nothing may be written there (inside the run directory `run`, say), and OutputNotWritten
+    where the disk refuses, also for an OSError of the body.
+    """
+    if run.resolve() in output.resolve().parents:
+        raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
+    if not output.parent.is_dir():
+        raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
+    if output.is_dir():
+        raise UsageError(f"{output} is a directory", hint="name a file")
+    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    try:
+        try:
+            yield temporary
+            with open(temporary, "rb") as file:
+                os.fsync(file.fileno())
+            os.replace(temporary, output)
+        finally:
+            temporary.unlink(missing_ok=True)
+        sync_directory(output.parent)
+    except OSError as error:
+        raise OutputNotWritten(
+            f"writing {output}: {error.strerror or error}",
+            hint="check the permissions and the free space there; what was there before is untouched",
+        ) from error

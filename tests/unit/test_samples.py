@@ -1,0 +1,187 @@
+"""The table of skipped samples: a row for each, the same in every format, and nothing in it that a reader obeys."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pyarrow import parquet
+from typer.testing import CliRunner
+
+from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from rollback.audit.samples import COLUMNS, read_samples
+from rollback.audit.tables import harmless, write_csv
+from rollback.cli import app
+from rollback.errors import OutputNotWritten, UsageError
+from rollback.events import PassedOver, SkipAdded, Window
+from rollback.rundir.records import LineWriter, SkippedBatch
+
+C1 = "c000001-s00000020"
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    return RecordedRun(tmp_path / "run", monkeypatch)
+
+
+@pytest.fixture
+def eventful(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    return eventful_run(tmp_path / "run", monkeypatch)
+
+
+def cli(*arguments: object) -> Any:
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def rows_of(run: RecordedRun) -> list[dict[str, Any]]:
+    return [dict(zip([c.name for c in COLUMNS], row, strict=True)) for row in read_samples(run.paths.root).rows]
+
+
+def test_every_skipped_sample_has_one_row_with_its_reason(eventful: RecordedRun) -> None:
+    rows = rows_of(eventful)
+    # Batches 40 to 103, of which 80 to 101 were passed over twice, two ranks, four samples each.
+    assert len(rows) == len({(row["batch"], row["rank"], row["place"]) for row in rows}) == 64 * 2 * 4
+    once, twice = (next(row for row in rows if (row["batch"], row["rank"]) == (batch, 1)) for batch in (41, 90))
+    assert (once["sample"], once["place"], once["incident"], once["incidents"]) == (4110, 0, 2, [2])
+    assert (twice["incident"], twice["incidents"], twice["timeline"], twice["attempt"]) == (2, [1, 2], 2, 1)
+    assert (twice["window_first"], twice["window_last"], twice["rule"]) == (40, 103, "loss-level")
+    assert (twice["checkpoint"], twice["restored_step"], twice["outcome"]) == (C1, 20, "recovered")
+    assert (twice["step"], twice["at"]) == (20, "2030-01-01T00:01:04.000+00:00")
+
+
+def test_every_format_holds_the_same_rows(eventful: RecordedRun, tmp_path: Path) -> None:
+    shown: dict[str, list[dict[str, Any]]] = {}
+    for form in ("csv", "jsonl", "parquet"):
+        done = cli("audit", eventful.paths.root, "--format", form, "-o", tmp_path / form)
+        assert done.exit_code == 0, done.output
+    shown["jsonl"] = [json.loads(line) for line in (tmp_path / "jsonl").read_text().splitlines()]
+    shown["parquet"] = parquet.read_table(tmp_path / "parquet").to_pylist()
+    assert shown["jsonl"] == shown["parquet"] == rows_of(eventful)
+    with open(tmp_path / "csv", newline="") as file:
+        table = list(csv.DictReader(file))
+    assert [row["sample"] for row in table] == [str(row["sample"]) for row in shown["jsonl"]]
+    assert {row["incidents"] for row in table} == {"2", "1 2"}
+    assert cli("audit", eventful.paths.root, "--format", "csv").stdout == (tmp_path / "csv").read_text()
+
+
+def test_the_user_s_windows_and_data_without_indices_have_rows_too(run: RecordedRun) -> None:
+    run.attach(0, 1, None, 0)
+    run.tell(1, SkipAdded(window=Window(first=50, last=51), who="settings", why="duplicates"))
+    writer = LineWriter(run.paths.skip_record(0))
+    line = SkippedBatch(batch=50, epoch=0, offset=50, indices=None, timeline=0)
+    writer.write(line.model_dump_json())
+    writer.close()
+    run.tell(2, PassedOver(first=50, last=51, step=25, timeline=0))
+    [row] = rows_of(run)
+    assert (row["batch"], row["rank"], row["sample"], row["place"], row["by_user"]) == (50, 0, None, None, True)
+    assert (row["incident"], row["incidents"], row["reason"]) == (None, [], "settings: duplicates")
+    assert "1 of 2 batches" in cli("audit", run.paths.root, "--format", "csv").stderr
+
+
+def test_a_window_too_large_to_be_listed_is_a_notice(run: RecordedRun) -> None:
+    run.tell(30, SkipAdded(window=Window(first=0, last=2**70), who="user", why="everything"))
+    run.tell(31, PassedOver(first=0, last=2**70, step=30, timeline=0))
+    assert rows_of(run) == []
+
+
+HOSTILE = ["=cmd|' /C calc'!A0", "+1", "-1", "@SUM(A1)", "\t=1", "\r=1", "a\x1b[31mb", 'quo"te,comma\nline']
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_text_in_csv_is_no_formula_and_no_escape_sequence(run: RecordedRun, text: str) -> None:
+    run.tell(35, incident(1, 30, 34, value=float("nan"), threshold=-1.5))
+    run.tell(35, rollback_plan(1, C1, 20, (60, 60), reason=text))
+    run.pass_over(36, 60, 60)
+    stream = io.StringIO()
+    write_csv(read_samples(run.paths.root).rows, stream)
+    shown = list(csv.DictReader(io.StringIO(stream.getvalue())))
+    assert len(shown) == 8
+    assert not shown[0]["reason"].startswith(("=", "+", "-", "@", "\t", "\r"))
+    assert shown[0]["reason"].isprintable()
+    assert (shown[0]["value"], shown[0]["threshold"]) == ("NaN", "-1.5")  # a number stays one
+
+
+@given(st.text())
+def test_harmless_text_is_printable_and_never_begins_a_formula(text: str) -> None:
+    assert harmless(text).isprintable()
+    assert not harmless(text).startswith(("=", "+", "-", "@"))
+    assert not text.isprintable() or harmless(text) in (text, f"'{text}")
+
+
+def test_a_large_record_is_read_line_by_line(run: RecordedRun) -> None:
+    """Two thousand batches of a thousand samples would take 100 MB and more as objects; the reader may use a few."""
+    run.tell(1, SkipAdded(window=Window(first=0, last=1_999), who="user", why="many"))
+    writer = LineWriter(run.paths.skip_record(0))
+    indices = list(range(1000))
+    for batch in range(2_000):
+        line = SkippedBatch.model_construct(batch=batch, epoch=0, offset=batch, indices=indices, timeline=0)
+        writer.write(line.model_dump_json())
+    writer.close()
+    code = (
+        "import resource, sys; from pathlib import Path; from rollback.audit.samples import read_samples\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "count = sum(1 for row in read_samples(Path(sys.argv[1])).rows)\n"
+        "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"
+    )
+    command = [sys.executable, "-c", code, str(run.paths.root)]
+    count, grown = map(int, subprocess.run(command, check=True, capture_output=True, text=True).stdout.split())
+    assert count == 2_000_000
+    assert grown < 20_000  # KiB
+
+
+def test_a_file_appears_whole_or_not_at_all(eventful: RecordedRun, tmp_path: Path) -> None:
+    target = tmp_path / "skipped.csv"
+    target.write_text("before")
+    (eventful.paths.train_journal).write_text("damaged\nlines\n")
+    assert cli("audit", eventful.paths.root, "--format", "csv", "-o", target).exit_code != 0
+    assert target.read_text() == "before"
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--format", "parquet"], "not for a terminal"),
+        (["--json", "--format", "csv"], "two formats"),
+        (["--verify", "--format", "csv"], "text or json"),
+        (["--format", "csv", "-o", "RUN/inside.csv"], "inside the run directory"),
+        (["--format", "csv", "-o", "missing/skipped.csv"], "no directory"),
+    ],
+)
+def test_what_cannot_be_is_refused_with_the_reason(
+    eventful: RecordedRun, arguments: list[str], words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(eventful.paths.root.parent)
+    result = cli("audit", eventful.paths.root, *(word.replace("RUN", "run") for word in arguments))
+    assert isinstance(result.exception, UsageError)
+    assert words in str(result.exception)
+
+
+@pytest.mark.skipif(os.geteuid() == 0 and not Path("/dev/full").exists(), reason="needs /dev/full")
+def test_a_disk_that_refuses_is_an_error_with_the_place(eventful: RecordedRun, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    folder.mkdir()
+    target = folder / "skipped.csv"
+    (folder / f".{target.name}.{os.getpid()}.tmp").symlink_to("/dev/full")
+    result = cli("audit", eventful.paths.root, "--format", "csv", "-o", target)
+    assert isinstance(result.exception, OutputNotWritten)
+    assert "No space left" in str(result.exception)
+    assert list(folder.iterdir()) == []
+
+
+def test_without_pyarrow_parquet_says_what_to_install(
+    eventful: RecordedRun, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    result = cli("audit", eventful.paths.root, "--format", "parquet", "-o", tmp_path / "x")
+    assert isinstance(result.exception, UsageError)
+    assert "torch-rollback[parquet]" in (result.exception.hint or "")
