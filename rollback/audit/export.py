@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from rollback.audit.checkpoints import choose, read_listing
@@ -33,7 +34,7 @@ class Exported:
 def export(root: Path, word: str, output: Path, *, force: bool = False) -> Exported:
     """Write the model of a checkpoint: parameters, and rank 0's buffers, under the names of `model.state_dict()`.
 
-    The checkpoint is verified first. Tensors are copied out of the mapped shards, so memory stays small. `output`
+    The checkpoint is verified first. Tensors are copied one by one, so memory stays small. `output`
     appears whole or not at all; an existing file is replaced with `force` only.
 
     Raises UsageError, NoUsableCheckpoint, CheckpointDamaged, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
@@ -58,7 +59,10 @@ def export(root: Path, word: str, output: Path, *, force: bool = False) -> Expor
             ) from error
         state = contents.model(rank=0)
         stored = {key: value for key, value in state.items() if isinstance(value, Stored)}
-        pieces = [Piece(key, item.entry.dtype, item.entry.shape, item.data) for key, item in stored.items()]
+        pieces = [
+            Piece(key, item.entry.dtype, item.entry.shape, partial(item.shard.data, item.name))
+            for key, item in stored.items()
+        ]
         metadata = {"format": "pt", "checkpoint": name, "step": str(manifest.step), "batch": str(manifest.batch)}
         if identity:
             metadata["run_id"] = identity.run_id

@@ -18,9 +18,10 @@ from rollback.audit.ledger import Entry
 from rollback.errors import CheckpointDamaged, ExitCode
 from rollback.rundir.contents import Contents, Stored, read_contents
 from rollback.rundir.identity import Job, read_identity
+from rollback.rundir.layout import DTYPE_NAME
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.rundir.shard import DTYPE_NAME, ShardReader
+from rollback.rundir.shard import ShardReader
 
 
 class Fault(Entry):

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.shard import Entry, ShardReader
+from rollback.rundir.layout import Entry
+from rollback.rundir.shard import ShardReader
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
@@ -69,7 +70,7 @@ class Stored:
 
     @property
     def data(self) -> memoryview:
-        """Its bytes, mapped: valid until the shard is closed."""
+        """Its bytes, read anew each time, while the shard is open."""
         return self.shard.data(self.name)
 
 

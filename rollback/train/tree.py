@@ -18,7 +18,7 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 from rollback.rundir import contents
-from rollback.rundir.shard import DTYPE_NAME
+from rollback.rundir.layout import DTYPE_NAME
 
 Json = Any
 

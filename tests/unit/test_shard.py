@@ -18,7 +18,8 @@ from safetensors.numpy import load_file, save_file
 
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import durable
-from rollback.rundir.shard import ITEM_SIZE, Piece, ShardReader, Written, write_shard
+from rollback.rundir.layout import ITEM_SIZE
+from rollback.rundir.shard import Piece, ShardReader, Written, write_shard
 
 NUMPY = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,

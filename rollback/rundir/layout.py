@@ -1,0 +1,117 @@
+"""How tensors lie in a shard: the safetensors format (https://github.com/huggingface/safetensors, README, "Format").
+
+Eight bytes of header length, the JSON header padded with spaces, tensor data without gaps. Tensors are ordered by item
+size, largest first, so that each is aligned. Nothing here knows torch or touches a file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+ITEM_SIZE: Mapping[str, int] = {
+    "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
+    "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
+    "I32": 4, "U32": 4, "F32": 4,
+    "I64": 8, "U64": 8, "F64": 8, "C64": 8,
+}  # fmt: skip
+DTYPE_NAME: Mapping[str, str] = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "F8_E5M2": "float8_e5m2", "F8_E4M3": "float8_e4m3fn",
+    "I16": "int16", "U16": "uint16", "F16": "float16", "BF16": "bfloat16",
+    "I32": "int32", "U32": "uint32", "F32": "float32",
+    "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
+}  # fmt: skip
+"""What torch, and run.json with it, calls the type of a code."""
+HEADER_LIMIT = 100 << 20  # the library's own limit
+
+Kind = tuple[str, tuple[int, ...]]
+"""Dtype code and shape of a tensor."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies in a shard; `start` counts from the beginning of the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        return self.start + self.nbytes
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Places of all tensors of a shard. room: bytes before the first of them. size: of the file."""
+
+    entries: Mapping[str, Entry]
+    room: int
+    size: int
+
+    def head(self, metadata: Mapping[str, str]) -> bytes:
+        """The file's first `room` bytes. Raises ValueError where the metadata are too long for them."""
+        text = _header(self.entries, self.room, metadata)
+        if 8 + len(text) > self.room:
+            raise ValueError(f"a header of {len(text)} bytes in a room of {self.room - 8}")
+        return struct.pack("<Q", self.room - 8) + text + b" " * (self.room - 8 - len(text))
+
+
+def lay_out(kinds: Mapping[str, Kind], room: int) -> Layout:
+    """The layout of these tensors behind `room` bytes of header, a multiple of eight."""
+    entries: dict[str, Entry] = {}
+    position = room
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-ITEM_SIZE[item[1][0]], item[0])):
+        nbytes = prod(shape) * ITEM_SIZE[dtype]
+        entries[name] = Entry(dtype, shape, position, nbytes)
+        position += nbytes
+    return Layout(entries, room, position)
+
+
+def room_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
+    """Bytes that a header takes, filled up to a multiple of so many."""
+    needed = 8 + len(_header(lay_out(kinds, 0).entries, 0, metadata))
+    return -(-needed // multiple) * multiple
+
+
+def _header(entries: Mapping[str, Entry], base: int, metadata: Mapping[str, str]) -> bytes:
+    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    for name, entry in entries.items():
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [entry.start - base, entry.end - base],
+        }
+    return json.dumps(header, separators=(",", ":")).encode()
+
+
+def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """Entries and metadata from a header's JSON in a file of `size` bytes.
+
+    Raises ValueError, KeyError, TypeError, AttributeError or RecursionError unless offsets follow from dtypes and
+    shapes and cover the file's data without gaps or overlaps.
+    """
+    base = 8 + len(text)
+    header = json.loads(text)
+    metadata = header.pop("__metadata__", {})
+    if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
+        raise ValueError("metadata that is not text")
+    entries: dict[str, Entry] = {}
+    position = 0
+    for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
+        start, end = item["data_offsets"]
+        shape = tuple(item["shape"])
+        if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
+            raise ValueError(f"tensor {name!r} has a size that is not a natural number")
+        if start != position or end - start != prod(shape) * ITEM_SIZE[item["dtype"]]:
+            raise ValueError(f"tensor {name!r} does not lie where its dtype and shape say")
+        entries[name] = Entry(item["dtype"], shape, base + start, end - start)
+        position = end
+    if base + position != size:
+        raise ValueError(f"{size - base - position} bytes belong to no tensor")
+    return entries, metadata
