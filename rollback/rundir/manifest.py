@@ -59,8 +59,11 @@ def _check(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
-def read_manifest(directory: Path) -> Manifest:
-    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name."""
+def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
+    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name.
+
+    in_slot: of the fast tier, where a directory's name says nothing of what is in it.
+    """
     path = directory / MANIFEST
     try:
         body = json.loads(read_small_file(path, _LIMIT))
@@ -76,7 +79,9 @@ def read_manifest(directory: Path) -> Manifest:
         raise CheckpointDamaged(f"the manifest {path} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
         raise CheckpointDamaged(f"the manifest {path} has format {manifest.format}; this version reads {FORMAT}")
-    if manifest.name != directory.name or manifest.name != checkpoint_name(manifest.seq, manifest.step):
+    if (manifest.name != directory.name and not in_slot) or manifest.name != checkpoint_name(
+        manifest.seq, manifest.step
+    ):
         raise CheckpointDamaged(f"the manifest {path} is that of another checkpoint, {manifest.name!r}")
     expected = [shard_name(rank) for rank in range(manifest.world_size)]
     if [shard.file for shard in manifest.shards] != expected:

@@ -94,6 +94,10 @@ class RunPaths:
         return self.root / "quarantine"
 
     @property
+    def fast_pointer(self) -> Path:
+        return self.root / "fast-tier.json"
+
+    @property
     def pins(self) -> Path:
         return self.root / "pins"
 

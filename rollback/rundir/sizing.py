@@ -1,0 +1,70 @@
+"""How much memory the fast tier may take: decided by `slots_that_fit`, from what `free_memory` measures."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import psutil
+
+LEAST_SLOTS = 4
+"""One to write into, and three that never leave: the newest good checkpoint, the next good one, the newest."""
+
+_CGROUPS = Path("/sys/fs/cgroup")
+_UNLIMITED = 1 << 60
+
+
+def slots_that_fit(slot_bytes: int, free: int, keep: int) -> int:
+    """How many slots a host gives a run that keeps so many checkpoints: 0 where the ranks should write to disk instead.
+
+    slot_bytes: what all ranks of this host store of one checkpoint. free: bytes that could be had, `free_memory` and
+    what the run's slots hold already. At most half of that is taken: the rest is the training's.
+    """
+    fitting = min(keep + 1, free // 2 // max(slot_bytes, 1))
+    return fitting if fitting >= LEAST_SLOTS else 0
+
+
+def free_memory(base: Path) -> int:
+    """Bytes that files under `base` could take: free in that file system, available on this host and to our cgroup.
+
+    Raises OSError where there is no such file system.
+    """
+    status = os.statvfs(base)
+    return min(status.f_bavail * status.f_frsize, psutil.virtual_memory().available, _free_in_cgroups())
+
+
+def bytes_of(root: Path) -> int:
+    """Bytes that files under a directory take now."""
+    return sum(path.lstat().st_blocks * 512 for path in root.glob("*/*"))
+
+
+def _free_in_cgroups() -> int:
+    """What the tightest of our memory cgroups leaves; a very large number where there is none."""
+    try:
+        lines = Path("/proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return _UNLIMITED
+    free = _UNLIMITED
+    for controllers, where in (line.split(":", 2)[1:] for line in lines if line.count(":") >= 2):
+        if not controllers:
+            home, limit, used = _CGROUPS, "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            home, limit, used = _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
+        else:
+            continue
+        group = home / where.lstrip("/")
+        for directory in (group, *group.parents):
+            if not directory.is_relative_to(home):
+                break
+            free = min(free, _left(directory, limit, used))
+    return free
+
+
+def _left(group: Path, limit: str, used: str) -> int:
+    try:
+        allowed, taken = int((group / limit).read_text()), int((group / used).read_text())
+        stat = dict(line.split(" ", 1) for line in (group / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return _UNLIMITED
+    cached = sum(int(stat.get(key, 0)) for key in ("inactive_file", "active_file"))  # is given up when asked for
+    return max(0, allowed - taken + cached)

@@ -1,0 +1,96 @@
+"""Where the checkpoints of a run are: in slots of the fast tier on this host, in the run directory's ring, or in both.
+
+A checkpoint has one name and one content wherever it lies. Which directory is looked at first is decided here: the fast
+tier's, then the ring's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.rundir import ring, slots
+from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.identity import read_identity
+from rollback.rundir.manifest import Manifest, read_manifest
+from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.slots import SlotPaths
+
+TierName = Literal["fast", "durable"]
+_POINTER_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Located:
+    """A committed checkpoint in one place. slot: its number, in the fast tier."""
+
+    manifest: Manifest
+    directory: Path
+    tier: TierName
+    slot: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+
+def locate(paths: RunPaths) -> list[Located]:
+    """All committed checkpoints by their manifests, oldest first; of two places of one, the fast tier's comes first.
+
+    Shards are not looked at. What cannot be believed is left out (`ring.manifests` tells of the ring's).
+    """
+    durable, _ = ring.manifests(paths)
+    found = [Located(manifest, paths.checkpoint(manifest.name), "durable") for manifest in durable]
+    found += in_slots(paths)
+    return sorted(found, key=lambda place: (place.manifest.seq, place.manifest.name, place.tier == "durable"))
+
+
+def in_slots(paths: RunPaths) -> list[Located]:
+    """What this host's fast tier holds of a run. A slot whose manifest cannot be believed holds nothing."""
+    tier = fast_tier_of(paths)
+    found: list[Located] = []
+    with contextlib.suppress(OSError):
+        for number in tier.numbers() if tier else ():
+            directory = tier.slot(number) if tier else Path()
+            with contextlib.suppress(CheckpointDamaged):
+                found.append(Located(read_manifest(directory, in_slot=True), directory, "fast", number))
+    return found
+
+
+@contextlib.contextmanager
+def held(place: Located) -> Iterator[None]:
+    """Keep a checkpoint where it is while it is read. Raises CheckpointDamaged where it has left already."""
+    if place.tier == "durable":  # it leaves by rename: what is open stays readable, the rest is damage to a reader
+        yield
+        return
+    with slots.reading(place.directory) as manifest:
+        if manifest.name != place.name:
+            raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
+        yield
+
+
+def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None) -> None:
+    """Write down where a run's fast tier is, for those who read the run directory. Rank 0 only. Raises OSError."""
+    if tier is None:
+        paths.fast_pointer.unlink(missing_ok=True)
+        return
+    write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root)}).encode())
+
+
+def fast_tier_of(paths: RunPaths) -> SlotPaths | None:
+    """The run's fast tier on this host, if it has one and it may be believed: closed to others, and this run's own."""
+    try:
+        body = json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))
+        tier = SlotPaths(Path(body["directory"])) if body["format"] == FORMAT else None
+        identity = read_identity(paths)
+        if tier is None or identity is None or tier.root.name != identity.run_id:
+            return None
+        slots.require_own(tier.root)
+    except (OSError, ValueError, TypeError, KeyError, RunDirectoryError):
+        return None
+    return tier if slots.may_be_of(slots.owner_of(tier), paths.root) else None

@@ -1,0 +1,292 @@
+"""The fast tier's slots: what is readable is never written, and nothing of anybody else's is touched."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+from pathlib import Path
+
+import pytest
+import xxhash
+from hypothesis import given
+from hypothesis import strategies as st
+
+from checkpoints import manifest_of, write_checkpoint
+from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.rundir import slots, tiers
+from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.layout import lay_out, room_for
+from rollback.rundir.manifest import Manifest, ShardRecord
+from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.shard import ShardReader, Written
+from rollback.rundir.sizing import LEAST_SLOTS, free_memory, slots_that_fit
+from rollback.rundir.slots import SlotPaths
+
+KINDS = {"w": ("F32", (5, 3)), "b": ("U8", (7,))}
+ROOM = room_for(KINDS, {"local": "{}"}, 4096)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> SlotPaths:
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    slots.claim(tier, tmp_path / "run")
+    return tier
+
+
+def fill(tier: SlotPaths, number: int, seq: int, byte: int) -> Manifest:
+    """Write a checkpoint of two ranks into a slot, all bytes of its tensors the same."""
+    layout = lay_out(KINDS, ROOM)
+    records = []
+    for rank in range(2):
+        region = slots.map_shard(tier, number, rank, layout.size)
+        region.view[:ROOM] = layout.head({"local": "{}"})
+        region.view[ROOM:] = bytes([byte]) * (layout.size - ROOM)
+        digest = xxhash.xxh3_128(region.view).hexdigest()
+        records.append(ShardRecord(file=shard_name(rank), size=layout.size, xxh3_128=digest))
+        region.close()
+    manifest = manifest_of(seq, 10 * seq).model_copy(update={"shards": tuple(records)})
+    slots.commit(tier, number, manifest)
+    return manifest
+
+
+def test_what_lies_in_a_slot_is_a_checkpoint_like_any_other(tier: SlotPaths) -> None:
+    manifest = fill(tier, 0, 1, 5)
+    with slots.reading(tier.slot(0)) as found:
+        assert found == manifest
+        for record in found.shards:
+            with ShardReader(tier.slot(0) / record.file, record.written) as reader:
+                assert bytes(reader.data("w")) == bytes([5]) * 60
+                assert reader.metadata == {"local": "{}"}
+
+
+def test_a_slot_is_written_again_in_place_and_may_change_its_size(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    assert slots.uncommit(tier, 0)
+    inode = (tier.slot(0) / shard_name(0)).stat().st_ino
+    later = fill(tier, 0, 2, 6)
+    assert (tier.slot(0) / shard_name(0)).stat().st_ino == inode
+    with slots.reading(tier.slot(0)) as found:
+        assert found == later
+    assert slots.uncommit(tier, 0)
+    slots.map_shard(tier, 0, 0, 100_000).close()
+    assert (tier.slot(0) / shard_name(0)).stat().st_blocks * 512 >= 100_000
+
+
+def test_a_committed_slot_cannot_be_written(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    with pytest.raises(RuntimeError, match="committed"):
+        slots.map_shard(tier, 0, 0, 4096)
+
+
+def test_a_slot_that_is_being_read_stays_until_the_reader_is_through(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    with slots.reading(tier.slot(0)):
+        assert not slots.uncommit(tier, 0)
+        assert slots.is_committed(tier, 0)
+    assert slots.uncommit(tier, 0)
+    with pytest.raises(CheckpointDamaged), slots.reading(tier.slot(0)):
+        pass
+
+
+def test_a_reader_that_dies_holds_nothing(tier: SlotPaths) -> None:
+    fill(tier, 0, 1, 5)
+    ready, gone = os.pipe()
+    child = os.fork()
+    if child == 0:
+        fd = os.open(tier.slot(0), os.O_RDONLY)
+        fcntl.flock(fd, fcntl.LOCK_SH)
+        os.write(gone, b"x")
+        signal.pause()
+        os._exit(0)
+    os.close(gone)
+    os.read(ready, 1)
+    assert not slots.uncommit(tier, 0)
+    os.kill(child, 9)
+    os.waitpid(child, 0)
+    assert slots.uncommit(tier, 0)
+
+
+def test_a_slot_that_never_was_is_free(tier: SlotPaths) -> None:
+    assert slots.uncommit(tier, 3)
+
+
+@pytest.mark.parametrize("fault", ["open", "link", "file"])
+@pytest.mark.parametrize("which", ["home", "run", "slot"])
+def test_a_directory_that_others_could_reach_is_refused_untouched(tmp_path: Path, which: str, fault: str) -> None:
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    place = {"home": tier.root.parent, "run": tier.root, "slot": tier.slot(0)}[which]
+    place.parent.mkdir(parents=True, mode=0o700, exist_ok=True)
+    for directory in (tier.root.parent, tier.root):
+        if directory.exists():
+            directory.chmod(0o700)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir(mode=0o700)
+    match fault:
+        case "open":
+            place.mkdir()
+            place.chmod(0o770)
+        case "link":
+            place.symlink_to(elsewhere)
+        case "file":
+            place.write_text("")
+
+    def use() -> None:
+        slots.claim(tier, tmp_path / "run")
+        slots.map_shard(tier, 0, 0, 4096)
+
+    with pytest.raises(RunDirectoryError, match=str(place)):
+        use()
+    assert not any(elsewhere.iterdir())
+
+
+def test_somebody_else_s_directory_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    slots.claim(tier, tmp_path / "run")
+    other = os.geteuid() + 1
+    monkeypatch.setattr(os, "geteuid", lambda: other)
+    with pytest.raises(RunDirectoryError, match="belongs to user"):
+        slots.require_own(tier.root)
+
+
+@pytest.mark.parametrize("kind", ["link", "hard link", "pipe"])
+def test_a_file_that_is_not_ours_alone_is_refused_untouched(tier: SlotPaths, tmp_path: Path, kind: str) -> None:
+    victim = tmp_path / "victim"
+    victim.write_bytes(b"precious")
+    tier.slot(0).mkdir(mode=0o700)
+    place = tier.slot(0) / shard_name(0)
+    match kind:
+        case "link":
+            place.symlink_to(victim)
+        case "hard link":
+            os.link(victim, place)
+        case "pipe":
+            os.mkfifo(place)
+    with pytest.raises((OSError, RunDirectoryError)):
+        slots.map_shard(tier, 0, 0, 4096)
+    assert victim.read_bytes() == b"precious"
+
+
+def test_a_copy_of_a_run_directory_does_not_get_the_original_s_slots(tmp_path: Path) -> None:
+    (tmp_path / "original").mkdir()
+    tier = slots.tier_of(tmp_path, "0123456789abcdef")
+    slots.claim(tier, tmp_path / "original")
+    with pytest.raises(RunDirectoryError, match="belongs to the run directory"):
+        slots.claim(tier, tmp_path / "copy")
+    (tmp_path / "original").rename(tmp_path / "moved")
+    slots.claim(tier, tmp_path / "moved")
+    assert slots.tiers_on_host(tmp_path) == [(tier, tmp_path / "moved")]
+
+
+def test_a_run_id_that_is_a_path_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(RunDirectoryError):
+        slots.tier_of(tmp_path, "../../somewhere")
+
+
+def test_removing_a_tier_leaves_nothing_and_spares_its_neighbours(tier: SlotPaths, tmp_path: Path) -> None:
+    neighbour = slots.tier_of(tmp_path, "fedcba9876543210")
+    slots.claim(neighbour, tmp_path / "another")
+    fill(tier, 0, 1, 5)
+    slots.remove(tier)
+    slots.remove(tier)
+    assert [found.root for found, _ in slots.tiers_on_host(tmp_path)] == [neighbour.root]
+    slots.remove(neighbour)
+    assert not neighbour.root.parent.exists()
+
+
+# --- where a run's checkpoints are ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def paths(tmp_path: Path) -> RunPaths:
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    job = Job(world_size=2, model=[], optimizer={}, objects=[], data={})
+    identity = new_identity(job)
+    write_identity(paths, identity)
+    tier = slots.tier_of(tmp_path, identity.run_id)
+    slots.claim(tier, paths.root)
+    tiers.point_to_fast_tier(paths, tier)
+    return paths
+
+
+def test_checkpoints_of_both_tiers_are_found_the_fast_one_first(paths: RunPaths) -> None:
+    tier = tiers.fast_tier_of(paths)
+    assert tier is not None
+    old = write_checkpoint(paths, 0, 0)
+    both = write_checkpoint(paths, 1, 10)
+    fill(tier, 2, 1, 5)
+    newest = fill(tier, 0, 2, 6)
+    found = [(place.name, place.tier, place.slot) for place in tiers.locate(paths)]
+    assert found == [(old, "durable", None), (both, "fast", 2), (both, "durable", None), (newest.name, "fast", 0)]
+
+
+def test_a_slot_without_a_sound_manifest_holds_nothing(paths: RunPaths) -> None:
+    tier = tiers.fast_tier_of(paths)
+    assert tier is not None
+    fill(tier, 0, 1, 5)
+    fill(tier, 1, 2, 6)
+    (tier.slot(0) / "manifest.json").write_text("{}")
+    slots.uncommit(tier, 1)
+    assert tiers.locate(paths) == []
+
+
+def test_a_slot_that_was_reused_since_it_was_located_is_not_taken_for_what_it_held(paths: RunPaths) -> None:
+    tier = tiers.fast_tier_of(paths)
+    assert tier is not None
+    fill(tier, 0, 1, 5)
+    (place,) = tiers.locate(paths)
+    with tiers.held(place):
+        assert not slots.uncommit(tier, 0)
+    slots.uncommit(tier, 0)
+    fill(tier, 0, 2, 6)
+    with pytest.raises(CheckpointDamaged, match="holds c000002"), tiers.held(place):
+        pass
+
+
+def test_a_pointer_to_another_run_s_tier_or_to_one_open_to_others_is_not_followed(
+    paths: RunPaths, tmp_path: Path
+) -> None:
+    tier = tiers.fast_tier_of(paths)
+    assert tier is not None
+    tier.root.chmod(0o755)
+    assert tiers.fast_tier_of(paths) is None
+    tier.root.chmod(0o700)
+    foreign = slots.tier_of(tmp_path, "fedcba9876543210")
+    slots.claim(foreign, tmp_path / "another")
+    tiers.point_to_fast_tier(paths, foreign)
+    assert tiers.fast_tier_of(paths) is None
+    tiers.point_to_fast_tier(paths, None)
+    assert tiers.locate(paths) == []
+
+
+# --- sizing -----------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(1, 1 << 40), st.integers(0, 1 << 42), st.integers(3, 50))
+def test_slots_never_take_more_than_half_of_what_is_free_nor_fewer_than_are_needed(
+    slot_bytes: int, free: int, keep: int
+) -> None:
+    count = slots_that_fit(slot_bytes, free, keep)
+    assert count == 0 or LEAST_SLOTS <= count <= keep + 1
+    assert count * slot_bytes <= free // 2
+    if count < keep + 1:
+        assert (count + 1) * slot_bytes > free // 2 or LEAST_SLOTS * slot_bytes > free // 2
+
+
+def test_there_is_some_memory_and_a_full_file_system_has_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert free_memory(tmp_path) > 0
+    status = os.statvfs(tmp_path)
+    full = type("Full", (), {"f_bavail": 0, "f_frsize": status.f_frsize})
+    monkeypatch.setattr(os, "statvfs", lambda _: full)
+    assert free_memory(tmp_path) == 0
+
+
+def test_a_shard_of_a_slot_says_who_wrote_it_by_hash(tier: SlotPaths) -> None:
+    manifest = fill(tier, 0, 1, 5)
+    path = tier.slot(0) / shard_name(1)
+    with path.open("r+b") as file:
+        file.seek(ROOM + 3)
+        file.write(b"x")
+    with pytest.raises(CheckpointDamaged, match="hash"):
+        ShardReader(path, Written(manifest.shards[1].size, manifest.shards[1].xxh3_128))
