@@ -257,7 +257,8 @@ class Guard:
         if not (updates.happened or updates.dropped_by_scaler):
             return None
         if self._rehearsing:
-            return self._end_rehearsal()
+            self._end_rehearsal()
+            return None
         assert hand.first_batch is not None
         counters.batches_per_step = hand.batches
         hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
