@@ -16,7 +16,8 @@ import typer
 from pydantic import ValidationError
 
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
-from rollback.cli.terminal import say
+from rollback.cli.screen import Screen
+from rollback.cli.terminal import occupy_standard_streams, say
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
 from rollback.events import Window
@@ -48,7 +49,9 @@ def launch(
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
     order = Order(paths, Job(flags, script, arguments or []), settings, budget, GRACE if grace is None else grace)
-    result = supervise(order, say)
+    occupy_standard_streams()
+    with Screen() as screen:
+        result = supervise(order, screen)
     say(closing_line(result, paths.root, ["rollback", *sys.argv[1:]]))
     raise typer.Exit(result.exit_code)
 

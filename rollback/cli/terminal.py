@@ -12,7 +12,12 @@ _BOLD, _RED, _OFF = "\x1b[1m", "\x1b[1;31m", "\x1b[0m"
 
 def say(text: str) -> None:
     """One line (or an account of several) on stderr."""
-    _write(f"{_paint(_BOLD, 'rollback:')} {printable(text)}\n")
+    _write(line_for(text))
+
+
+def line_for(text: str) -> str:
+    """The line that `say` writes."""
+    return f"{_paint(_BOLD, 'rollback:')} {printable(text)}\n"
 
 
 def show_error(error: RollbackError) -> None:
@@ -26,13 +31,24 @@ def printable(text: str) -> str:
     return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in text)
 
 
+def occupy_standard_streams() -> None:
+    """Open those of descriptors 0 to 2 that are closed, on nothing: a file of ours in their place would be written to
+    by every process that takes it for its standard stream."""
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)
+
+
 def _paint(style: str, text: str) -> str:
-    return f"{style}{text}{_OFF}" if sys.stderr.isatty() and not os.environ.get("NO_COLOR") else text
+    coloured = sys.stderr is not None and sys.stderr.isatty() and not os.environ.get("NO_COLOR")
+    return f"{style}{text}{_OFF}" if coloured else text
 
 
 def _write(text: str) -> None:
     try:
         sys.stderr.write(text)
         sys.stderr.flush()
-    except (OSError, ValueError):
+    except (OSError, ValueError, AttributeError):
         return  # the terminal is gone, or stderr is closed: a run does not end for want of an audience

@@ -70,6 +70,13 @@ class RunPaths:
         return self.ranks / f"rank-{rank:05d}.json"
 
     @property
+    def logs(self) -> Path:
+        return self.root / "logs"
+
+    def attempt_logs(self, attempt: int) -> Path:
+        return self.logs / f"attempt-{attempt:04d}"
+
+    @property
     def skips(self) -> Path:
         return self.root / "skips"
 

@@ -15,6 +15,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import left_on_host
 from rollback.supervisor.outcome import Left
+from rollback.supervisor.output import Audience, Output
 from rollback.supervisor.processes import (
     become_subreaper,
     descendants,
@@ -65,14 +66,24 @@ class Running:
 
 
 class Host:
-    """Runs attempts here, one at a time. `private`: a directory where ranks and torchrun leave word, not in the run."""
+    """Runs attempts here, one at a time.
+
+    private: a directory where ranks and torchrun leave word, not in the run. audience: who sees what the ranks print.
+    """
 
     def __init__(
-        self, paths: RunPaths, job: Job, settings: Settings, environment: Mapping[str, str], private: Path
+        self,
+        paths: RunPaths,
+        job: Job,
+        settings: Settings,
+        environment: Mapping[str, str],
+        private: Path,
+        audience: Audience,
     ) -> None:
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
+        self.output = Output(private, paths.attempt_logs, audience)
         become_subreaper()
         self._before_us = descendants()
 
@@ -90,7 +101,6 @@ class Host:
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
-        command = torchrun_command(self._job, self._environment)
         environment = rank_environment(
             self._environment,
             run=self._paths.root,
@@ -100,15 +110,17 @@ class Host:
             refusal=self._refusal,
             failures=self._failures,
         )
-        torchrun = start(command, environment)
-        try:
-            yield Running(self._paths, number, tuple(command), torchrun)
-        finally:
-            # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
-            torchrun.kill()
-            torchrun.wait()
-            end_all(lambda: descendants(apart_from=self._before_us), patience=_PATIENCE)
-            reap()
+        with self.output.of_attempt(number, self._job, self._environment) as output:
+            command = torchrun_command(output.job, self._environment)
+            torchrun = start(command, environment, output.stdout, output.stderr)
+            try:
+                yield Running(self._paths, number, tuple(command), torchrun)
+            finally:
+                # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
+                torchrun.kill()
+                torchrun.wait()
+                end_all(lambda: descendants(apart_from=self._before_us), patience=_PATIENCE)
+                reap()
 
     def left(self, status: int) -> Left:
         """What the attempt that has just ended here with torchrun's `status` left behind."""

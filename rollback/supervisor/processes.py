@@ -39,9 +39,14 @@ def name_process(process: psutil.Process) -> str:
     return f"{process.pid}:{process.create_time()}"
 
 
-def start(command: Sequence[str], environment: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start torchrun with our streams, in a session of its own: a Ctrl-C in the terminal is ours to pass on."""
-    return subprocess.Popen(command, env=environment, start_new_session=True)
+def start(
+    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
+) -> subprocess.Popen[bytes]:
+    """Start torchrun in a session of its own: a Ctrl-C in the terminal is ours to pass on.
+
+    stdout, stderr: descriptors that it writes to; by default ours.
+    """
+    return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:

@@ -29,6 +29,7 @@ from rollback.supervisor.evidence import TrainJournal, cause, furthest_step, gat
 from rollback.supervisor.host import Host, Running
 from rollback.supervisor.ledger import Ledger
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
+from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1
@@ -56,20 +57,20 @@ class Result:
     reason: str
 
 
-def supervise(order: Order, say: Callable[[str], None], environment: Mapping[str, str] = os.environ) -> Result:
+def supervise(order: Order, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
     """Run the job to its end, over as many attempts as it takes and the budget allows.
 
-    `say` shows one line to the person who watches. Raises RollbackError, with the run directory unchanged, where the
+    Raises RollbackError, with the run directory unchanged, where the
     directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
     """
     past = read_past(order.paths)
     claim = Claim(order.paths)
-    ledger = Ledger(order.paths, say)
+    ledger = Ledger(order.paths, audience.say)
     released = False
     try:
         with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-            host = Host(order.paths, order.job, order.settings, environment, Path(private))
-            supervisor = _Supervisor(order, say, host, ledger, signals)
+            host = Host(order.paths, order.job, order.settings, environment, Path(private), audience)
+            supervisor = _Supervisor(order, audience.say, host, ledger, signals)
             try:
                 return supervisor.run(past.last_attempt)
             except RollbackError:
@@ -113,7 +114,7 @@ class _Supervisor:
             end = ending(evidence)
             if evidence.refusal is not None:
                 raise self._refused(evidence)
-            self._ledger.open()
+            self._begin_record()
             if end != "failed":
                 return self._finish(end, evidence)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
@@ -122,16 +123,14 @@ class _Supervisor:
                 progressed=progressed, attached=evidence.attached, killed=evidence.killed
             )
             if isinstance(decision, GiveUp):
-                self._say(f"attempt {attempt} failed: {cause(evidence)}")
+                self._tell_failure(evidence)
                 return self._end(ExitCode.FAILED, f"{cause(evidence)}; {decision.reason}")
             self._ledger.note(
                 RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
-            self._say(
-                f"attempt {attempt} failed: {cause(evidence)}; starting another {when} ({decision.reason}; "
-                f"{budget.left} of {budget.limit} restarts left)"
-            )
+            left = f"{budget.left} of {budget.limit} restarts left"
+            self._tell_failure(evidence, f"; starting another {when} ({decision.reason}; {left})")
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
@@ -165,7 +164,7 @@ class _Supervisor:
         deadline: float | None = None
         while (status := running.poll()) is None:
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
-                self._ledger.open()
+                self._begin_record()
             for signum in self._signals.take():
                 self._ledger.note(Signalled(signal=signum.name))
                 if deadline is None:
@@ -177,6 +176,18 @@ class _Supervisor:
                     return running.kill()
             time.sleep(_POLL)
         return status
+
+    def _begin_record(self) -> None:
+        """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
+        self._ledger.open()
+        self._host.output.keep()
+
+    def _tell_failure(self, evidence: Evidence, what_follows: str = "") -> None:
+        self._say(f"attempt {self._ledger.attempt} failed: {cause(evidence)}{what_follows}")
+        if evidence.failures and evidence.failures.failures:
+            words = self._host.output.last_words(evidence.failures.failures[0].rank)
+            if words is not None:
+                self._say(words)
 
     def _stopped_while_waiting(self, delay: float) -> bool:
         """Wait before another attempt; True, at once, if a stop signal comes or has come."""

@@ -1,9 +1,10 @@
-"""What runs in torchrun's process: torchrun as it is, and around it the two things that it does not do.
+"""What runs in torchrun's process: torchrun as it is, and around it the three things that it does not do.
 
 `python -m rollback.supervisor.torchrun ARGS` is `python -m torch.distributed.run ARGS`, except that
 
 - it ends when its supervisor does. torchrun has its own session, so nothing else would tell it;
-- it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose.
+- it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose;
+- it knows a value for `--logs-specs` that sends the output of the ranks to the supervisor.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import os
 import runpy
 import signal
 import sys
+from collections.abc import Iterator
+from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +25,8 @@ from rollback.rundir.durable import write_file
 # `pid of the supervisor:path to write the account of failed ranks to`. Meant for this process, not for the ranks.
 # It is read here and not in `rollback.config` because every restart waits for the imports of this module.
 ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
+# The value of --logs-specs that means `rollback.train.streams`.
+LOGS_SPECS = "rollback-streams"
 _PR_SET_PDEATHSIG = 1
 
 
@@ -33,6 +38,31 @@ def end_with(supervisor: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != supervisor:  # it died before the line above
         sys.exit(1)
+
+
+class LogsSpecsFinder(DistributionFinder):
+    """Offers our logs specs where torchrun looks for them, among the entry points of installed distributions.
+
+    An entry point in our own metadata would do the same where rollback is installed, but not where it runs from a
+    source tree, and an outdated installation would fail every job.
+    """
+
+    def find_spec(self, *_: object) -> None:
+        """No module is found here."""
+
+    def find_distributions(self, context: object = None) -> Iterator[Distribution]:
+        yield _LogsSpecsDistribution()
+
+
+class _LogsSpecsDistribution(Distribution):
+    def read_text(self, filename: str) -> str | None:
+        return {
+            "METADATA": "Metadata-Version: 2.1\nName: rollback-logs-specs\nVersion: 0\n",
+            "entry_points.txt": f"[torchrun.logs_specs]\n{LOGS_SPECS} = rollback.train.streams:RankStreams\n",
+        }.get(filename)
+
+    def locate_file(self, path: str | os.PathLike[str]) -> Path:
+        return Path(path)
 
 
 def describe(error: BaseException) -> dict[str, Any]:
@@ -73,6 +103,7 @@ def _message(recorded: object) -> str | None:
 def main() -> None:
     supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
     end_with(int(supervisor))
+    sys.meta_path.append(LogsSpecsFinder())
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     except Exception as error:

@@ -35,8 +35,11 @@ def job(tmp_path: Path) -> Iterator[Launch]:
 def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) -> None:
     code, output = job.finish("finish -x", "--rewind", "7", "--skip=3:5", "--observe_only", "--", ranks=2)
     assert code == 0
+    logs = job.paths.attempt_logs(1)
     for rank in (0, 1):
-        assert f"rank {rank} arguments ['-x'] settings" in output
+        assert f"rank {rank} arguments ['-x'] settings" in (logs / f"rank-{rank:05d}.out").read_text()
+    assert "rank 0 arguments" in output
+    assert "rank 1 arguments" not in output
     settings = json.loads(output.partition("settings ")[2].splitlines()[0])
     assert settings == {"rewind": 7, "observe_only": True, "skip": [{"first": 3, "last": 5}]}
     started, ended, over = job.facts(AttemptStarted, AttemptEnded, RunEnded)

@@ -1,0 +1,269 @@
+"""What the ranks print: into files for each attempt and rank, and from the first rank of this node to the terminal.
+
+A thread empties the pipes that torchrun's process made for its ranks (`rollback.train.streams`). It waits for nothing
+but output: not for a disk that is full, whose loss it counts, nor for a terminal, which is the audience's to see to.
+
+Where the user says what is to become of the output (`--tee`, `--redirects`, `--log-dir` and the like), torchrun does as
+it does by itself, and nothing here interferes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import selectors
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, Protocol
+
+from rollback.rundir.durable import write_all
+from rollback.supervisor.command import Job
+from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.torchrun import LOGS_SPECS
+
+Stream = Literal["out", "err"]
+
+# Flags that say what is to become of the output. `run-path` is one: what torchrun then starts cannot write to a pipe.
+_OUTPUT_FLAGS = (
+    "log-dir", "redirects", "tee", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
+    "logs-specs", "run-path",
+)  # fmt: skip
+_TORCHRUN = "torchrun"
+_LOOK_EVERY = 0.05  # for pipes of new ranks, where nothing is printed
+_CHUNK = 1 << 16
+_PIPE_SIZE = 1 << 20
+_LAST_WORDS = 4096
+# Output is kept whole, for ever. When it has grown to this it is said, and again at each doubling.
+GROWN = 1 << 30
+
+
+def user_decides(job: Job, environment: Mapping[str, str]) -> bool:
+    """Whether flags or torchrun's environment variables say what is to become of the output."""
+    return any(job.flags.get(f.name) or environment.get(f.variable) for f in FLAGS if f.name in _OUTPUT_FLAGS)
+
+
+class Audience(Protocol):
+    """The person at the terminal. No method waits, and each may be called from any thread.
+
+    captures: all output of the job goes through `show`, also what torchrun would write to our own streams.
+    """
+
+    @property
+    def captures(self) -> bool: ...
+
+    def say(self, text: str) -> None:
+        """A line, or an account of several, from the supervisor."""
+
+    def show(self, stream: Stream, data: bytes) -> None:
+        """A piece of what the job printed."""
+
+
+@dataclass
+class _Source:
+    """One stream of one process, and the file that keeps it. `rank` is None for torchrun's own."""
+
+    fd: int
+    name: str
+    stream: Stream
+    rank: int | None
+    last: bytes = b""
+    lost: int = 0
+
+
+@dataclass
+class AttemptOutput:
+    """How torchrun is to be started: its flags, and the descriptors for its own output (None: ours)."""
+
+    job: Job
+    stdout: int | None = None
+    stderr: int | None = None
+
+
+@dataclass
+class Output:
+    """The output of one launch, over all its attempts.
+
+    Until `keep` is called, files are made in `private`: a job that its ranks refuse leaves no trace in the run
+    directory. folder_of: where the files of an attempt belong.
+    """
+
+    private: Path
+    folder_of: Callable[[int], Path]
+    audience: Audience
+    _attempt: int = 0
+    _kept: bool = False
+    _sources: list[_Source] = field(default_factory=list)
+    _files: dict[str, int] = field(default_factory=dict)
+    _written: int = 0
+    _said: int = GROWN
+    _complained: bool = False
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    @contextmanager
+    def of_attempt(self, attempt: int, job: Job, environment: Mapping[str, str]) -> Iterator[AttemptOutput]:
+        """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
+        self._attempt, self._sources = attempt, []
+        by_user = user_decides(job, environment)
+        if by_user and not self.audience.captures:
+            yield AttemptOutput(job)
+            return
+        pipes = self.private / f"pipes-{attempt}"
+        try:
+            pipes.mkdir()
+        except OSError as error:
+            self._complain(f"making {pipes}", error)
+            yield AttemptOutput(job)
+            return
+        if not by_user:
+            job = Job({**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)}, job.script, job.arguments)
+        ends = [self._own_pipe("out"), self._own_pipe("err")]
+        over = threading.Event()
+        pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
+        pump.start()
+        try:
+            yield AttemptOutput(job, *ends)
+        finally:
+            for end in ends:
+                os.close(end)
+            over.set()
+            pump.join()
+            self._close()
+            for source in self._sources:
+                if source.lost:
+                    name = self._folder() / source.name
+                    self.audience.say(f"{source.lost} bytes of output at the end of {name} could not be kept")
+
+    def keep(self) -> None:
+        """From now on files are made in the run directory; those made so far are moved there."""
+        with self._lock:
+            if self._kept:
+                return
+            before, self._kept = self._folder(), True
+            self._close()
+            if before.is_dir():
+                with self._counting(f"moving the output of the ranks to {self._folder()}"):
+                    self._folder().parent.mkdir(parents=True, exist_ok=True)
+                    shutil.copytree(before, self._folder(), dirs_exist_ok=True)
+                    shutil.rmtree(before)
+
+    def last_words(self, rank: int) -> str | None:
+        """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
+        source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
+        if source is None or source.rank == self._shown_rank() or not source.last.strip():
+            return None
+        lines = source.last.decode(errors="replace").splitlines()
+        return f"the end of {self._folder() / source.name}:\n" + "\n".join(f"  {line}" for line in lines[-15:])
+
+    def _folder(self) -> Path:
+        return self.folder_of(self._attempt) if self._kept else self.private / f"logs-{self._attempt}"
+
+    def _shown_rank(self) -> int | None:
+        return min((source.rank for source in self._sources if source.rank is not None), default=None)
+
+    def _own_pipe(self, stream: Stream) -> int:
+        """A pipe for torchrun itself: the end to write to."""
+        reading, writing = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(reading, False)
+        self._sources.append(_Source(reading, f"{_TORCHRUN}.{stream}", stream, None))
+        return writing
+
+    def _pump(self, pipes: Path, over: threading.Event) -> None:
+        """Until the attempt is over and every pipe is empty, pass on what comes."""
+        with selectors.DefaultSelector() as selector:
+            for source in self._sources:
+                selector.register(source.fd, selectors.EVENT_READ, source)
+            while True:
+                last_time = over.is_set()  # looked at before reading: what was written until then is read below
+                for source in self._new_ranks(pipes):
+                    selector.register(source.fd, selectors.EVENT_READ, source)
+                ready = selector.select(0 if last_time else _LOOK_EVERY)
+                for key, _ in ready:
+                    if not self._take(key.data):
+                        selector.unregister(key.fd)
+                if last_time and not ready:
+                    break
+        for source in self._sources:
+            os.close(source.fd)
+
+    def _new_ranks(self, pipes: Path) -> Iterator[_Source]:
+        known = {source.name for source in self._sources}
+        for name in sorted(os.listdir(pipes)):
+            if name in known or not name.endswith((".out", ".err")):
+                continue
+            try:
+                # Also open for writing: the pipe then has no end while ranks come and go.
+                fd = os.open(pipes / name, os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
+            except OSError:  # too many open files, which may pass: this thread must not end before the ranks do
+                return
+            with contextlib.suppress(OSError):  # beyond what this user may have
+                fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, _PIPE_SIZE)
+            stem, _, stream = name.partition(".")
+            source = _Source(fd, name, "out" if stream == "out" else "err", int(stem.removeprefix("rank-")))
+            self._sources.append(source)
+            yield source
+
+    def _take(self, source: _Source) -> bool:
+        """Pass on a piece of a stream. False where it has ended."""
+        try:
+            data = os.read(source.fd, _CHUNK)
+        except BlockingIOError:
+            return True
+        if not data:
+            return False
+        if source.rank in (None, self._shown_rank()):
+            self.audience.show(source.stream, data)
+        with self._lock:
+            source.last = (source.last + data)[-_LAST_WORDS:]
+            self._write(source, data)
+        return True
+
+    def _write(self, source: _Source, data: bytes) -> None:
+        with self._counting(f"writing the output of the ranks to {self._folder()}"):
+            source.lost += len(data)
+            file = self._file(source.name)
+            missing = source.lost - len(data)
+            if missing:
+                write_all(file, f"\n[rollback: {missing} bytes of output are missing here]\n".encode())
+                source.lost = len(data)
+            while source.lost:
+                source.lost -= os.write(file, data[-source.lost :])
+        self._written += len(data)
+        if self._written > self._said:
+            self._said *= 2
+            self.audience.say(
+                f"the ranks have printed {self._written >> 20} MiB in this launch, all of which is kept in "
+                f"{self._folder().parent}; a script that prints less keeps that smaller"
+            )
+
+    def _file(self, name: str) -> int:
+        if name not in self._files:
+            self._folder().mkdir(parents=True, exist_ok=True)
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._files[name] = os.open(self._folder() / name, flags, 0o644)
+        return self._files[name]
+
+    @contextmanager
+    def _counting(self, doing: str) -> Iterator[None]:
+        """Where the disk refuses, say so once and go on."""
+        try:
+            yield
+        except OSError as error:
+            self._complain(doing, error)
+
+    def _complain(self, doing: str, error: OSError) -> None:
+        if not self._complained:
+            self.audience.say(
+                f"{doing} fails ({error.strerror or error}); the run goes on, and what is lost is counted"
+            )
+        self._complained = True
+
+    def _close(self) -> None:
+        with self._lock:
+            for file in self._files.values():
+                os.close(file)
+            self._files.clear()

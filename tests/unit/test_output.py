@@ -1,0 +1,232 @@
+"""What the ranks print: kept in files for each rank, shown from the first, and lost only where the disk refuses."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from rollback.cli import screen as screen_module
+from rollback.cli.screen import Screen
+from rollback.supervisor import output as output_module
+from rollback.supervisor.command import Job
+from rollback.supervisor.output import Output, Stream, user_decides
+
+JOB = Job({}, "train.py", [])
+LIMIT = 20.0
+
+
+class Listener:
+    """An audience that remembers."""
+
+    def __init__(self, captures: bool = False) -> None:
+        self.captures = captures
+        self.said: list[str] = []
+        self.shown = {"out": b"", "err": b""}
+
+    def say(self, text: str) -> None:
+        self.said.append(text)
+
+    def show(self, stream: Stream, data: bytes) -> None:
+        self.shown[stream] += data
+
+
+class Ranks:
+    """Stands in for torchrun's process: makes pipes and writes into them."""
+
+    def __init__(self, job: Job) -> None:
+        self._folder = Path(str(job.flags["log-dir"]))
+        self._files: dict[str, int] = {}
+
+    def write(self, name: str, data: bytes) -> None:
+        path = self._folder / name
+        if name not in self._files:
+            os.mkfifo(path)
+            self._files[name] = os.open(path, os.O_RDWR)
+        view = memoryview(data)
+        while view:
+            view = view[os.write(self._files[name], view) :]
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.01)
+
+
+@pytest.fixture
+def listener() -> Listener:
+    return Listener()
+
+
+@pytest.fixture
+def output(tmp_path: Path, listener: Listener) -> Output:
+    private = tmp_path / "private"
+    private.mkdir()
+    return Output(private, lambda attempt: tmp_path / "logs" / f"attempt-{attempt}", listener)
+
+
+def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Listener, tmp_path: Path) -> None:
+    output.keep()
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        for rank in (4, 5):  # of the second node
+            ranks.write(f"rank-{rank:05d}.out", b"out of %d\n" % rank)
+            ranks.write(f"rank-{rank:05d}.err", b"err of %d" % rank)
+        os.write(streams.stderr or -1, b"torchrun\n")
+    folder = tmp_path / "logs" / "attempt-1"
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == {
+        "rank-00004.out": b"out of 4\n", "rank-00004.err": b"err of 4",
+        "rank-00005.out": b"out of 5\n", "rank-00005.err": b"err of 5",
+        "torchrun.err": b"torchrun\n",
+    }  # fmt: skip
+    assert listener.shown["out"] == b"out of 4\n"
+    assert listener.shown["err"] in (b"err of 4torchrun\n", b"torchrun\nerr of 4")
+    assert output.last_words(4) is None
+    assert output.last_words(5) == f"the end of {folder / 'rank-00005.err'}:\n  err of 5"
+
+
+def test_nothing_is_left_in_the_run_directory_by_a_job_that_is_refused(output: Output, tmp_path: Path) -> None:
+    with output.of_attempt(1, JOB, {}) as streams:
+        Ranks(streams.job).write("rank-00000.out", b"refused\n")
+    assert not (tmp_path / "logs").exists()
+
+
+def test_what_came_before_the_job_was_accepted_is_kept_too(output: Output, tmp_path: Path) -> None:
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"before\n")
+        wait_for(lambda: any(output.private.glob("logs-1/*")))
+        output.keep()
+        ranks.write("rank-00000.out", b"after\n")
+    assert (tmp_path / "logs" / "attempt-1" / "rank-00000.out").read_bytes() == b"before\nafter\n"
+
+
+def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
+    output: Output, listener: Listener, tmp_path: Path
+) -> None:
+    output.keep()
+    (tmp_path / "logs").write_text("in the way")
+    log = tmp_path / "logs" / "attempt-1" / "rank-00000.out"
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", bytes(3 << 20))  # far more than a pipe holds: it would block if nobody read
+        wait_for(lambda: len(listener.shown["out"]) == 3 << 20)
+        (tmp_path / "logs").unlink()
+        ranks.write("rank-00000.out", b"there is room again\n")
+    assert log.read_bytes() == b"\n[rollback: 3145728 bytes of output are missing here]\nthere is room again\n"
+    (said,) = listener.said
+    assert "writing the output of the ranks" in said
+
+
+def test_what_is_lost_at_the_end_is_said(output: Output, listener: Listener, tmp_path: Path) -> None:
+    output.keep()
+    (tmp_path / "logs").write_text("in the way")
+    with output.of_attempt(1, JOB, {}) as streams:
+        Ranks(streams.job).write("rank-00000.err", b"12345")
+    assert listener.said[-1].startswith("5 bytes of output at the end of")
+
+
+def test_a_growing_log_is_said_at_each_doubling(
+    output: Output, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    output.keep()
+    output._said = 1000
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        for total in (900, 1100, 1900, 2100, 3900, 4100):
+            ranks.write("rank-00000.out", bytes(total - len(listener.shown["out"])))
+            wait_for(lambda total=total: len(listener.shown["out"]) == total)
+    assert sum("have printed" in text for text in listener.said) == 3
+
+
+@pytest.mark.parametrize(
+    ("flags", "environment"),
+    [
+        ({"tee": "3"}, {}),
+        ({"redirects": "0:1"}, {}),
+        ({"log-dir": "x"}, {}),
+        ({"run-path": True}, {}),
+        ({}, {"PET_TEE": "3"}),
+    ],
+)
+def test_where_the_user_decides_torchrun_does_as_it_does_by_itself(
+    output: Output, flags: dict[str, str | bool], environment: dict[str, str]
+) -> None:
+    job = Job(flags, "train.py", [])
+    assert user_decides(job, environment)
+    with output.of_attempt(1, job, environment) as streams:
+        assert (streams.job, streams.stdout, streams.stderr) == (job, None, None)
+
+
+def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) -> None:
+    listener = Listener(captures=True)
+    output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener)
+    job = Job({"tee": "3"}, "train.py", [])
+    with output.of_attempt(1, job, {}) as streams:
+        assert streams.job == job
+        os.write(streams.stdout or -1, b"[default0]:hello\n")
+    assert listener.shown["out"] == b"[default0]:hello\n"
+
+
+def test_pipes_that_cannot_be_made_leave_the_output_to_torchrun(output: Output, listener: Listener) -> None:
+    (output.private / "pipes-1").mkdir()
+    with output.of_attempt(1, JOB, {}) as streams:
+        assert streams.stdout is None
+    assert "making" in listener.said[0]
+
+
+# The screen -----------------------------------------------------------------------------------------------------------
+
+
+def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(screen_module, "_ROOM", 1 << 20)
+    reading, writing = os.pipe()
+    with os.fdopen(reading, "rb") as slow:
+        with Screen(out=writing) as screen:
+            for _ in range(48):
+                screen.show("out", bytes(1 << 16))  # the pipe holds 64 KiB: this would block
+            missed = screen._missed
+            for _ in range(48 - missed // (1 << 16)):
+                slow.read(1 << 16)
+            screen.say("over")
+        os.close(writing)
+        assert slow.read() == b""
+    assert missed > 1 << 20
+    said = capfd.readouterr().err.splitlines()
+    assert said[-2:] == [
+        f"rollback: {missed} bytes of output were not shown, since nobody read them; the logs have them",
+        "rollback: over",
+    ]
+
+
+def test_streams_that_are_gone_end_nothing() -> None:
+    code = (
+        "import os, sys; from rollback.cli.screen import Screen\n"
+        "with Screen() as screen:\n"
+        "    screen.show('out', b'x'); screen.say('y'); screen.show('out', b'z')\n"
+    )
+    closed = subprocess.run([sys.executable, "-c", code], stdout=None, close_fds=True, check=False, preexec_fn=_close)
+    assert closed.returncode == 0
+    with open("/dev/full", "w") as full:
+        assert subprocess.run([sys.executable, "-c", code], stdout=full, stderr=full, check=False).returncode in (
+            0,
+            120,
+        )
+
+
+def _close() -> None:
+    os.close(1)
+    os.close(2)
+
+
+def test_the_limits_are_what_the_documents_say() -> None:
+    assert output_module.GROWN == 1 << 30
