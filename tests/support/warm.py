@@ -1,0 +1,175 @@
+"""Processes forked from one that has imported torch already, where `rollback launch` and torchrun start a Python.
+
+Nine tenths of an attempt of a toy job are imports. `WarmPython` stands in for `subprocess.Popen` and does everything
+else as the real thing: the supervisor, torchrun and each rank are processes of their own, with the sessions, the
+environments and the signals that they would have.
+
+What a fork does otherwise than an exec is put right here: handlers and open files (among them the lock of the run
+directory) are not passed on, and `psutil.Process.environ`, which reads what a process was exec'ed with, is answered
+from a register that every fork enters itself into.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed.run
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+import rollback
+from rollback.supervisor import host
+
+_HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
+_register = Path(tempfile.gettempdir())
+
+
+def warm_up(register: Path) -> None:
+    """Import what attempts import. `register`: an empty folder for the environments of those that are forked."""
+    global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
+    _register = register
+    assert rollback.Guard
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    parameter.grad = torch.zeros(1)
+    torch.optim.AdamW([parameter]).step()
+
+
+def environment_of(process: psutil.Process) -> dict[str, str]:
+    """Environment of a process that was started warm (its ROLLBACK_ variables) or not. Raises psutil.Error."""
+    try:
+        lines = (_register / str(process.pid)).read_text().splitlines()
+    except FileNotFoundError:
+        return _environ(process)
+    return dict(line.split("=", 1) for line in lines)
+
+
+_environ = psutil.Process.environ
+
+
+def _enter_register() -> None:
+    lines = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("ROLLBACK_")]
+    (_register / str(os.getpid())).write_text("\n".join(lines))
+
+
+class WarmPython:
+    """What is used of `subprocess.Popen`, for commands that begin with this Python: `-m MODULE` or `[-u] SCRIPT`."""
+
+    def __init__(
+        self,
+        args: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | os.PathLike[str] | None = None,
+        start_new_session: bool = False,
+        stdout: Any = None,
+        stderr: Any = None,
+    ) -> None:
+        self.args, self.returncode = args, None
+        assert args[0] == sys.executable, args
+        sys.stdout.flush()
+        sys.stderr.flush()
+        self.pid = os.fork()
+        if self.pid == 0:
+            os._exit(_become(args[1:], env, cwd, start_new_session, stdout, stderr))
+
+    returncode: int | None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        until = time.monotonic() + timeout if timeout is not None else float("inf")
+        while (status := self.poll()) is None:
+            if time.monotonic() > until:
+                raise subprocess.TimeoutExpired(list(self.args), timeout or 0.0)
+            time.sleep(0.005)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(
+    arguments: Sequence[str],
+    environment: Mapping[str, str] | None,
+    cwd: str | os.PathLike[str] | None,
+    new_session: bool,
+    stdout: Any,
+    stderr: Any,
+) -> int:
+    """In the child: be the Python that was asked for, until it ends; its exit status."""
+    for number in _HANDLED:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for stream, number in ((stdout, 1), (stderr, 2)):
+        if stream is subprocess.STDOUT:
+            os.dup2(1, number)
+        elif stream is not None:
+            os.dup2(stream.fileno(), number)
+    os.closerange(3, 1 << 16)
+    _start_warm_from_here()
+    if new_session:
+        os.setsid()
+    if cwd is not None:
+        os.chdir(cwd)
+    if environment is not None:
+        os.environ.clear()
+        os.environ.update(environment)
+    _enter_register()
+    return _exit_status(lambda: _run_python(list(arguments)))
+
+
+def _start_warm_from_here() -> None:
+    """Also what this process starts, the supervisor torchrun and torchrun the ranks, is forked."""
+    if psutil.Process.environ is _environ:
+        os.register_at_fork(after_in_child=_enter_register)
+        psutil.Process.environ = environment_of  # type: ignore[method-assign]
+    host.start = lambda command, environment: WarmPython(command, env=environment, start_new_session=True)  # type: ignore
+    subprocess_handler.Popen = WarmPython  # type: ignore[misc,assignment]
+
+
+def _run_python(arguments: list[str]) -> None:
+    if arguments[0] == "-u":
+        arguments.pop(0)
+    if arguments[0] == "-m":
+        sys.argv = arguments[1:]
+        runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(arguments[0]).parent))
+        runpy.run_path(arguments[0], run_name="__main__")
+
+
+def _exit_status(program: Callable[[], None]) -> int:
+    try:
+        program()
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:  # noqa: BLE001 - as the interpreter would, and the child must not run on in its parent's loop
+        traceback.print_exc()
+        return 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+    return 0
