@@ -10,8 +10,9 @@ from typing import Annotated, Any, ClassVar, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed"]
+Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
+Order = Literal["rewind", "skip", "stop"]
 
 
 class Window(BaseModel):
@@ -149,11 +150,14 @@ class PhaseAnnounced(Fact):
 
 
 class Incident(Fact):
-    """A verdict that demands action, with its evidence."""
+    """A verdict that demands action, with its evidence. `requested`: an operator's, who wants to go back.
+
+    `request` names the request file then, `cause` who it was, `explanation` why.
+    """
 
     kind: Literal["incident"] = "incident"
     incident: int
-    verdict: Literal["spike", "nonfinite"]
+    verdict: Literal["spike", "nonfinite", "requested"]
     cause: str
     rule: str
     value: float | None
@@ -167,6 +171,7 @@ class Incident(Fact):
     detection_batch: int
     step: int
     timeline: int
+    request: str | None = None
 
 
 class Planned(Fact):
@@ -220,6 +225,30 @@ class SkipAdded(Fact):
     window: Window
     who: str
     why: str
+    request: str | None = None
+
+
+class Requested(Fact):
+    """The ranks have taken up what an operator asked for; `step` and `batch` are where they stood. `answer` follows."""
+
+    kind: Literal["request"] = "request"
+    request: str
+    order: Order
+    to: int | None
+    skip: Window | None
+    who: str
+    why: str
+    step: int
+    batch: int
+
+
+class Answered(Fact):
+    """What became of a request, in words. One that could not be read has an answer only."""
+
+    kind: Literal["answer"] = "answer"
+    request: str
+    carried_out: bool
+    text: str
 
 
 class PassedOver(Fact):
@@ -327,7 +356,8 @@ class RunEnded(Fact):
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, PhaseAnnounced,
-        Incident, Planned, Restored, Concluded, SkipAdded, PassedOver, Advice, Trouble, Stopped, Finished,
+        Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered, PassedOver,
+        Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, RestartScheduled, Signalled, RunEnded,
     ],
     Field(discriminator="kind"),

@@ -74,6 +74,29 @@ def plan(
     )
 
 
+def plan_request(incident: Incident, target: Held, skip: Window | None, held: Sequence[Held]) -> Planned:
+    """Plan what an operator asked for: back to `target`, and past the batches of `skip` from there.
+
+    incident: the operator's. held: checkpoints of the present timeline, oldest first. Batches before the restored
+    checkpoint are part of the run and stay so: a window is cut to what lies behind it.
+    """
+    if skip is not None and skip.first < target.batch:
+        skip = Window(first=target.batch, last=skip.last) if skip.last >= target.batch else None
+    return Planned(
+        incident=incident.incident,
+        action="rollback",
+        escalation=0,
+        checkpoint=target.name,
+        step=target.step,
+        batch=target.batch,
+        skip=skip,
+        discards=tuple(point.name for point in held if point.step > target.step),
+        through=incident.detection_batch,
+        timeline=incident.timeline + 1,
+        reason=f"asked for; {'a good checkpoint' if target.good else 'only a candidate: probation is not over'}",
+    )
+
+
 def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int = 1) -> bool:
     """Whether an incident is the trouble that `previous` answered, come back."""
     if previous.action not in ("rollback", "retry") or previous.batch is None:

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, TypeVar
 
+from rollback.audit.asked import request_entries
 from rollback.audit.cost import Costs, reckon, rounded
 from rollback.audit.ledger import (
     AttemptEntry,
@@ -87,6 +88,7 @@ def compile_ledger(material: Material) -> Ledger:
             PhaseEntry(at=record.at, **fact.model_dump(exclude={"kind"}))
             for record, fact in _each(records, PhaseAnnounced)
         ],
+        requests=request_entries(records),
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
         advice=[

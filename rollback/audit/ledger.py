@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollback.events import Action, Outcome
+from rollback.events import Action, Order, Outcome, Window
 from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
@@ -110,7 +110,9 @@ class IncidentEntry(Entry):
     at: str
     attempt: int
     timeline: int = Field(description="restores that the run had executed before")
-    verdict: Literal["spike", "nonfinite"]
+    verdict: Literal["spike", "nonfinite", "requested"] = Field(
+        description="requested: an operator's; `cause` is who it was, `explanation` why"
+    )
     cause: str
     rule: str
     value: float | None = Field(description="what the rule looked at; strings stand for NaN and the infinities")
@@ -174,6 +176,21 @@ class PhaseEntry(Entry):
     step: int
     batch: int
     phase: str | None = Field(description="null where rank 0 was not told its name")
+
+
+class RequestEntry(Entry):
+    """What an operator asked for. Null where the request could not be read."""
+
+    request: str = Field(description="its name")
+    order: Order | None
+    to: int | None = Field(description="step to go back to")
+    skip: Window | None = Field(description="batches to pass over")
+    who: str | None
+    why: str | None
+    at: str = Field(description="when the ranks took it up")
+    taken_up: Point | None = Field(description="where they stood then")
+    state: Literal["open", "carried_out", "refused"]
+    answer: str | None
 
 
 class CheckpointEntry(Entry):
@@ -262,6 +279,7 @@ class Ledger(Entry):
     noticed: list[NoticedEntry]
     scaler_skipped: list[Point]
     phases: list[PhaseEntry]
+    requests: list[RequestEntry]
     attempts: list[AttemptEntry]
     checkpoints: list[CheckpointEntry]
     advice: list[Message]

@@ -14,6 +14,7 @@ from typing import Literal
 import psutil
 from pydantic import Field
 
+from rollback.audit.asked import open_requests
 from rollback.audit.compile import ending_of
 from rollback.audit.cost import seconds_since_epoch
 from rollback.audit.ledger import Ending, Entry, Point
@@ -84,6 +85,7 @@ class Status(Entry):
     rollbacks: int
     skipped_batches: int
     pending: str | None = Field(description="a plan that is not carried out yet")
+    requests: list[str] = Field(description="what operators asked for and has no answer yet, in words")
     advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
     ending: Ending | None
     notices: list[str]
@@ -156,6 +158,7 @@ def read_status(root: Path) -> Status:
         rollbacks=sum(case.carried_out for case in history.cases),
         skipped_batches=sum(window.last - window.first + 1 for window in passed),
         pending=_pending(history),
+        requests=open_requests(paths, history.answers),
         advice={record.fact.code: record.fact.text for record in records if isinstance(record.fact, Advice)},
         ending=ending,
         notices=notices,

@@ -26,10 +26,11 @@ _OUTCOMES = {
     "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
     "structural": ("structural: the run was stopped", "red"),
     "observed": ("observed only; nothing was done", "cyan"),
+    "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),
 }
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
-_VERDICTS = {"spike": "spiked", "nonfinite": "is not finite"}
+_VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
 
@@ -46,6 +47,7 @@ def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) 
     _print_windows(console, ledger)
     _print_left_alone(console, ledger)
     _print_phases(console, ledger)
+    _print_requests(console, ledger)
     _print_attempts(console, ledger.attempts)
     _print_checkpoints(console, ledger)
     _print_messages(console, "advice", ledger.advice)
@@ -84,6 +86,11 @@ def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) 
 
 
 def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+    if entry.verdict == "requested":
+        yield "because", quoted(entry.explanation)
+        yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
+        yield from _answer_rows(entry)
+        return
     yield "onset", f"step {entry.onset.step}, batch {entry.onset.batch}"
     yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}"
     threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
@@ -96,6 +103,10 @@ def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
         yield "ranks", " ".join(map(str, entry.ranks))
     if entry.evidence:
         yield from _evidence_rows(entry.evidence)
+    yield from _answer_rows(entry)
+
+
+def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     yield "answer", quoted(_answer(entry))
     if entry.reason:
         yield "reason", quoted(entry.reason)
@@ -206,6 +217,21 @@ def _print_phases(console: Console, ledger: Ledger) -> None:
         _print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
 
 
+def _print_requests(console: Console, ledger: Ledger) -> None:
+    if ledger.requests:
+        _section(console, "what operators asked for")
+    for entry in ledger.requests:
+        order = {"rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable"}[entry.order]
+        skip = f"skip batches {entry.skip}" if entry.skip else ""
+        what = " and ".join(filter(None, (order, skip)))
+        who = f", by {entry.who}" if entry.who else ""
+        why = f": {entry.why}" if entry.why else ""
+        at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
+        answer = f"; {entry.answer}" if entry.answer else ""
+        text = f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
+        _print_rows(console, [(entry.request.partition("-")[0], quoted(text))])
+
+
 def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
     _section(console, "attempts")
     for entry in attempts:
@@ -277,13 +303,20 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.candidates:
         yield "candidates", quoted(" ".join(status.candidates))
     yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
-    if status.pending:
-        yield "pending", quoted(status.pending, style="yellow")
+    yield from _open_rows(status)
     for code, text in status.advice.items():
         yield "advice", quoted(f"{code}: {text}")
     if status.ending:
         step = f" at step {status.ending.step}" if status.ending.step is not None else ""
         yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
+
+
+def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+    """What is still to be done."""
+    if status.pending:
+        yield "pending", quoted(status.pending, style="yellow")
+    for text in status.requests:
+        yield "asked for", quoted(text, style="yellow")
 
 
 def _section(console: Console, title: str) -> None:

@@ -10,6 +10,7 @@ import typer
 from rollback import __version__
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
+from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
 from rollback.cli.ring import ring
@@ -32,6 +33,8 @@ app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 for _command in (status, backtest):
     app.command()(_command)
+for _request in (rewind, skip, stop):
+    app.command(epilog=CONTROL_CODES)(_request)
 app.add_typer(ring, name="ring")
 
 

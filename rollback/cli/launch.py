@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.screen import Screen
 from rollback.cli.terminal import occupy_standard_streams, say
+from rollback.cli.windows import parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
 from rollback.events import Window
@@ -85,7 +86,7 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     """Settings with only those fields set that the command line names. Raises UsageError naming the flag at fault."""
     values = {name: value for name, value in given.items() if value is not None}
     if "skip" in values or skips_of is not None:
-        windows = [_parse_window(text) for text in values.get("skip", [])]
+        windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_skip_list_of(skips_of) if skips_of is not None else []))
     try:
         return Settings(**values)
@@ -95,18 +96,6 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
             first = error.errors()[0]
             raise UsageError(f"{option(str(place[0]))}: {first['msg']} (got {first['input']!r})") from error
         raise UsageError(explain(error)) from error
-
-
-def _parse_window(text: str) -> Window:
-    first, separator, last = text.partition(":")
-    try:
-        if not separator:
-            raise ValueError("no colon")
-        return Window(first=int(first), last=int(last))
-    except ValueError as error:
-        raise UsageError(
-            f"--skip: {text!r} is not a range of batches", hint="write FIRST:LAST, both included, as in --skip 120:139"
-        ) from error
 
 
 def _skip_list_of(run: Path) -> list[Window]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from rollback.errors import JournalDamaged
 from rollback.events import (
     Advice,
+    Answered,
     BecameGood,
     Committed,
     Concluded,
@@ -20,6 +21,7 @@ from rollback.events import (
     Planned,
     Quarantined,
     Record,
+    Requested,
     Restored,
     SkipAdded,
     Window,
@@ -44,6 +46,12 @@ class Case:
         """Planned, and no rank has gone on from it: a crash came in between."""
         return self.plan is not None and self.plan.action in ("rollback", "retry") and self.restored is None
 
+    @property
+    def awaits_outcome(self) -> bool:
+        """Planned to be cured, and it is not known yet whether it is. What an operator asked for has no such end."""
+        planned = self.plan is not None and self.plan.action in ("rollback", "retry")
+        return planned and self.outcome is None and self.incident.request is None
+
 
 @dataclass
 class History:
@@ -58,6 +66,8 @@ class History:
     advised: set[str] = field(default_factory=set)
     phases: set[int] = field(default_factory=set)
     """Batches with which announced phases begin."""
+    requests: dict[str, Requested] = field(default_factory=dict)
+    answers: dict[str, Answered] = field(default_factory=dict)
     timeline: int = 0
     last_attempt: int = 0
 
@@ -65,6 +75,16 @@ class History:
     def pending(self) -> Planned | None:
         """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def last_plan(self) -> Planned | None:
+        """The last plan that answered a trouble, in whatever way but by looking on."""
+        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
+        return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
+
+    def case_of(self, request: str) -> Case | None:
+        """What was planned and done because of a request to rewind."""
+        return next((case for case in reversed(self.cases) if case.incident.request == request), None)
 
     @property
     def skip_list(self) -> list[Window]:
@@ -107,15 +127,19 @@ def _apply(history: History, record: Record) -> None:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
-        case SkipAdded() | PhaseAnnounced() | Advice() as fact:
-            _note_script(history, fact)
+        case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() as fact:
+            _note_told(history, fact)
         case _:
             pass
 
 
-def _note_script(history: History, fact: SkipAdded | PhaseAnnounced | Advice) -> None:
-    """What the run has been told by its script and settings, and what it has told them."""
+def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered) -> None:
+    """What the run has been told by its script, its settings and its operator, and what it has told them."""
     match fact:
+        case Requested():
+            history.requests[fact.request] = fact
+        case Answered():
+            history.answers[fact.request] = fact
         case SkipAdded():
             history.added.append(fact)
         case PhaseAnnounced():

@@ -65,6 +65,12 @@ def read_holder(paths: RunPaths) -> dict[str, object] | None:
     return body if isinstance(body, dict) else None
 
 
+def launch_of(paths: RunPaths) -> str | None:
+    """A text that names the launch that holds the run directory, as holder.json says, and no other launch."""
+    holder = read_holder(paths)
+    return f"{holder.get('host')}:{holder.get('pid')}:{holder.get('since')}"[:200] if holder else None
+
+
 def _describe_holder(paths: RunPaths) -> str:
     holder = read_holder(paths)
     if holder is None:

@@ -112,6 +112,13 @@ class RunPaths:
         return self.pins / name
 
     @property
+    def requests(self) -> Path:
+        return self.root / "requests"
+
+    def request(self, name: str) -> Path:
+        return self.requests / f"{name}.json"
+
+    @property
     def incidents(self) -> Path:
         return self.root / "incidents"
 

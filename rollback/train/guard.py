@@ -27,13 +27,14 @@ from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.rehearsal import needs_rehearsal
+from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
 from rollback.train.updates import Updates
-from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
+from rollback.train.watch import Attend, Decision, Halt, Rewind, StepMark, Watch
 
 
 class Guard:
@@ -137,6 +138,7 @@ class Guard:
             self._paths, ranks, self._state, self._watch, self._evidence, self._skips, self._passes, self._record,
             attached.restored,
         )  # fmt: skip
+        self._requests = Requests(self._paths, ranks, self._record, attached.history, self._watch, self._skips, cursor)
         self._snapshot_at = attached.restored.step if attached.restored else None
         self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
         if attached.restored is not None:
@@ -200,7 +202,7 @@ class Guard:
         if self._passes.over:
             self._passes.note_end()
             raise StopIteration
-        self._act(self._end_step())
+        self._act(Attend() if self._requests.starting else self._end_step())
         while not self._passes.interrupted:
             if self._max_steps is not None and self.step >= self._max_steps:
                 if self._all_is_well():
@@ -266,8 +268,10 @@ class Guard:
         mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase, habit)
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
         norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
-        gauges, stop = updates.gauges(), self._stop.requested
-        decision = self._watch.end_step(mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, gauges=gauges)
+        gauges, stop, asked = updates.gauges(), self._stop.requested, self._requests.waiting
+        decision = self._watch.end_step(
+            mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, asked=asked, gauges=gauges
+        )
         counters.step += 1
         self._forget_step(hand.next_phase)
         return decision
@@ -285,18 +289,28 @@ class Guard:
 
     def _all_is_well(self) -> bool:
         """Judge the last step too. False if that led to a rewind: then there are batches to come."""
-        decision = self._watch.settle()
-        self._act(decision)
-        return not isinstance(decision, Rewind)
+        return not self._act(self._watch.settle())
 
-    def _act(self, decision: Decision | None) -> None:
+    def _act(self, decision: Decision | None) -> bool:
+        """Carry out a decision. Whether training stands elsewhere now."""
         match decision:
             case Rewind():
                 self._rewind(decision)
+                return True
+            case Attend():
+                return self._attend()
             case Halt() if self._may_resume_here() or not decision.save:
                 self._halt(decision)
             case _:  # told to stop where no checkpoint may be taken: the next step's beat says it again
-                return
+                pass
+        return False
+
+    def _attend(self) -> bool:
+        """Do what operators have asked for. Whether training stands elsewhere now."""
+        moved = False
+        while decision := self._requests.take_up(self.step, may_stop=self._may_resume_here()):
+            moved |= self._act(decision)
+        return moved
 
     # Snapshots -----------------------------------------------------------------------------------------------------
 
@@ -357,6 +371,10 @@ class Guard:
             account=halt.account,
         )
         self._record.note(stopped, f"stopped at step {self.step}: {halt.account}")
+        if halt.request is not None:
+            self._requests.answer(
+                halt.request, True, f"stopped at step {self.step}; the same command goes on from there"
+            )
         self._ranks.barrier()
         self.close()
         code = ExitCode.STRUCTURAL if halt.structural else ExitCode.RESUMABLE
@@ -369,5 +387,6 @@ class Guard:
         if not isinstance(reached, Manifest):
             self._act(reached)
             raise AssertionError("a rollback without a checkpoint halts the run")
+        self._requests.rewound(decision)
         self._forget_step()
         self._snapshot_at = reached.step

@@ -64,6 +64,10 @@ class Holdings:
                 passed.append(self._held[name])
         return passed
 
+    def restart_probation(self) -> None:
+        """The steps after the candidates will be run again: what was counted of them does not count any more."""
+        self._healthy = dict.fromkeys(self._healthy, 0)
+
     def as_held(self) -> list[Held]:
         """Oldest first, as the policy wants them."""
         return [Held(m.name, m.step, m.batch, m.name in self._good) for m in self._in_order()]

@@ -21,7 +21,7 @@ from rollback.train.ranks import Ranks
 
 
 class Slot(IntEnum):
-    """Places in the vector. Those from STOP to ANNOUNCED are known to the host, the others are read on the device."""
+    """Places in the vector. Those from STOP to ASKED are known to the host, the others are read on the device."""
 
     LOSS = 0
     GRAD = 1
@@ -33,12 +33,13 @@ class Slot(IntEnum):
     SHARD_FAILED = 7
     COMMITTED = 8
     ANNOUNCED = 9
-    SCALE = 10
-    KEPT = 11
-    MEASURED = 12
-    SCALE_COUNT = 13
-    KEPT_COUNT = 14
-    MEASURED_COUNT = 15
+    ASKED = 10
+    SCALE = 11
+    KEPT = 12
+    MEASURED = 13
+    SCALE_COUNT = 14
+    KEPT_COUNT = 15
+    MEASURED_COUNT = 16
 
 
 class Ailment(IntFlag):
@@ -60,6 +61,7 @@ class Signs:
     shard_failed: bool = False
     committed: bool = False
     announced: bool = False
+    asked: bool = False
 
     def row(self) -> list[float]:
         """In the order of the slots from STOP on."""
@@ -72,6 +74,7 @@ class Signs:
                 self.shard_failed,
                 self.committed,
                 self.announced,
+                self.asked,
             )
         ]
 
@@ -126,6 +129,7 @@ class Beat:
     shards_failed: int
     committed: bool
     announced: bool = False
+    asked: bool = False
     scale: float | None = None
     kept: float | None = None
     measured: float | None = None
@@ -244,6 +248,7 @@ def _beat(vector: list[float]) -> Beat:
         shards_failed=int(slots[Slot.SHARD_FAILED]),
         committed=slots[Slot.COMMITTED] > 0,
         announced=slots[Slot.ANNOUNCED] > 0,
+        asked=slots[Slot.ASKED] > 0,
         scale=_over(slots[Slot.SCALE], slots[Slot.SCALE_COUNT]),
         kept=_over(slots[Slot.KEPT], slots[Slot.KEPT_COUNT]),
         measured=_over(slots[Slot.MEASURED], slots[Slot.MEASURED_COUNT]),

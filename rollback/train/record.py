@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from rollback.events import Fact, Trouble
+from rollback.events import Record as JournalRecord
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
@@ -47,6 +48,11 @@ class Record:
             if notice:
                 say(notice)
             self._try("writing the journal", lambda: journal.append(fact))
+
+    @property
+    def records(self) -> list[JournalRecord]:
+        """Rank 0: the ranks' facts of all attempts; elsewhere none."""
+        return self._journal.records if self._journal else []
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

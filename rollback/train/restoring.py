@@ -34,6 +34,12 @@ def restore(paths: RunPaths, name: str, ranks: Ranks, state: TrainingState) -> s
     return None
 
 
+def verify(paths: RunPaths, name: str, ranks: Ranks) -> str | None:
+    """Collective: whether `restore` would succeed: None, or why not in the words of the first rank that found fault."""
+    _, fault = _read(paths, name, ranks.rank)
+    return next(filter(None, ranks.from_each(fault or "")), None)
+
+
 def _read(paths: RunPaths, name: str, rank: int) -> tuple[tuple[Any, Any] | None, str | None]:
     try:
         # Read from disk even where the caller has a manifest: ranks that did not commit it do not know the hashes.

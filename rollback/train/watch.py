@@ -13,27 +13,27 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollback import policy
 from rollback.config import Settings
 from rollback.events import (
     Advice,
     BecameGood,
     Committed,
-    Concluded,
     Dropped,
     Evicted,
     Incident,
     Noticed,
-    Outcome,
     PhaseAnnounced,
     Planned,
     Quarantined,
     ScalerSkipped,
 )
+from rollback.policy import Held
 from rollback.rundir.history import Case, History
 from rollback.rundir.manifest import Manifest
+from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.train.advice import Advisor
+from rollback.train.cases import Cases
 from rollback.train.evidence import Evidence
 from rollback.train.habits import Habit
 from rollback.train.holdings import Holdings
@@ -72,14 +72,20 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Halt:
-    """Decision: stop together. `account` is for people."""
+    """Decision: stop together. `account` is for people. request: whose, where an operator asked for it."""
 
     structural: bool
     account: str
     save: bool
+    request: str | None = None
 
 
-Decision = Rewind | Halt
+@dataclass(frozen=True)
+class Attend:
+    """Decision: an operator has asked for something. Take it up together."""
+
+
+Decision = Rewind | Halt | Attend
 
 
 class Watch:
@@ -108,10 +114,7 @@ class Watch:
         self._record = record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
-        self._incidents = len(history.cases)
-        self._last_plan = next((c.plan for c in reversed(history.cases) if c.plan and c.plan.action != "observe"), None)
-        self._open = next((case for case in reversed(history.cases) if _awaits_outcome(case)), None)
-        self._healthy_since = 0
+        self._cases = Cases(record, settings, history)
         self._advised = set(history.advised)
         self._scale = ScaleWatch()
         self._advisor = advisor
@@ -129,22 +132,25 @@ class Watch:
         *,
         stop: bool,
         scaler_skipped: bool,
+        asked: bool = False,
         gauges: Gauges = NO_GAUGES,
     ) -> Decision | None:
         """Judge the step before this one and send this one's beat, unless there is something to do."""
         decision = self.settle()
-        stopping = isinstance(decision, Halt) and not decision.structural
-        if decision is not None and not stopping:
+        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
             return decision
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
+        signs.asked = asked
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs, gauges)
-        match self.settle() if stopping else None:
-            case Rewind() as later:  # planned and journalled; there is no time to carry it out
+        # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
+        match self.settle() if decision is not None else None:
+            case Rewind() as later if isinstance(decision, Halt):
+                # Planned and journalled; there is no time to carry it out.
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
                 return Halt(structural=False, account=account, save=False)
-            case Halt(structural=True) as later:
+            case Rewind() | Halt() as later:
                 return later
         return decision
 
@@ -173,9 +179,9 @@ class Watch:
     def rewound(self, case: Case, step: int) -> None:
         """A plan was carried out; `step` is where training stands now."""
         assert case.plan is not None
-        self._open, self._last_plan = case, case.plan
+        self._cases.carried_out(case, step)
+        self._holdings.restart_probation()
         self.timeline = case.plan.timeline
-        self._healthy_since = 0
         self.calm = True
         self._scale.restart()
         self._next_batch = case.plan.batch or 0
@@ -184,10 +190,28 @@ class Watch:
 
     def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
         """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
+        self.put_aside(name, reason)
+        if failed.incident.request is not None:
+            account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
+            return Halt(structural=False, account=account, save=False)
+        return self._plan(failed.incident, failed.batches_per_step)
+
+    def put_aside(self, name: str, reason: str) -> None:
+        """A checkpoint cannot be believed: it leaves the ring."""
         self._holdings.drop(name)
         self._snapshots.quarantine(name)
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
-        return self._plan(failed.incident, failed.batches_per_step)
+
+    def held(self) -> list[Held]:
+        """The checkpoints of the present timeline, oldest first."""
+        return self._holdings.as_held()
+
+    def plan_request(self, name: str, request: Request, target: Held, *, step: int, batch: int) -> Rewind:
+        """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
+        incident, plan = self._cases.plan_request(
+            name, request, target, self.held(), step=step, batch=batch, timeline=self.timeline
+        )
+        return Rewind(incident, plan, 1)
 
     def discard(self, plan: Planned) -> None:
         """Remove what lies beyond the restored checkpoint."""
@@ -203,8 +227,7 @@ class Watch:
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
-        if self._open is not None and self._healthy_since >= self._settings.probation:
-            self._conclude(_good_end(self._open))
+        self._cases.close(self._marks[-1].step if self._marks else 0)
         self._record.close()
 
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
@@ -236,11 +259,10 @@ class Watch:
                 self.advise(code, text)
         self.calm = verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
-        self._healthy_since = self._healthy_since + 1 if self.calm else 0
+        self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
         for manifest in self._holdings.judge(self.calm, verdict.onset):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if self.calm:
-            self._conclude_beyond_horizon(mark)
             self._observed = False
         if verdict.kind in _ACTED_ON and not self._observed:
             decision = self._answer(verdict, mark, beat)
@@ -248,7 +270,7 @@ class Watch:
                 return decision
         if beat.stop:
             return Halt(structural=False, account="told to stop", save=True)
-        return None
+        return Attend() if beat.asked else None
 
     def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
         """Whether an announced phase begins with this step, now or when it was announced before a rollback."""
@@ -264,7 +286,7 @@ class Watch:
         self.settle_snapshot()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
         incident = Incident(
-            incident=self._incidents,
+            incident=self._cases.next_number(),
             verdict=verdict.kind.value,
             cause=verdict.witness,
             rule=verdict.rule,
@@ -280,24 +302,18 @@ class Watch:
             step=self._marks[-1].step + 1,
             timeline=self.timeline,
         )
-        self._incidents += 1
         self._record.flush()
         self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
         self._evidence.write(incident)
-        previous, settings = self._last_plan, self._settings
-        if self._open and previous and policy.repeats(incident, previous, settings, mark.batches_per_step):
-            self._conclude("repeated", mark.step)
+        self._cases.called(incident, mark.batches_per_step)
         return self._plan(incident, mark.batches_per_step)
 
     def _plan(self, incident: Incident, batches_per_step: int) -> Decision | None:
-        plan = policy.plan(incident, self._last_plan, self._holdings.as_held(), self._settings, batches_per_step)
-        self._record.note(plan, _in_words(plan))
+        plan = self._cases.plan(incident, self.held(), batches_per_step)
         if plan.action == "observe":
-            self._record.note(Concluded(incident=incident.incident, outcome="observed", step=incident.detection_step))
             self._observed = True
             return None
         if plan.action == "stop":
-            self._record.note(Concluded(incident=incident.incident, outcome="structural", step=incident.detection_step))
             return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
         return Rewind(incident, plan, batches_per_step)
 
@@ -339,33 +355,3 @@ class Watch:
 
     def _evict(self, name: str, reason: str) -> None:
         self._snapshots.evict(name, then=lambda: self._record.note(Evicted(checkpoint=name, reason=reason)))
-
-    def _conclude_beyond_horizon(self, mark: StepMark) -> None:
-        case = self._open
-        if case is None or case.plan is None:
-            return
-        if mark.last_batch > policy.horizon_end(case.plan, self._settings, mark.batches_per_step):
-            self._conclude(_good_end(case), mark.step)
-
-    def _conclude(self, outcome: Outcome, step: int | None = None) -> None:
-        assert self._open is not None
-        if step is None:
-            step = self._marks[-1].step if self._marks else 0
-        self._record.note(Concluded(incident=self._open.incident.incident, outcome=outcome, step=step))
-        self._open = None
-
-
-def _awaits_outcome(case: Case) -> bool:
-    return case.plan is not None and case.plan.action in ("rollback", "retry") and case.outcome is None
-
-
-def _good_end(case: Case) -> Outcome:
-    return "not_reproduced" if case.plan is not None and case.plan.action == "retry" else "recovered"
-
-
-def _in_words(plan: Planned) -> str:
-    if plan.action == "stop":
-        return f"stopping: {plan.reason}"
-    skip = f"skip batches {plan.skip.first} to {plan.skip.last}" if plan.skip else "skip nothing"
-    would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
-    return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"

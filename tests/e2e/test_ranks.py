@@ -35,6 +35,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
     scenarios.add("unguarded", HEALTHY, run=None)
     scenarios.add("told to stop", HEALTHY, signal=[1, 33, signal.SIGTERM])
     scenarios.add("told to stop, then", HEALTHY, run=str(scenarios.run("told to stop")))
+    scenarios.add("asked", HEALTHY, ask=[37, {"order": "rewind", "to": 35, "skip": [40, 44], "why": "a hunch"}])
+    scenarios.add("asked, fresh", HEALTHY, skips_of=str(scenarios.run("asked")))
     scenarios.add("one full disk", HEALTHY, full_disk=[1, 25])
     train(Toy(120), scenarios.run("of one rank"))
     scenarios.add("of one rank", Toy(120))
@@ -94,6 +96,14 @@ def test_one_rank_that_is_told_to_stop_stops_all_at_one_step(two: Scenarios, ran
     assert stopped.step == 35
     ended = weights(two.portrait("told to stop, then", rank))
     require_same(ended, weights(two.portrait("unguarded", rank)), f"rank {rank}")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_all_ranks_carry_out_at_one_step_what_an_operator_asks_for(two: Scenarios, rank: int) -> None:
+    (restored,) = facts(two.run("asked"), Restored)
+    assert (restored.step, restored.steps_lost) == (30, 9)
+    assert len(skipped(two.run("asked"), rank)) == 5
+    require_same(two.portrait("asked", rank), two.portrait("asked, fresh", rank), f"rank {rank}")
 
 
 def test_a_rank_that_cannot_write_its_shard_means_no_checkpoint_and_no_harm(two: Scenarios) -> None:

@@ -5,7 +5,8 @@ itself: autograd does not survive a fork.
 
 Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
 (stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
-end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch). Answer:
+end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch),
+`ask` (`[batch, request]`: hand in that request there, see asking.py). Answer:
 `status`, the exit code or minus the signal.
 """
 
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from asking import asking, hand_in
 from toy import Toy, train
 
 from rollback.events import Fact
@@ -88,6 +90,9 @@ def die(when: str, kind: str, count: int) -> None:
 
 
 def hook(request: dict[str, Any]) -> Any:
+    if "ask" in request:
+        batch, asked = request["ask"]
+        return asking(batch, lambda: hand_in(Path(request["run"]), **asked))
     if "signal" not in request:
         return None
     batch, number = request["signal"]

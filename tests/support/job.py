@@ -3,7 +3,8 @@
 SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and optionally `run` (default: the
 supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
 (`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
-can write no shard). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`.
+can write no shard), `ask` (`[batch, request]`: rank 0 hands in that request there, see asking.py). Each rank
+writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`.
 Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
@@ -17,8 +18,10 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from asking import asking, hand_in
 from toy import Hook, Toy, skip_list, train
 
+import rollback
 from rollback.errors import RollbackError
 from rollback.train import snapshots
 
@@ -41,12 +44,18 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 
 
 def hook(scenario: dict[str, Any], rank: int) -> Hook:
-    def at_batch(_guard: object, position: int) -> None:
+    def at_batch(guard: rollback.Guard | None, position: int) -> None:
         if scenario.get("signal", [])[:2] == [rank, position]:
             os.kill(os.getpid(), scenario["signal"][2])
         if scenario.get("full_disk") == [rank, position]:
             snapshots.write_shard = refuse
+        if asked is not None:
+            asked(guard, position)
 
+    asked = None
+    if scenario.get("ask") and rank == 0:
+        batch, request = scenario["ask"]
+        asked = asking(batch, lambda: hand_in(Path(scenario["run"]), **request))
     return at_batch
 
 

@@ -1,0 +1,91 @@
+"""`rollback rewind`, `rollback skip`, `rollback stop`: what an operator can ask of a run, live or not."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rollback.cli.terminal import say
+from rollback.cli.windows import parse_window
+
+if TYPE_CHECKING:
+    from rollback.control.asking import Asked
+
+CONTROL_CODES = (
+    "Exit codes: 0 carried out, or handed in with --no-wait or to a run that is not running; 1 refused by the ranks, "
+    "or not carried out in time; 2 it makes no sense now, and nothing was handed in; 65 no checkpoint to go back to; "
+    "74 I/O."
+)
+_Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+_Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the record.", show_default=False)]
+_Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="For the record (default: USER@HOST).")]
+_Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON (top-level `schema`: 1).")]
+_Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until the ranks have answered.")]
+_Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.0, help="Wait no longer than this.")]
+
+
+def rewind(
+    run: _Run,
+    to: Annotated[int, typer.Option("--to", metavar="STEP", min=0, help="Go back to this step.", show_default=False)],
+    skip: Annotated[
+        str | None, typer.Option("--skip", metavar="A:B", help="Then pass over these batches, both included.")
+    ] = None,
+    why: _Why = "",
+    who: _Who = None,
+    json: _Json = False,
+    wait: _Wait = True,
+    timeout: _Timeout = 300.0,
+) -> None:
+    """Send a run back to the newest checkpoint at or before a step.
+
+    All ranks of a running job do it at the end of the same step; a job that is not running does it at its next start.
+    What lies beyond the checkpoint is discarded, as in a rollback.
+    """
+    from rollback.control.asking import ask_to_rewind, default_who
+
+    window = parse_window(skip, "--skip") if skip is not None else None
+    _finish(ask_to_rewind(run, to, window, who or default_who(), why), json, wait, timeout)
+
+
+def skip(
+    run: _Run,
+    window: Annotated[str, typer.Argument(metavar="A:B", help="Batches, both included.", show_default=False)],
+    why: _Why = "",
+    who: _Who = None,
+    json: _Json = False,
+    wait: _Wait = True,
+    timeout: _Timeout = 300.0,
+) -> None:
+    """Have a run pass over batches that are still to come. Those that it has consumed need a `rollback rewind`."""
+    from rollback.control.asking import ask_to_skip, default_who
+
+    _finish(ask_to_skip(run, parse_window(window, "A:B"), who or default_who(), why), json, wait, timeout)
+
+
+def stop(
+    run: _Run,
+    why: _Why = "",
+    who: _Who = None,
+    json: _Json = False,
+    wait: _Wait = True,
+    timeout: _Timeout = 300.0,
+) -> None:
+    """Have a running job save and stop, resumably: as SIGTERM to `rollback launch` does, from any host."""
+    from rollback.control.asking import ask_to_stop, default_who
+
+    _finish(ask_to_stop(run, who or default_who(), why), json, wait, timeout)
+
+
+def _finish(asked: Asked, json: bool, wait: bool, timeout: float) -> None:
+    from rollback.control.asking import wait_for_answer, without_waiting
+
+    if asked.notice:
+        say(asked.notice)
+    reply = wait_for_answer(asked, timeout) if wait and asked.live else without_waiting(asked)
+    if json:
+        print(reply.to_json())
+    else:
+        say(f"request {reply.request}: {reply.text}")
+    raise typer.Exit(reply.exit_code)

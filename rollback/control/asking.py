@@ -1,0 +1,206 @@
+"""Asking a run to rewind, to skip or to stop.
+
+A request that cannot be carried out is refused here, before anything is written, as far as the record tells: the ranks
+decide in the end, since a running job may have moved on since. Raises UsageError for what makes no sense now,
+NoUsableCheckpoint where there is nothing to go back to, and RunDirectoryError.
+"""
+
+from __future__ import annotations
+
+import getpass
+import os
+import shlex
+import socket
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, ValidationError
+
+from rollback.audit.checkpoints import Checkpoint, read_listing
+from rollback.audit.ledger import Entry
+from rollback.audit.material import require_run_directory
+from rollback.audit.status import Status, read_status
+from rollback.errors import ExitCode, NoUsableCheckpoint, UsageError
+from rollback.events import Answered, Order, Window
+from rollback.rundir import requests
+from rollback.rundir.journal import read_journal
+from rollback.rundir.lock import launch_of
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import Request
+
+_POLL = 0.1
+_LOOK_FOR_LIFE = 1.0
+_LIVE = ("running", "starting", "unknown")
+
+
+class Reply(Entry):
+    """Schema of `rollback rewind|skip|stop --json`, version 1."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    request: str = Field(description="its name in the run's journal")
+    order: Order
+    state: Literal["carried_out", "refused", "open"] = Field(
+        description="open: handed in, and not answered when this was printed"
+    )
+    text: str
+    waited: bool
+
+    @property
+    def exit_code(self) -> ExitCode:
+        in_order = self.state == "carried_out" or (self.state == "open" and not self.waited)
+        return ExitCode.DONE if in_order else ExitCode.FAILED
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that has been handed in. live: whether there seems to be a job that will see it."""
+
+    paths: RunPaths
+    name: str
+    request: Request
+    live: bool
+    notice: str | None = None
+
+
+def default_who() -> str:
+    try:
+        user = getpass.getuser()
+    except (KeyError, OSError):  # a container's user that has no name
+        user = f"uid {os.getuid()}"
+    return f"{user}@{socket.gethostname()}"
+
+
+def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -> Asked:
+    """Hand in a request to go back to the newest checkpoint at or before step `to`."""
+    paths, status = _standing(run)
+    if status.step is not None and to > status.step:
+        raise UsageError(
+            f"{run} cannot go back to step {to}: it is at step {status.step}",
+            hint="`rollback ring list` shows the steps that it can go back to",
+        )
+    held = _held(run)
+    usable = [entry for entry in held if entry.step <= to]
+    if not usable:
+        oldest = f"the oldest one is of step {held[0].step}" if held else "it has none"
+        raise NoUsableCheckpoint(
+            f"{run} has no checkpoint at or before step {to}: {oldest}",
+            hint="`rollback ring list` shows what there is",
+        )
+    target = usable[-1]
+    if skip is not None and target.batch is not None and skip.last < target.batch:
+        raise UsageError(
+            f"batches {skip} lie before batch {target.batch}, where {target.checkpoint} (step {target.step}) begins",
+            hint="rewind to an earlier step to pass over them",
+        )
+    notice = f"the newest checkpoint at or before step {to} is {target.checkpoint}, of step {target.step}"
+    if target.status != "good":
+        notice += "; it is only a candidate: it has not survived probation"
+    return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
+
+
+def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
+    """Hand in a request to pass over batches that are still to come."""
+    paths, status = _standing(run)
+    held = _held(run)
+    # A job that is not running goes on from its newest checkpoint.
+    position = status.batch if status.state in _LIVE else held[-1].batch if held else 0
+    if position is not None and skip.last < position:
+        raise UsageError(
+            f"batches {skip} are part of the run already: it is at batch {position}",
+            hint=f"to pass over them, rewind to before them: rollback rewind {shlex.quote(str(run))} --to STEP "
+            f"--skip {skip}",
+        )
+    notice = None
+    if position is not None and skip.first < position:
+        notice = f"batches {skip.first} to {position - 1} are part of the run already; the others will be passed over"
+    return _submit(paths, status, notice, order="skip", skip=skip, who=who, why=why)
+
+
+def ask_to_stop(run: Path, who: str, why: str) -> Asked:
+    """Hand in a request to save and stop."""
+    paths, status = _standing(run)
+    if status.state not in _LIVE:
+        raise UsageError(f"{run} is not running, so there is nothing to stop", hint="`rollback status` shows more")
+    return _submit(paths, status, None, order="stop", who=who, why=why, launch=launch_of(paths))
+
+
+def wait_for_answer(asked: Asked, seconds: float, clock: Callable[[], float] = time.monotonic) -> Reply:
+    """Wait until the ranks have answered, `seconds` have passed, or nobody is left who could answer."""
+    until, look_at, journal, size = clock() + seconds, clock() + _LOOK_FOR_LIFE, asked.paths.train_journal, -1
+    gone = 0
+    while True:
+        present = journal.stat().st_size if journal.exists() else 0
+        if present != size:
+            size = present
+            if (answer := _answer(asked)) is not None:
+                _wait_for_end(asked, until, clock)
+                return _reply(asked, "carried_out" if answer.carried_out else "refused", answer.text)
+        if clock() >= until:
+            return _reply(asked, "open", f"not carried out within {seconds:g} s; it stays on record and will be")
+        if clock() >= look_at:
+            look_at = clock() + _LOOK_FOR_LIFE
+            # Twice in a row: between two attempts there is a moment without ranks.
+            gone = 0 if read_status(asked.paths.root).state in _LIVE else gone + 1
+            if gone == 2:
+                return _reply(asked, "open", f"the job is gone; {_later(asked)}")
+        time.sleep(_POLL)
+
+
+def without_waiting(asked: Asked) -> Reply:
+    """What there is to say of a request that nobody waits for."""
+    text = "handed in; the ranks take it up at the end of a step" if asked.live else _later(asked)
+    return _reply(asked, "open", text, waited=False)
+
+
+def _later(asked: Asked) -> str:
+    if asked.request.order == "stop":
+        return "a later start is not stopped by it"
+    return "it will be carried out when the run is started again, before its first batch"
+
+
+def _wait_for_end(asked: Asked, until: float, clock: Callable[[], float]) -> None:
+    """A job that has stopped needs a moment to leave the run directory to the next one."""
+    while asked.request.order == "stop" and launch_of(asked.paths) == asked.request.launch and clock() < until:
+        time.sleep(_POLL)
+
+
+def _answer(asked: Asked) -> Answered | None:
+    facts = (record.fact for record in read_journal(asked.paths.train_journal).records)
+    return next((fact for fact in facts if isinstance(fact, Answered) and fact.request == asked.name), None)
+
+
+def _reply(asked: Asked, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True) -> Reply:
+    return Reply(schema=1, request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
+
+
+def _standing(run: Path) -> tuple[RunPaths, Status]:
+    """Raises UsageError where there is nothing to ask, or nobody will ever look."""
+    paths = require_run_directory(run)
+    status = read_status(run)
+    if status.run_id is None:
+        raise UsageError(f"{run} has not begun yet: its ranks have not attached", hint="wait until they have")
+    ending = status.ending
+    unsupervised = ending is not None and ending.exit_code is None
+    if status.state not in _LIVE and ending and ending.how == "finished" and (unsupervised or ending.exit_code == 0):
+        raise UsageError(
+            f"{run} has ended: training is finished" + (f" at step {ending.step}" if ending.step is not None else ""),
+            hint="start a new run, with --skips-of to pass over what was passed over in this one",
+        )
+    return paths, status
+
+
+def _held(run: Path) -> list[Checkpoint]:
+    """Checkpoints that belong to the run, oldest first."""
+    return [entry for entry in read_listing(run).in_ring() if entry.status in ("good", "candidate", "unknown")]
+
+
+def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, why: str, **order: object) -> Asked:
+    try:
+        request = Request.model_validate({**order, "who": who, "why": why, "at": requests.now()})
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UsageError(f"--{'-'.join(map(str, first['loc']))}: {first['msg']}") from error
+    return Asked(paths, requests.submit(paths, request), request, status.state in _LIVE, notice)

@@ -1,0 +1,166 @@
+"""Requests: what an operator asks of a run by `rollback rewind`, `skip` and `stop`, one small file for each.
+
+The command is the one writer of its file, and writes it once; the ranks read it and answer in their journal, which is
+where it is seen whether a request is open. Nobody rewrites or deletes a request, so that the record stays whole.
+
+The files come from outside. What is read is bounded in number and size, and one that is not a request is refused like
+any other, by name.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+import uuid
+from collections.abc import Callable, Collection
+from datetime import datetime, timezone
+from itertools import islice
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from rollback.errors import RunDirectoryError
+from rollback.events import Order, Window
+from rollback.rundir.durable import read_small_file, sync_directory, write_all
+from rollback.rundir.paths import RunPaths
+
+_NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
+_LIMIT = 1 << 14
+_FILES = 10_000  # looked at in the directory
+_LOOK_EVERY = 0.25  # seconds
+# A directory's time stamp is as coarse as the kernel's tick, on some file systems a second: two files that come in one
+# tick leave the same stamp. So what has just changed is looked at again.
+_SETTLED_AFTER = 2.0
+
+
+class Request(BaseModel):
+    """Content of a request file.
+
+    order: what is asked for. to: step to go back to (rewind). skip: batches to pass over (skip; may go with a rewind).
+    who, why: for the record. launch: for a stop, the launch that is to stop, as its holder.json says; a stop that comes
+    too late must not end the next one.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    order: Order
+    to: int | None = Field(None, ge=0, lt=1 << 53)
+    skip: Window | None = None
+    who: str = Field(min_length=1, max_length=200)
+    why: str = Field("", max_length=2000)
+    at: str = Field(max_length=40)
+    launch: str | None = Field(None, max_length=200)
+
+    @model_validator(mode="after")
+    def _says_what_its_order_needs(self) -> Request:
+        needs = {"rewind": (True, self.skip is not None), "skip": (False, True), "stop": (False, False)}[self.order]
+        if (self.to is not None, self.skip is not None) != needs:
+            raise ValueError(f"a request to {self.order} does not have these fields")
+        if self.skip is not None and self.skip.last >= 1 << 53:
+            raise ValueError("there is no such batch")
+        return self
+
+    def in_words(self) -> str:
+        match self.order:
+            case "rewind":
+                return f"rewind to step {self.to}" + (f" and skip batches {self.skip}" if self.skip else "")
+            case "skip":
+                return f"skip batches {self.skip}"
+            case _:
+                return "stop"
+
+
+def now() -> str:
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
+
+
+def submit(paths: RunPaths, request: Request) -> str:
+    """Hand in a request and return its name. Durable on return; no other request is ever overwritten.
+
+    Raises RunDirectoryError where the run directory cannot be written.
+    """
+    temporary = paths.requests / f".{uuid.uuid4().hex}"
+    try:
+        paths.requests.mkdir(exist_ok=True)
+        sync_directory(paths.root)
+        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        try:
+            write_all(fd, request.model_dump_json().encode())
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
+        name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
+        os.link(temporary, paths.request(name))  # unlike a rename it replaces nothing
+        sync_directory(paths.requests)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"writing a request into {paths.requests}: {error.strerror or error}",
+            hint="check the permissions and free space of the run directory",
+        ) from error
+    finally:
+        temporary.unlink(missing_ok=True)
+    return name
+
+
+def names(paths: RunPaths) -> list[str]:
+    """Names of all requests, oldest first. Raises OSError, not where there is no directory of requests."""
+    try:
+        with os.scandir(paths.requests) as entries:
+            found = [entry.name[:-5] for entry in islice(entries, _FILES) if entry.name.endswith(".json")]
+    except FileNotFoundError:
+        return []
+    return sorted((name for name in found if _NAME.fullmatch(name)), key=lambda name: (int(name[:-9]), name))
+
+
+def read_request(paths: RunPaths, name: str) -> Request:
+    """Raises OSError where it cannot be read, ValueError, in words for people, where it is not a request."""
+    try:
+        return Request.model_validate_json(read_small_file(paths.request(name), _LIMIT))
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise ValueError(f"it is not a request ({where + ': ' if where else ''}{first['msg']})") from error
+
+
+class Inbox:
+    """Watches for requests that have no answer yet. A look costs a `stat`, at most four times a second."""
+
+    def __init__(self, paths: RunPaths, answered: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
+        self._paths = paths
+        self._directory: Path = paths.requests
+        self._answered = set(answered)
+        self._clock = clock
+        self._looked = -_LOOK_EVERY
+        self._stamp: int | None = None
+        self._changed = -_SETTLED_AFTER
+        self._open: list[str] = []
+
+    def open(self, *, now: bool = False) -> list[str]:
+        """Names of requests without an answer, oldest first. `now`: look, however short ago the last look was.
+
+        A directory that cannot be read has none: nobody can hand one in.
+        """
+        clock = self._clock()
+        if now or clock - self._looked >= _LOOK_EVERY:
+            self._looked = clock
+            try:
+                self._look(clock)
+            except OSError:
+                self._stamp, self._open = None, []
+        return self._open
+
+    def note_answer(self, name: str) -> None:
+        self._answered.add(name)
+        self._open = [other for other in self._open if other != name]
+
+    def _look(self, clock: float) -> None:
+        try:
+            stamp = os.stat(self._directory).st_mtime_ns
+        except FileNotFoundError:
+            self._stamp, self._open = None, []
+            return
+        if stamp != self._stamp:
+            self._stamp, self._changed = stamp, clock
+        if clock - self._changed < _SETTLED_AFTER:
+            self._open = [name for name in names(self._paths) if name not in self._answered]

@@ -1,0 +1,224 @@
+"""What operators ask of a run: carried out at a step's end, at the next start, or refused with a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from asking import answers, asking, hand_in
+from attempts import DIED, Forker
+from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
+
+from rollback.audit import compile_ledger, read_material
+from rollback.events import Answered, Concluded, Incident, Planned, Requested, Restored, SkipAdded, Stopped, Window
+from rollback.rundir.history import Case
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import names
+
+TOY = Toy(augment=True)  # 100 batches, a checkpoint every 10 steps
+SKIP = (44, 48)
+
+
+@pytest.fixture(scope="module")
+def undisturbed() -> dict[str, str]:
+    return train(TOY)
+
+
+@pytest.fixture(scope="module")
+def as_if_never_there(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    skip = [{"first": SKIP[0], "last": SKIP[1]}]
+    return train(TOY.with_settings(skip=skip), tmp_path_factory.mktemp("fresh") / "run")
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+def the_case(run: Path) -> Case:
+    (case,) = history(run).cases
+    return case
+
+
+def test_a_rewind_goes_back_to_the_newest_checkpoint_at_or_before_the_step(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    run = tmp_path / "run"
+    portrait = train(TOY, run, hook=asking(57, lambda: hand_in(run, "rewind", to=44, why="a hunch")))
+    case = the_case(run)
+    assert (case.incident.verdict, case.incident.cause, case.incident.explanation) == (
+        "requested",
+        "ann@site",
+        "a hunch",
+    )
+    # 57 ends, its beat is read at the end of 58, and that step is the last that ends before all turn to the request.
+    assert case.restored is not None
+    assert (case.restored.step, case.restored.steps_lost, case.restored.route) == (40, 19, "in_process")
+    assert [fact.outcome for fact in facts(run, Concluded)] == ["carried_out"]
+    ((carried_out, text),) = answers(run).values()
+    assert carried_out
+    assert "back at step 40, batch 40" in text
+    require_same(portrait, undisturbed, "rewound without a skip")
+
+
+def test_a_rewind_with_a_skip_is_as_if_the_batches_had_never_been_there(
+    tmp_path: Path, as_if_never_there: dict[str, str]
+) -> None:
+    run = tmp_path / "run"
+    portrait = train(TOY, run, hook=asking(57, lambda: hand_in(run, "rewind", to=44, skip=SKIP)))
+    assert sorted(skipped(run)) == list(range(SKIP[0], SKIP[1] + 1))
+    require_same(portrait, as_if_never_there, "rewound with a skip")
+
+
+def test_batches_before_the_restored_checkpoint_are_part_of_the_run_and_stay_so(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(TOY, run, hook=asking(57, lambda: hand_in(run, "rewind", to=44, skip=(38, 45))))
+    assert history(run).skip_list == [Window(first=40, last=45)]
+
+
+def test_a_skip_passes_over_what_is_still_to_come(tmp_path: Path) -> None:
+    run, toy = tmp_path / "run", TOY.but(workers=2)
+    portrait = train(toy, run, hook=asking(57, lambda: hand_in(run, "skip", skip=(50, 66), why="duplicates")))
+    (added,) = facts(run, SkipAdded)
+    assert (added.window, added.who, added.why) == (Window(first=59, last=66), "ann@site", "duplicates")
+    assert sorted(skipped(run)) == list(range(59, 67))
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "skipped")
+
+
+def test_a_stop_saves_and_leaves_a_run_that_goes_on_exactly(
+    tmp_path: Path, forker: Forker, undisturbed: dict[str, str]
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert forker.status(TOY, run, log=str(log), ask=[33, {"order": "stop", "why": "maintenance"}]) == 75
+    (stopped,) = facts(run, Stopped)
+    assert (stopped.reason, stopped.step) == ("preempted", 35)
+    assert stopped.account == "asked to stop by ann@site (maintenance)"
+    assert RunPaths(run).checkpoint(stopped.checkpoint).is_dir()
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True]
+    require_same(forker.finish(TOY, run, log=log), undisturbed, "stopped and started again")
+    assert len(facts(run, Stopped)) == 1, "the stop ended the next launch too"
+
+
+def test_two_requests_at_once_are_carried_out_in_their_order(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    requests = (lambda: hand_in(run, "rewind", to=30), lambda: hand_in(run, "skip", skip=(35, 39)))
+    portrait = train(TOY, run, hook=asking(57, *requests))
+    taken = facts(run, Requested)
+    assert [(fact.order, fact.step) for fact in taken] == [("rewind", 59), ("skip", 30)]
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True, True]
+    require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rewound, then told to skip")
+
+
+def test_a_request_waits_while_an_incident_is_answered(tmp_path: Path) -> None:
+    """The NaN of batch 57 and the request of batch 56 ride on neighbouring beats."""
+    run, toy = tmp_path / "run", TOY.but(nan=(57,))
+    portrait = train(toy, run, hook=asking(56, lambda: hand_in(run, "skip", skip=(70, 72))))
+    kinds = [fact.kind for fact in facts(run, Incident, Restored, Requested, Answered)]
+    assert kinds == ["incident", "restored", "request", "answer"]
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "incident and request")
+
+
+def test_what_a_trouble_after_a_rewind_is_a_repeat_of(tmp_path: Path) -> None:
+    """A rewind that somebody asked for answers no trouble, so the next trouble is a first one."""
+    run, toy = tmp_path / "run", TOY.but(nan=(63,))
+    train(toy, run, hook=asking(57, lambda: hand_in(run, "rewind", to=50)))
+    _, plan = facts(run, Planned)
+    assert (plan.repeats, plan.escalation) == (None, 0)
+    assert [fact.outcome for fact in facts(run, Concluded)] == ["carried_out", "recovered"]
+
+
+REFUSED = {
+    "not there yet": ({"order": "rewind", "to": 90}, "has not come to step 90"),
+    "before the ring": ({"order": "rewind", "to": 5}, "no checkpoint at or before step 5"),
+    "in the past": ({"order": "skip", "skip": (20, 30)}, "rollback rewind RUN --to STEP --skip 20:30"),
+    "before the checkpoint": ({"order": "rewind", "to": 44, "skip": (20, 30)}, "lie before batch 40"),
+    "of another launch": ({"order": "stop", "launch": "elsewhere:1:then"}, "a launch that is over"),
+}
+
+
+def test_what_cannot_be_done_is_refused_with_the_reason_and_training_goes_on(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    run, toy = tmp_path / "run", TOY.with_settings(keep=3)
+    handed_in: dict[str, str] = {}
+
+    def all_of_them() -> None:
+        for name, (request, _) in REFUSED.items():
+            handed_in[name] = hand_in(run, **request)  # type: ignore[arg-type]
+
+    portrait = train(toy, run, hook=asking(57, all_of_them))
+    for name, (_, reason) in REFUSED.items():
+        carried_out, text = answers(run)[handed_in[name]]
+        assert not carried_out
+        assert reason in text
+    assert not facts(run, Incident, SkipAdded)
+    require_same(portrait, undisturbed, "refused")
+
+
+def rubbish(run: Path) -> None:
+    folder = run / "requests"
+    folder.mkdir()
+    (folder / "000000-00000000.json").write_text('{"order": "rewind"}')
+    (folder / "000001-00000000.json").write_text("[" * 100_000)
+    (folder / "000002-00000000.json").write_bytes(b"\xff\x00" * 50)
+    os.mkfifo(folder / "000003-00000000.json")
+    (folder / "000004-00000000.json").symlink_to("/dev/zero")
+    (folder / "000005-00000000.json").mkdir()
+    (folder / "000006-00000000.json").write_bytes(b" " * (1 << 20))
+    (folder / "000007-00000000.json").write_text('{"order": "stop", "who": "x", "at": "", "to": 1e400}')
+    (folder / "rm -rf.json").write_text("not a name of a request")
+    for number in range(8, 40):
+        (folder / f"{number:06d}-00000000.json").write_text("")
+
+
+def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    portrait = train(TOY, run, hook=asking(37, lambda: rubbish(run), lambda: hand_in(run, "skip", skip=(70, 72))))
+    told = answers(run)
+    assert len(told) == 41
+    assert [name for name, (carried_out, _) in told.items() if carried_out] == names(RunPaths(run))[-1:]
+    require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rubbish")
+    ledger = compile_ledger(read_material(run))
+    assert [entry.state for entry in ledger.requests].count("refused") == 40
+
+
+@pytest.mark.parametrize(
+    "request_", [{"order": "rewind", "to": 44, "skip": [41, 45]}, {"order": "skip", "skip": [70, 75]}]
+)
+def test_a_run_that_is_not_running_does_it_at_its_next_start(
+    tmp_path: Path, forker: Forker, request_: dict[str, object]
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    assert forker.status(TOY, run, log=str(log), signal=[57, 9]) == -9
+    hand_in(run, **request_)  # type: ignore[arg-type]
+    portrait = forker.finish(TOY, run, log=log)
+    taken = facts(run, Requested)
+    assert [(fact.order, fact.step) for fact in taken] == [(request_["order"], 50)]
+    require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "at the next start")
+
+
+@pytest.mark.parametrize("kind", ["request", "incident", "plan", "restored", "outcome"])
+def test_a_rewind_that_a_crash_interrupts_is_carried_out_once(
+    tmp_path: Path, forker: Forker, as_if_never_there: dict[str, str], kind: str
+) -> None:
+    """Before one fact is after the one before it."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    ask = [57, {"order": "rewind", "to": 44, "skip": SKIP}]
+    assert forker.status(TOY, run, log=str(log), ask=ask, die=["after", kind, 1]) == DIED
+    portrait = forker.finish(TOY, run, log=log)
+    assert len(facts(run, Requested)) == len(facts(run, Answered)) == len(facts(run, Restored)) == 1
+    require_same(portrait, as_if_never_there, f"died after {kind}")
+
+
+def test_a_stop_that_a_crash_interrupts_does_not_stop_the_next_launch(
+    tmp_path: Path, forker: Forker, undisturbed: dict[str, str]
+) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    ask = [33, {"order": "stop"}]
+    assert forker.status(TOY, run, log=str(log), ask=ask, die=["before", "stopped", 1]) == DIED
+    require_same(forker.finish(TOY, run, log=log), undisturbed, "goes on")
+    ((carried_out, _),) = answers(run).values()
+    assert not carried_out
