@@ -7,6 +7,7 @@ down in one environment variable). The command line wins: at three in the mornin
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -91,6 +92,10 @@ ENV_ATTEMPT = "ROLLBACK_ATTEMPT"
 ENV_SETTINGS = "ROLLBACK_SETTINGS"
 ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
+
+STACKS_SIGNAL = signal.SIGRTMAX - 3
+"""On this signal a rank writes down its stacks. Scripts and schedulers use the named signals, and the C library and
+debuggers the first real-time ones."""
 
 
 _LOOSE = TypeAdapter(dict[str, Any])

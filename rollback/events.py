@@ -13,6 +13,11 @@ from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop"]
+Why = Literal[
+    "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
+    "lost_peer", "launcher", "told_to_stop",
+]  # fmt: skip
+"""Classes of what can end an attempt before its time; `rollback.supervisor.classify` has the table."""
 
 
 class Window(BaseModel):
@@ -219,7 +224,7 @@ class Concluded(Fact):
 
 
 class SkipAdded(Fact):
-    """A skip window that no incident gave: the user's."""
+    """A skip window that no incident gave: the user's, or the supervisor's for a batch on which a rank raised twice."""
 
     kind: Literal["skip_added"] = "skip_added"
     window: Window
@@ -316,7 +321,11 @@ class AttemptStarted(Fact):
 
 
 class AttemptEnded(Fact):
-    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory."""
+    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
+
+    `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
+    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception.
+    """
 
     writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
     kind: Literal["attempt_ended"] = "attempt_ended"
@@ -324,6 +333,40 @@ class AttemptEnded(Fact):
     cause: str
     step: int | None
     seconds: float
+    why: Why | None = None
+    rank: int | None = None
+    batch: int | None = None
+    followed: tuple[int, ...] = ()
+    fingerprint: str | None = None
+
+
+class Hung(Fact):
+    """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
+
+    `suspect` is the rank that the others seem to wait for, null where none stands out.
+    """
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["hung"] = "hung"
+    suspect: int | None
+    reason: str
+    silent: float
+    limit: float
+    stacks: tuple[int, ...]
+
+
+class Blamed(Fact):
+    """A rank raised the same exception twice at the same batch: the next attempt passes over `window`."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["blamed"] = "blamed"
+    window: Window
+    batch: int
+    rank: int
+    step: int
+    fingerprint: str
+    error: str
+    attempts: tuple[int, ...]
 
 
 class RestartScheduled(Fact):
@@ -358,7 +401,7 @@ AnyFact = Annotated[
         Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, PhaseAnnounced,
         Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered, PassedOver,
         Advice, Trouble, Stopped, Finished,
-        AttemptStarted, AttemptEnded, RestartScheduled, Signalled, RunEnded,
+        AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip

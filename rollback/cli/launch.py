@@ -27,6 +27,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job
 from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.supervise import Order, Result, supervise
 
 
@@ -39,6 +40,8 @@ def launch(
     skips_of: Path | None,
     restart_budget: int | None,
     grace: float | None,
+    hang_after: str | None,
+    stall_after: float | None,
     **given: Any,
 ) -> None:
     """Run a training job under torchrun, and keep it going.
@@ -49,7 +52,9 @@ def launch(
     paths = RunPaths(run if run is not None else default_run(script, flags))
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
-    order = Order(paths, Job(flags, script, arguments or []), settings, budget, GRACE if grace is None else grace)
+    limits = hang_limits(hang_after, stall_after)
+    job = Job(flags, script, arguments or [])
+    order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits)
     occupy_standard_streams()
     with Screen() as screen:
         result = supervise(order, screen)
@@ -118,6 +123,24 @@ def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:
         raise UsageError(f"--max-restarts: {torchruns!r} is not a number of restarts") from error
     say(f"--max-restarts {budget} is taken as --restart-budget {budget}: restarts that progress refills")
     return budget
+
+
+def hang_limits(after: str | None, stall: float | None) -> HangLimits:
+    """Raises UsageError for what is neither auto, off, nor a positive number of seconds."""
+    if after in (None, "auto"):
+        return HangLimits("auto", stall)
+    if after == "off":
+        return HangLimits(None, stall)
+    try:
+        seconds = float(after or "")
+        if not 0 < seconds < float("inf"):
+            raise ValueError("not positive")
+    except ValueError as error:
+        raise UsageError(
+            f"--hang-after: {after!r} is neither auto, off, nor a number of seconds",
+            hint="auto reckons with the length of the steps, and never less than 5 minutes",
+        ) from error
+    return HangLimits(seconds, stall)
 
 
 def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:

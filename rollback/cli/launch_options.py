@@ -106,6 +106,20 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
     _run_parameter(
         "grace", float, "SECONDS", f"time that ranks have to stop and save when told to (default: {GRACE:g})", 0.0
     ),
+    _run_parameter(
+        "hang_after",
+        str,
+        "auto|SECONDS|off",
+        "end and restart a job of which no rank shows a sign of progress for so long; with SECONDS start-up counts too "
+        "(default: auto, from the length of the steps and at least 5 minutes)",
+    ),
+    _run_parameter(
+        "stall_after",
+        float,
+        "SECONDS",
+        "the same for a job that runs and finishes no batch: start-up, compilation and evaluation count (default: off)",
+        0.001,
+    ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *(_torchrun_parameter(flag) for flag in FLAGS),
 )

@@ -69,6 +69,21 @@ class RunPaths:
     def heartbeat(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
 
+    def failures(self, attempt: int) -> Path:
+        return self.root / "failures" / f"attempt-{attempt:04d}"
+
+    def failure(self, attempt: int, rank: int) -> Path:
+        return self.failures(attempt) / f"rank-{rank:05d}.json"
+
+    def stacks(self, attempt: int) -> Path:
+        return self.root / "stacks" / f"attempt-{attempt:04d}"
+
+    def rank_stacks(self, attempt: int, rank: int) -> Path:
+        return self.stacks(attempt) / f"rank-{rank:05d}.txt"
+
+    def processes(self, attempt: int) -> Path:
+        return self.stacks(attempt) / "processes.json"
+
     @property
     def logs(self) -> Path:
         return self.root / "logs"

@@ -42,7 +42,11 @@ class SkippedBatch(BaseModel):
 
 
 class Heartbeat(BaseModel):
-    """ranks/rank-NNNNN.json."""
+    """ranks/rank-NNNNN.json. monotonic: when the rank's Python last moved; looked: when the rank last looked.
+
+    Both by the host's monotonic clock. A rank that waits in a collective looks and does not move; one that is stopped,
+    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun.
+    """
 
     model_config = ConfigDict(frozen=True)
     pid: int
@@ -53,6 +57,8 @@ class Heartbeat(BaseModel):
     doing: str
     monotonic: float
     created: float
+    looked: float = 0.0
+    collectives: int | None = None
 
 
 class LineWriter:

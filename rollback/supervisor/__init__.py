@@ -7,10 +7,15 @@
     torchrun  what runs in torchrun's process
     evidence  what the run directory and torchrun say about an attempt
     outcome   the table of how an attempt can have ended
+    classify  the table of what can have ended it: first cause, apart from what followed
+    hang      when a job hangs, and on which rank
+    lookout   looking out for that, and what is done about it
+    stacks    the stacks of ranks and loader workers before they are killed
+    memory    whether the kernel's OOM killer struck
     budget    whether and when another attempt follows
     ledger    the supervisor's journal
     signals   being told to stop, and how urgently
     supervise the loop that ties these together
 
-flags, command, outcome and budget are pure.
+flags, command, outcome, classify, hang and budget are pure.
 """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
@@ -10,12 +9,14 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rollback.errors import ExitCode
-from rollback.events import Attached, Committed, Finished, Record, Stopped
+from rollback.events import Attached, Committed, Finished, Hung, Record, Stopped
 from rollback.rundir.durable import read_small_file
+from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.supervisor.outcome import Evidence, Failures, Left, RankFailure, Refusal
+from rollback.supervisor.classify import RankEnd
+from rollback.supervisor.outcome import Evidence, Failures, Left, Refusal
 
 _Left = TypeVar("_Left", bound=BaseModel)
 
@@ -78,6 +79,7 @@ def gather(
     *,
     left: Left,
     told_to_stop: bool,
+    hung: Hung | None = None,
 ) -> Evidence:
     """Everything that decides how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
@@ -89,13 +91,28 @@ def gather(
         stopped=next((record.fact for record in reversed(records) if isinstance(record.fact, Stopped)), None),
         failures=left.failures,
         step=furthest_step(paths, records, attempt),
+        hung=hung,
     )
 
 
-def left_on_host(status: int, *, refusal: Path, failures: Path) -> Left:
-    """What rank 0 and torchrun's process left word of on this host. status: torchrun's."""
+def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
+    """How each rank ended of which anything is known: torchrun's account, the rank's own, and what the host saw."""
+    records = read_failures(paths.failures(attempt))
+    failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
+    return [
+        RankEnd(
+            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0
+        )
+        for rank in sorted({*records, *failures, *left.stopped})
+    ]
+
+
+def left_on_host(status: int, *, refusal: Path, failures: Path, stopped: tuple[int, ...], oom_kills: int) -> Left:
+    """What rank 0 and torchrun's process left word of on this host, and what was seen there. status: torchrun's."""
     return Left(
         status=status,
+        stopped=stopped,
+        oom_kills=oom_kills,
         refusal=_read(refusal, Refusal) or (_TORCHRUN_REFUSED if status == ExitCode.USAGE else None),
         failures=_read(failures, Failures),
     )
@@ -107,45 +124,3 @@ def _read(path: Path, model: type[_Left]) -> _Left | None:
         return model.model_validate_json(read_small_file(path, 1 << 20))
     except (OSError, ValueError):
         return None
-
-
-def cause(evidence: Evidence) -> str:
-    """In words what ended an attempt, and no more than the evidence shows."""
-    failures = evidence.failures
-    if evidence.status == 0:
-        return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
-    if evidence.told_to_stop:
-        return "ended on request, before the ranks had stopped together"
-    if evidence.status < 0:
-        return f"torchrun was killed by {_signal_name(-evidence.status)}"
-    if failures is None:
-        return f"torchrun exited with status {evidence.status} and left no account"
-    if not failures.failures:
-        return f"torchrun failed with {failures.error}"
-    first, *others = failures.failures
-    others = [failure for failure in others if failure.exitcode != -signal.SIGTERM]  # ended by torchrun, for the first
-    followed = f"; then {_enumerate_ranks(others)} failed too" if others else ""
-    return _describe(first) + followed
-
-
-def _describe(failure: RankFailure) -> str:
-    who = f"rank {failure.rank} (pid {failure.pid})"
-    if failure.exitcode < 0:
-        return f"{who} was killed by {_signal_name(-failure.exitcode)}"
-    what = f": {failure.message.strip().splitlines()[-1]}" if failure.message and failure.message.strip() else ""
-    return f"{who} exited with status {failure.exitcode}{what}"
-
-
-def _enumerate_ranks(failures: list[RankFailure]) -> str:
-    if len(failures) == 1:
-        return f"rank {failures[0].rank}"
-    if len(failures) <= 4:
-        return "ranks " + ", ".join(str(failure.rank) for failure in failures)
-    return f"{len(failures)} other ranks"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return f"signal {number} ({signal.Signals(number).name})"
-    except ValueError:
-        return f"signal {number}"

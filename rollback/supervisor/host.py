@@ -14,6 +14,7 @@ from rollback.config import Settings
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import left_on_host
+from rollback.supervisor.memory import OomCounters
 from rollback.supervisor.outcome import Left
 from rollback.supervisor.output import Audience, Output
 from rollback.supervisor.processes import (
@@ -27,6 +28,7 @@ from rollback.supervisor.processes import (
     send,
     start,
 )
+from rollback.supervisor.stacks import state_of, take_stacks
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
 _PATIENCE = 2.0
@@ -41,6 +43,10 @@ class Running:
         self._paths = paths
         self._torchrun = torchrun
         self._told: set[psutil.Process] = set()
+        self._memory = OomCounters()
+        self._memory.watch()
+        self._states: dict[int, str] = {}
+        self.hopeless = False
         self.attempt = attempt
         self.command = command
         self.pid = torchrun.pid
@@ -59,10 +65,31 @@ class Running:
         self._told |= ranks
         return bool(self._told)
 
-    def kill(self) -> int:
-        """End torchrun at once; its status. The ranks end with the attempt."""
+    def look(self) -> dict[int, str]:
+        """The states of this host's ranks as in /proc (`T`: stopped), by rank; remembered for `left`."""
+        ranks = living_ranks(self._paths, self.attempt)
+        self._memory.watch(process.pid for process in ranks.values())
+        found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
+        self._states.update(found)
+        return found
+
+    def take_stacks(self) -> tuple[int, ...]:
+        """Have this host's ranks write their stacks: those that did. Raises OSError."""
+        return take_stacks(self._paths, self.attempt, living_ranks(self._paths, self.attempt))
+
+    def kill(self, *, hopeless: bool = False) -> int:
+        """End torchrun at once; its status. The ranks end with the attempt, without being asked to if `hopeless`."""
+        self.hopeless = hopeless
         self._torchrun.kill()
         return self._torchrun.wait()
+
+    def stopped(self) -> tuple[int, ...]:
+        """Ranks that were SIGSTOPped when last looked at."""
+        return tuple(sorted(rank for rank, state in self._states.items() if state in ("T", "t")))
+
+    def oom_kills(self) -> int:
+        """How often the kernel's OOM killer has struck where this host's ranks live."""
+        return self._memory.kills()
 
 
 class Host:
@@ -113,15 +140,23 @@ class Host:
         with self.output.of_attempt(number, self._job, self._environment) as output:
             command = torchrun_command(output.job, self._environment)
             torchrun = start(command, environment, output.stdout, output.stderr)
+            running = Running(self._paths, number, tuple(command), torchrun)
             try:
-                yield Running(self._paths, number, tuple(command), torchrun)
+                yield running
             finally:
                 # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
                 torchrun.kill()
                 torchrun.wait()
-                end_all(lambda: descendants(apart_from=self._before_us), patience=_PATIENCE)
+                patience = 0.0 if running.hopeless else _PATIENCE
+                end_all(lambda: descendants(apart_from=self._before_us), patience=patience)
                 reap()
 
-    def left(self, status: int) -> Left:
+    def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended here with torchrun's `status` left behind."""
-        return left_on_host(status, refusal=self._refusal, failures=self._failures)
+        return left_on_host(
+            status,
+            refusal=self._refusal,
+            failures=self._failures,
+            stopped=running.stopped(),
+            oom_kills=running.oom_kills(),
+        )

@@ -26,7 +26,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from rollback.errors import ExitCode
-from rollback.events import Stopped
+from rollback.events import Hung, Stopped
 
 Ending = Literal["refused", "structural", "resumable", "done", "failed"]
 
@@ -48,13 +48,18 @@ class Refusal(BaseModel):
 
 
 class RankFailure(BaseModel):
-    """A rank that failed, as torchrun saw it. `exitcode` is -N for a rank that signal N ended."""
+    """A rank that failed, as torchrun saw it. `exitcode` is -N for a rank that signal N ended.
+
+    ended: by torchrun, because another one had failed. at: when torchrun saw it, in whole seconds since the epoch.
+    """
 
     model_config = ConfigDict(frozen=True)
     rank: int
     pid: int
     exitcode: int
     message: str | None
+    ended: bool = False
+    at: float | None = None
 
 
 class Failures(BaseModel):
@@ -66,12 +71,18 @@ class Failures(BaseModel):
 
 
 class Left(BaseModel):
-    """What an attempt left on one host. status: torchrun's, -N where signal N ended it."""
+    """What an attempt left on one host. status: torchrun's, -N where signal N ended it.
+
+    stopped: ranks that were SIGSTOPped when last looked at. oom_kills: how often the kernel's OOM killer struck in
+    the memory cgroups of this host's ranks.
+    """
 
     model_config = ConfigDict(frozen=True)
     status: int
     refusal: Refusal | None = None
     failures: Failures | None = None
+    stopped: tuple[int, ...] = ()
+    oom_kills: int = 0
 
 
 @dataclass(frozen=True)
@@ -80,7 +91,7 @@ class Evidence:
 
     status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
     attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together.
-    step: the furthest one that any rank is known to have reached.
+    step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
     """
 
     status: int
@@ -90,6 +101,7 @@ class Evidence:
     stopped: Stopped | None
     failures: Failures | None
     step: int | None
+    hung: Hung | None = None
 
     @property
     def killed(self) -> bool:
@@ -98,7 +110,7 @@ class Evidence:
         A rank whose peer was killed often fails in the same moment, so a SIGKILL counts wherever it stands. torchrun
         itself ends the others with SIGTERM, so that counts for the first one only.
         """
-        codes = [failure.exitcode for failure in self.failures.failures] if self.failures else []
+        codes = [item.exitcode for item in self.failures.failures if not item.ended] if self.failures else []
         first = codes[0] if codes else self.status
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 

@@ -20,14 +20,17 @@ from pathlib import Path
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
-from rollback.events import AttemptEnded, AttemptStarted, RestartScheduled, RunEnded, Signalled
+from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp
 from rollback.supervisor.claim import Claim, read_past
+from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
-from rollback.supervisor.evidence import TrainJournal, cause, furthest_step, gather, got_further
+from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
+from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.host import Host, Running
 from rollback.supervisor.ledger import Ledger
+from rollback.supervisor.lookout import Lookout
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
@@ -40,6 +43,7 @@ class Order:
     """What `rollback launch` was asked to do.
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
+    hang: how long they may show no sign of progress.
     """
 
     paths: RunPaths
@@ -47,6 +51,7 @@ class Order:
     settings: Settings
     restart_budget: int
     grace: float
+    hang: HangLimits
 
 
 @dataclass(frozen=True)
@@ -110,58 +115,64 @@ class _Supervisor:
         attempt = last_attempt
         while True:
             attempt += 1
-            evidence = self._attempt(attempt)
+            evidence, first = self._attempt(attempt)
             end = ending(evidence)
             if evidence.refusal is not None:
                 raise self._refused(evidence)
             self._begin_record()
             if end != "failed":
-                return self._finish(end, evidence)
+                return self._finish(end, evidence, first)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
             budget, decision = budget.after_failure(
                 progressed=progressed, attached=evidence.attached, killed=evidence.killed
             )
+            why = cause(evidence, first)
             if isinstance(decision, GiveUp):
-                self._tell_failure(evidence)
-                return self._end(ExitCode.FAILED, f"{cause(evidence)}; {decision.reason}")
+                self._tell_failure(evidence, why)
+                return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
             self._ledger.note(
                 RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
             left = f"{budget.left} of {budget.limit} restarts left"
-            self._tell_failure(evidence, f"; starting another {when} ({decision.reason}; {left})")
+            self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}; {left})")
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
-    def _attempt(self, attempt: int) -> Evidence:
-        """Run torchrun once, and return what is known when all that it started is gone."""
+    def _attempt(self, attempt: int) -> tuple[Evidence, FirstCause | None]:
+        """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
         self._ledger.attempt = attempt
         began = time.monotonic()
         with self._host.attempt(attempt) as running:
             host = socket.gethostname()
             self._ledger.note(AttemptStarted(command=running.command, host=host, pid=running.pid))
-            status = self._watch(running)
-        evidence = gather(
-            self._paths,
-            self._journal,
-            attempt,
-            left=self._host.left(status),
-            told_to_stop=bool(self._signals.received),
-        )
+            status, hung = self._watch(running)
+        left = self._host.left(status, running)
+        told = bool(self._signals.received)
+        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
+        first = first_cause(evidence, rank_ends(self._paths, attempt, left))
+        record = first.record if first else None
         self._ledger.note(
             AttemptEnded(
                 status=status,
-                cause=cause(evidence),
+                cause=cause(evidence, first),
                 step=evidence.step,
                 seconds=time.monotonic() - began,
+                why=first.why if first else None,
+                rank=first.rank if first else None,
+                batch=record.batch if record else None,
+                followed=first.followed if first else (),
+                fingerprint=record.fingerprint if record else None,
             )
         )
-        return evidence
+        return evidence, first
 
-    def _watch(self, running: Running) -> int:
-        """Torchrun's status once it has ended, by itself or because we were told to stop and its time is up."""
+    def _watch(self, running: Running) -> tuple[int, Hung | None]:
+        """Torchrun's status once it has ended, by itself or because we ended it: told to stop and its time is up, or
+        the ranks hang."""
         deadline: float | None = None
+        lookout = Lookout(self._paths, self._order.hang, running)
         while (status := running.poll()) is None:
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
                 self._begin_record()
@@ -173,17 +184,21 @@ class _Supervisor:
             if deadline is not None:
                 told = running.tell_ranks_to_stop()
                 if not told or self._signals.insistent or time.monotonic() > deadline:
-                    return running.kill()
+                    return running.kill(), None
+            elif (hung := lookout.look()) is not None:
+                self._ledger.note(hung)
+                self._say(f"hang: {hung.reason}; nothing moved for {hung.silent:.0f} s; ending all ranks")
+                return running.kill(hopeless=True), hung
             time.sleep(_POLL)
-        return status
+        return status, None
 
     def _begin_record(self) -> None:
         """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
         self._ledger.open()
         self._host.output.keep()
 
-    def _tell_failure(self, evidence: Evidence, what_follows: str = "") -> None:
-        self._say(f"attempt {self._ledger.attempt} failed: {cause(evidence)}{what_follows}")
+    def _tell_failure(self, evidence: Evidence, account: str) -> None:
+        self._say(f"attempt {self._ledger.attempt} failed: {account}")
         if evidence.failures and evidence.failures.failures:
             words = self._host.output.last_words(evidence.failures.failures[0].rank)
             if words is not None:
@@ -207,13 +222,13 @@ class _Supervisor:
             self._end(error.exit_code, evidence.refusal.message)
         return error
 
-    def _finish(self, end: Ending, evidence: Evidence) -> Result:
+    def _finish(self, end: Ending, evidence: Evidence, first: FirstCause | None) -> Result:
         """End a run whose last attempt did not fail."""
         if end == "done":
             return self._end(EXIT_CODES[end], "training ended by itself")
         if evidence.stopped is not None:
             return self._end(EXIT_CODES[end], evidence.stopped.account)
-        return self._end(EXIT_CODES[end], cause(evidence))
+        return self._end(EXIT_CODES[end], cause(evidence, first))
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
         self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))

@@ -10,12 +10,13 @@
 from __future__ import annotations
 
 import ctypes
+import importlib
 import json
 import os
 import runpy
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from typing import Any
@@ -65,11 +66,25 @@ class _LogsSpecsDistribution(Distribution):
         return Path(path)
 
 
-def describe(error: BaseException) -> dict[str, Any]:
+def note_whom_torchrun_ends() -> dict[int, int]:
+    """From now on: the last signal that torchrun sent to each rank's process, by pid."""
+    handler = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler").SubprocessHandler
+    sent: dict[int, int] = {}
+    close = handler.close
+
+    def noted(self: Any, death_sig: signal.Signals | None = None) -> None:
+        sent[self.proc.pid] = death_sig or signal.SIGTERM
+        close(self, death_sig)
+
+    handler.close = noted
+    return sent
+
+
+def describe(error: BaseException, sent: Mapping[int, int] | None = None) -> dict[str, Any]:
     """The account of what torchrun raised: its text, and the ranks that failed by themselves, first one first.
 
     A ChildFailedError carries `failures`, a ProcessFailure for each rank. Ranks that torchrun itself ended are in it
-    too, with the SIGTERM that ended them.
+    too. sent: the last signal that torchrun sent, by pid.
     """
     failures = getattr(error, "failures", {})
     order = sorted(failures, key=lambda rank: _precedence(failures[rank]))
@@ -81,6 +96,8 @@ def describe(error: BaseException) -> dict[str, Any]:
                 "pid": failures[rank].pid,
                 "exitcode": failures[rank].exitcode,
                 "message": _message(failures[rank].error_file_data.get("message")),
+                "ended": failures[rank].exitcode == -(sent or {}).get(failures[rank].pid, 0) != 0,
+                "at": failures[rank].timestamp,
             }
             for rank in order
         ],
@@ -104,10 +121,11 @@ def main() -> None:
     supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
     end_with(int(supervisor))
     sys.meta_path.append(LogsSpecsFinder())
+    sent = note_whom_torchrun_ends()
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
     except Exception as error:
-        told = describe(error)
+        told = describe(error, sent)
         write_file(Path(account), json.dumps(told).encode(), durable=False)
         if not told["failures"]:
             raise

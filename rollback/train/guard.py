@@ -113,9 +113,8 @@ class Guard:
             if self._lock is not None:
                 self._lock.release()
             raise
-        self._stop = StopRequest()
-        self._record = attached.record
-        self._life = SignsOfLife(self._paths, ranks.rank, attached.attempt)
+        self._stop, self._record = StopRequest(), attached.record
+        self._life = SignsOfLife(self._paths, ranks, attached.attempt)
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
@@ -245,12 +244,13 @@ class Guard:
     def _take_batch(self) -> Any:
         cursor = self._state.cursor
         self._skips.pass_over(cursor, self.step, self._watch.timeline)
-        position = cursor.batch
+        position, whole = cursor.batch, self._state.counters.batches_per_step
+        self._life.take("reading", self.step, position, self._hand.first_batch, whole)
         batch = cursor.next()
         self._hand.take(position)
+        self._life.take("training", self.step, position, self._hand.first_batch, whole)
         self._evidence.take(position, batch)
-        self._updates.expect_backward(last=self._hand.batches >= self._state.counters.batches_per_step)
-        self._life.show("training", self.step, self.batch)
+        self._updates.expect_backward(last=self._hand.batches >= whole)
         return batch
 
     def _end_step(self) -> Decision | None:

@@ -1,45 +1,98 @@
-"""Signs of life: a small file for each rank that says who it is and where it stands."""
+"""Signs of life: a small file for each rank that says who it is, where it stands, and whether it moves.
+
+A thread of the rank writes it twice a second, so that it tells a rank that is busy from one that waits for ever: see
+`rollback.train.movement`. What the supervisor makes of it is `rollback.supervisor.hang`.
+"""
 
 from __future__ import annotations
 
+import atexit
+import faulthandler
 import os
 import socket
+import threading
 import time
+from pathlib import Path
 
 import psutil
 
+from rollback.config import STACKS_SIGNAL
+from rollback.events import Window
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.train.last_words import LastWords, Standing
+from rollback.train.movement import Movement
+from rollback.train.ranks import Ranks
 from rollback.train.record import say
 
 _EVERY_SECONDS = 0.5
 
 
 class SignsOfLife:
-    """Writes this rank's heartbeat, at most twice a second unless told `now`."""
+    """Writes this rank's heartbeat for as long as the process lives, its stacks when it is signalled to, and its last
+    words."""
 
-    def __init__(self, paths: RunPaths, rank: int, attempt: int) -> None:
-        self._path = paths.heartbeat(rank)
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
+        self._path = paths.heartbeat(ranks.rank)
+        self._ranks = ranks
         self._attempt = attempt
         self._pid, self._host = os.getpid(), socket.gethostname()
         self._created = psutil.Process().create_time()
-        self._shown = -_EVERY_SECONDS
+        self._movement = Movement()
+        self._moved = time.monotonic()
         self._failing = False
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+        self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
+        self._write()
+        LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing)
+        _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
+        atexit.register(self._over.set)
+        threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
-        clock = time.monotonic()
-        if clock - self._shown < _EVERY_SECONDS and not now:
-            return
-        self._shown = clock
-        beat = Heartbeat(
-            pid=self._pid, host=self._host, attempt=self._attempt, step=step, batch=batch, doing=doing, monotonic=clock,
-            created=self._created,
-        )  # fmt: skip
-        try:
-            write_heartbeat(self._path, beat)
-        except OSError as error:
-            if not self._failing:
-                say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
-            self._failing = True
-        else:
-            self._failing = False
+        """Say what is being done. It is written within half a second, or on return with `now`."""
+        self.standing = Standing(doing, step, batch, Window(first=batch, last=batch))
+        if now:
+            self._moved = time.monotonic()
+            self._write()
+
+    def take(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
+        """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
+        first = batch if first is None else first
+        whole = Window.model_construct(first=first, last=max(batch, first + batches_per_step - 1))
+        self.standing = Standing(doing, step, batch, whole)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            if self._movement.seen():
+                self._moved = time.monotonic()
+            self._write()
+
+    def _write(self) -> None:
+        with self._lock:
+            standing = self.standing
+            beat = Heartbeat.model_construct(
+                pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
+                doing=standing.doing, monotonic=self._moved, created=self._created, looked=time.monotonic(),
+                collectives=self._ranks.collectives_begun(),
+            )  # fmt: skip
+            try:
+                write_heartbeat(self._path, beat)
+            except OSError as error:
+                if not self._failing:
+                    say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
+                self._failing = True
+            else:
+                self._failing = False
+
+
+def _dump_stacks_on_signal(path: Path) -> None:
+    """On STACKS_SIGNAL all threads' Python stacks are appended to a file: in C, so also while the interpreter lock is
+    held. Forked loader workers inherit that. A script that uses the signal itself, later, takes it over."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open for as long as the process lives
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    except (OSError, ValueError) as error:
+        say(f"stacks cannot be written to {path} ({error}); training goes on, a hang will be told without them")

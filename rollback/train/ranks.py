@@ -36,6 +36,19 @@ class Ranks:
     def first(self) -> bool:
         return self.rank == 0
 
+    def collectives_begun(self) -> int | None:
+        """Collectives that this rank's default process group has begun; None where there is none to ask.
+
+        Not collective. A rank that left one out is one behind. Any thread may ask, also while another one waits.
+        """
+        if not self.distributed or not dist.is_initialized():
+            return None
+        try:
+            group: Any = dist.distributed_c10d._get_default_group()
+            return int(group._get_sequence_number_for_group())
+        except (RuntimeError, ValueError):  # a backend that does not count, or a group that is being taken down
+            return None
+
     def barrier(self) -> None:
         """Collective: return when all ranks have come."""
         if self.distributed:

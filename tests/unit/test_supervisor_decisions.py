@@ -14,7 +14,7 @@ from rollback.config import Settings
 from rollback.events import Attached, Committed, Fact, Record, Stopped
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
-from rollback.supervisor.evidence import cause, got_further
+from rollback.supervisor.evidence import got_further
 from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
 
@@ -165,37 +165,6 @@ class TestProgress:
 
     def test_the_checkpoint_that_it_began_with_does_not_count(self) -> None:
         assert not got_further(self.records(self.attached, self.committed(50)), 60, 500)
-
-
-class TestCause:
-    def test_a_killed_rank_is_named_with_its_signal_and_those_that_torchrun_ended_are_not_blamed(self) -> None:
-        ranks = (
-            RankFailure(rank=2, pid=11, exitcode=-9, message=None),
-            RankFailure(rank=0, pid=10, exitcode=1, message=None),
-            RankFailure(rank=1, pid=12, exitcode=-signal.SIGTERM, message=None),
-        )
-        found = cause(evidence(status=1, failures=Failures(error="ChildFailedError:", failures=ranks)))
-        assert found == "rank 2 (pid 11) was killed by signal 9 (SIGKILL); then rank 0 failed too"
-
-    def test_the_exception_of_a_rank_is_quoted_where_it_left_one(self) -> None:
-        rank = RankFailure(rank=0, pid=10, exitcode=1, message="ValueError: no such sample")
-        found = cause(evidence(status=1, failures=Failures(error="ChildFailedError:", failures=(rank,))))
-        assert found == "rank 0 (pid 10) exited with status 1: ValueError: no such sample"
-
-    def test_what_torchrun_itself_raised_is_told(self) -> None:
-        failures = Failures(error="RendezvousConnectionError: no answer", failures=())
-        assert cause(evidence(status=1, failures=failures)) == (
-            "torchrun failed with RendezvousConnectionError: no answer"
-        )
-
-    def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
-        assert cause(evidence(status=-9, told=True)) == "ended on request, before the ranks had stopped together"
-        assert cause(evidence(status=0, told=True, stopped=PREEMPTED)) == "the ranks stopped together: saved"
-        assert cause(evidence(status=0)) == "all ranks ended"
-
-    def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
-        assert cause(evidence(status=-9)) == "torchrun was killed by signal 9 (SIGKILL)"
-        assert cause(evidence(status=3)) == "torchrun exited with status 3 and left no account"
 
 
 class TestCommand:

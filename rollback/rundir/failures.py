@@ -1,0 +1,119 @@
+"""What a rank leaves when an exception ends it: who, where in the data, and the traceback. One file, one writer.
+
+The fingerprint says whether two exceptions are the same one: type, frames of the user's code, and the message with its
+numbers blanked. Frames of torch and of rollback are left out, because which of their lines a data loader's error comes
+through depends on timing.
+"""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from rollback.events import Window
+from rollback.rundir.durable import read_small_file, write_file
+
+_LIMIT = 4 << 20
+_TEXT_LIMIT = 64 << 10
+_FRAMES = 50
+_NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
+
+
+class Frame(BaseModel):
+    """A line of a traceback, innermost last."""
+
+    model_config = ConfigDict(frozen=True)
+    file: str = Field(description="its base name")
+    function: str
+    line: int
+
+
+class FailureRecord(BaseModel):
+    """failures/attempt-AAAA/rank-NNNNN.json."""
+
+    model_config = ConfigDict(frozen=True)
+    rank: int
+    pid: int
+    host: str
+    attempt: int
+    at: str = Field(description="wall clock, UTC, ISO 8601: for people")
+    seconds: float = Field(description="the same as seconds since the epoch; orders the ranks of one host")
+    step: int
+    batch: int = Field(description="in hand, or being read")
+    whole_step: Window = Field(description="the batches of its update: what must be skipped to be rid of it")
+    doing: str
+    error: str = Field(description="qualified name of the exception's type")
+    message: str
+    traceback: str
+    frames: list[Frame] = Field(description="of the user's code; of all code where there is none of it")
+    fingerprint: str
+
+
+def write_failure(path: Path, record: FailureRecord) -> None:
+    """Write a rank's last words, durable on return. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, record.model_dump_json().encode())
+
+
+def read_failures(directory: Path) -> dict[int, FailureRecord]:
+    """The readable records of an attempt, by rank. One that is absent, damaged or about another rank is left out."""
+    found: dict[int, FailureRecord] = {}
+    for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
+        try:
+            record = FailureRecord.model_validate_json(read_small_file(path, _LIMIT))
+        except (OSError, ValueError, ValidationError):
+            continue
+        if path.name == f"rank-{record.rank:05d}.json":
+            found[record.rank] = record
+    return found
+
+
+def qualified_name(kind: type[BaseException]) -> str:
+    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+
+
+def formatted(error: BaseException) -> str:
+    """The traceback as Python would print it, its middle left out where it is very long. Runs the error's `__str__`."""
+    text = _encodable("".join(traceback.format_exception(type(error), error, error.__traceback__)))
+    if len(text) <= _TEXT_LIMIT:
+        return text
+    half = _TEXT_LIMIT // 2
+    return f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
+
+
+def message_of(error: BaseException) -> str:
+    """`str(error)`, shortened; what its own `__str__` raises must not hide the error."""
+    try:
+        return _encodable(str(error))[:_TEXT_LIMIT]
+    except Exception as another:  # noqa: BLE001 - the user's code, at the worst of times
+        return f"(its __str__ raised {type(another).__name__})"
+
+
+def frames_of(error: BaseException, libraries: Sequence[Path]) -> list[Frame]:
+    """The innermost frames that are in none of the `libraries` (folders); all of them where none is outside."""
+    summary = traceback.extract_tb(error.__traceback__)
+    own = [item for item in summary if not _is_in(item.filename, libraries)]
+    return [
+        Frame(file=_encodable(Path(item.filename).name), function=item.name, line=item.lineno or 0)
+        for item in (own or list(summary))[-_FRAMES:]
+    ]
+
+
+def fingerprint(error: str, message: str, frames: Iterable[Frame]) -> str:
+    """16 hex digits that are equal for the same exception, whatever numbers its message quotes."""
+    lines = [f"{frame.file}:{frame.function}:{frame.line}" for frame in frames]
+    text = "\n".join([error, *lines, _NUMBER.sub("#", message)])
+    return xxhash.xxh3_64_hexdigest(text.encode("utf-8", "backslashreplace"))
+
+
+def _is_in(filename: str, libraries: Sequence[Path]) -> bool:
+    return any(Path(filename).is_relative_to(library) for library in libraries)
+
+
+def _encodable(text: str) -> str:
+    return text.encode("utf-8", "backslashreplace").decode()

@@ -1,0 +1,51 @@
+"""What the supervisor saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes.json."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+
+from rollback.rundir.durable import open_regular, read_small_file, write_file
+
+_LIMIT = 4 << 20
+_STACK_LIMIT = 1 << 20
+
+
+class ProcessSeen(BaseModel):
+    """A rank, or a process below one, before it was killed."""
+
+    model_config = ConfigDict(frozen=True)
+    rank: int
+    pid: int
+    command: str = Field(description="its name, as /proc has it")
+    is_rank: bool
+    state: str | None = Field(description="as in /proc: R, S, D, T, Z; null where it could not be read")
+    waits_in: str | None = Field(description="the kernel function that it waits in, where that may be read")
+    offset: int | None = Field(description="where its stacks begin in the rank's file; null where there are none")
+    size: int = Field(description="of its stacks, in bytes")
+    why_none: str | None = Field(description="why there are no stacks")
+
+
+_LIST = TypeAdapter(list[ProcessSeen])
+
+
+def write_processes(path: Path, seen: list[ProcessSeen]) -> None:
+    """Durable on return. Raises OSError."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_file(path, _LIST.dump_json(seen))
+
+
+def read_processes(path: Path) -> list[ProcessSeen]:
+    """Empty where there is none. Raises OSError or ValueError where it cannot be believed."""
+    try:
+        return _LIST.validate_json(read_small_file(path, _LIMIT))
+    except FileNotFoundError:
+        return []
+
+
+def read_stacks(path: Path, offset: int, size: int) -> str:
+    """A part of a rank's stacks. Raises OSError or ValueError."""
+    with open_regular(path) as file:
+        file.seek(max(0, offset))
+        return file.read(max(0, min(size, _STACK_LIMIT))).decode("utf-8", "replace")

@@ -1,0 +1,49 @@
+"""Looking out for a hang while an attempt runs, and what is done about one before everything is ended."""
+
+from __future__ import annotations
+
+import time
+
+from rollback.events import Hung
+from rollback.rundir.failures import read_failures
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+from rollback.supervisor.hang import HangLimits, HangWatch, suspect
+from rollback.supervisor.host import Running
+
+_EVERY = 1.0
+
+
+class Lookout:
+    """Reads heartbeats about once a second, however often it is asked."""
+
+    def __init__(self, paths: RunPaths, limits: HangLimits, running: Running) -> None:
+        self._paths, self._running = paths, running
+        self._watch = HangWatch(limits, time.monotonic())
+        self._next = 0.0
+
+    def look(self) -> Hung | None:
+        """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + _EVERY
+        attempt = self._running.attempt
+        beats = {rank: beat for rank, beat in read_heartbeats(self._paths.ranks).items() if beat.attempt == attempt}
+        states = self._running.look()
+        silence = self._watch.look(now, beats)
+        if silence is None:
+            return None
+        records = read_failures(self._paths.failures(attempt))
+        raised = {rank: f"{record.error}" for rank, record in records.items()}
+        suspicion = suspect(beats, states, raised, silence.mute)
+        reason = suspicion.reason
+        if silence.stalled:
+            reason = f"Python code runs, but no batch was finished; {reason}"
+        try:
+            stacks = self._running.take_stacks()
+        except OSError as error:
+            stacks, reason = (), f"{reason} (stacks could not be taken: {error})"
+        return Hung(
+            suspect=suspicion.rank, reason=reason, silent=round(silence.silent, 3), limit=silence.limit, stacks=stacks
+        )

@@ -1,0 +1,205 @@
+"""From evidence to class and first cause: every row of the table of rollback.supervisor.classify."""
+
+from __future__ import annotations
+
+import signal
+from typing import get_args
+
+import pytest
+
+from rollback.events import Hung, Stopped, Why, Window
+from rollback.rundir.failures import FailureRecord
+from rollback.supervisor.classify import RankEnd, cause, first_cause, why_of
+from rollback.supervisor.outcome import Evidence, Failures, RankFailure
+
+PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+
+
+def evidence(status: int = 1, *, told: bool = False, hung: Hung | None = None, error: str | None = None) -> Evidence:
+    failures = Failures(error=error, failures=()) if error else None
+    return Evidence(
+        status=status, told_to_stop=told, attached=True, refusal=None, stopped=None, failures=failures, step=None,
+        hung=hung,
+    )  # fmt: skip
+
+
+def failure(rank: int, exitcode: int, message: str | None = None, *, ended: bool = False, at: int = 5) -> RankFailure:
+    return RankFailure(rank=rank, pid=10 + rank, exitcode=exitcode, message=message, ended=ended, at=at)
+
+
+def record(rank: int, error: str, message: str, *, at: float = 5.0) -> FailureRecord:
+    return FailureRecord(
+        rank=rank, pid=10 + rank, host="h", attempt=1, at="", seconds=at, step=7, batch=9,
+        whole_step=Window(first=9, last=9), doing="training", error=error, message=message, traceback="", frames=[],
+        fingerprint="f",
+    )  # fmt: skip
+
+
+def raised(rank: int, error: str, message: str, *, at: float = 5.0, oom: bool = False) -> RankEnd:
+    return RankEnd(rank, failure(rank, 1), record(rank, error, message, at=at), oom_killed=oom)
+
+
+def died(rank: int, exitcode: int, *, ended: bool = False, oom: bool = False, at: int = 5) -> RankEnd:
+    return RankEnd(rank, failure(rank, exitcode, ended=ended, at=at), oom_killed=oom)
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:538] Connection closed by peer [127.0.0.1]:41352"
+GLOO_TIMEOUT = "[../third_party/gloo/gloo/transport/tcp/unbound_buffer.cc:81] Timed out waiting 1800000ms for recv"
+NCCL = "NCCL communicator was aborted on rank 0."
+NCCL_SYSTEM = "NCCL error in: ProcessGroupNCCL.cpp:1275, unhandled system error, NCCL version 2.21.5"
+CUDA_OOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB"
+CPU_OOM = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to"
+WORKER = "DataLoader worker (pid 4711) is killed by signal: Killed. "
+WORKERS = "DataLoader worker (pid(s) 4711, 4712) exited unexpectedly"
+ASSERT = "CUDA error: device-side assert triggered"
+
+
+@pytest.mark.parametrize(
+    ("end", "expected"),
+    [
+        (RankEnd(0, stopped=True), "stopped"),
+        (RankEnd(0, failure(0, -9, ended=True), stopped=True), "stopped"),
+        (raised(0, "RuntimeError", "CUDA error: uncorrectable ECC error encountered"), "hardware"),
+        (raised(0, "torch.distributed.DistBackendError", NCCL_SYSTEM), "hardware"),
+        (died(0, -9, oom=True), "oom_kill"),
+        (died(0, -9), "signal"),
+        (died(0, -11, oom=True), "signal"),
+        (died(0, -signal.SIGABRT), "aborted"),
+        (died(0, -9, ended=True), None),
+        (died(0, -15), None),
+        (died(0, 0), None),
+        (raised(0, "RuntimeError", WORKER, oom=True), "oom_kill"),
+        (raised(0, "RuntimeError", WORKERS, oom=True), "oom_kill"),
+        (raised(0, "RuntimeError", WORKER), "signal"),
+        (raised(0, "RuntimeError", WORKER.replace("Killed", "Segmentation fault"), oom=True), "signal"),
+        (raised(0, "torch.OutOfMemoryError", CUDA_OOM), "out_of_memory"),
+        (raised(0, "RuntimeError", CPU_OOM), "out_of_memory"),
+        (raised(0, "MemoryError", ""), "out_of_memory"),
+        (raised(0, "ValueError", "no such sample"), "exception"),
+        (raised(0, "RuntimeError", ASSERT), "exception"),
+        (raised(0, "ConnectionResetError", "[Errno 104] Connection reset by peer"), "exception"),
+        (raised(0, "TimeoutError", "reading sample 7 timed out"), "exception"),
+        (died(0, 3), "exit"),
+        (RankEnd(0, failure(0, 1, "ValueError: no such sample")), "exception"),
+        (RankEnd(0, failure(0, 1, "RuntimeError: " + GLOO)), "lost_peer"),
+        (raised(0, "RuntimeError", GLOO_TIMEOUT), "timeout"),
+        (raised(0, "RuntimeError", GLOO), "lost_peer"),
+        (raised(0, "torch.distributed.DistBackendError", NCCL), "lost_peer"),
+    ],
+)  # fmt: skip
+def test_every_row_of_the_table(end: RankEnd, expected: str | None) -> None:
+    assert why_of(end) == expected
+
+
+def test_the_rows_are_in_the_order_of_precedence() -> None:
+    from rollback.supervisor import classify
+
+    assert classify.__doc__ is not None
+    rows = [line.split("|")[1].strip() for line in classify.__doc__.splitlines() if line.startswith("| ")][1:]
+    assert rows == list(get_args(Why))[: len(rows)]
+
+
+HANG = Hung(suspect=1, reason="rank 1 stands still", silent=9.0, limit=8.0, stacks=(0, 1))
+
+
+@pytest.mark.parametrize(
+    ("ends", "why", "rank", "followed"),
+    [
+        pytest.param([raised(0, "RuntimeError", GLOO, at=4), died(1, -9)], "signal", 1, (0,), id="killed"),
+        pytest.param([raised(0, "RuntimeError", GLOO), died(1, -9, oom=True)], "oom_kill", 1, (0,), id="oom"),
+        pytest.param(
+            [raised(0, "RuntimeError", GLOO_TIMEOUT, at=4), RankEnd(1, failure(1, -9, ended=True), stopped=True)],
+            "stopped", 1, (0,), id="the healthy one raises first",
+        ),
+        pytest.param(
+            [raised(0, "RuntimeError", GLOO, at=4), raised(1, "ValueError", "bad", at=6)], "exception", 1, (0,),
+            id="a peer's error is written down first",
+        ),
+        pytest.param(
+            [raised(0, "ValueError", "bad", at=6), raised(1, "KeyError", "other", at=5)], "exception", 1, (0,),
+            id="the earlier of two",
+        ),
+        pytest.param([raised(0, "ValueError", "bad"), died(1, -9, ended=True)], "exception", 0, (), id="torchrun"),
+        pytest.param([raised(0, "ValueError", "bad", at=6), died(1, -6)], "exception", 0, (1,), id="a watchdog aborts"),
+        pytest.param(
+            [raised(0, "RuntimeError", GLOO), raised(1, "RuntimeError", GLOO)], "lost_peer", None, (0, 1), id="network"
+        ),
+    ],
+)  # fmt: skip
+def test_the_first_cause_and_what_followed(
+    ends: list[RankEnd], why: str, rank: int | None, followed: tuple[int, ...]
+) -> None:
+    found = first_cause(evidence(), ends)
+    assert found is not None
+    assert (found.why, found.rank, found.followed) == (why, rank, followed)
+    assert first_cause(evidence(), ends[::-1]) == found
+
+
+def test_a_hang_that_was_called_is_the_cause_and_what_the_kill_left_is_not() -> None:
+    found = first_cause(evidence(-9, hung=HANG), [raised(0, "RuntimeError", GLOO)])
+    assert found is not None
+    assert (found.why, found.rank, found.followed) == ("hang", 1, (0,))
+    assert found.text == "hang: rank 1 stands still"
+    stopped = first_cause(evidence(-9, hung=HANG), [RankEnd(1, stopped=True)])
+    assert stopped is not None
+    assert (stopped.why, stopped.rank) == ("stopped", 1)
+
+
+def test_a_rank_that_raised_and_did_not_end_hangs_because_of_what_it_raised() -> None:
+    found = first_cause(evidence(-9, hung=HANG), [raised(1, "ValueError", "bad sample")])
+    assert found is not None
+    assert (found.why, found.rank) == ("exception", 1)
+    assert found.text.endswith("and did not end")
+
+
+@pytest.mark.parametrize("why", ["MemoryError", "torch.OutOfMemoryError", "rollback.errors.UsageError"])
+def test_memory_and_our_own_errors_blame_no_batch(why: str) -> None:
+    found = first_cause(evidence(), [raised(0, why, "")])
+    assert found is not None
+    assert not found.may_blame_the_batch
+
+
+def test_only_an_exception_with_a_record_may_blame_its_batch() -> None:
+    for end in (died(0, -9), died(0, 3), raised(0, "RuntimeError", GLOO), RankEnd(0, stopped=True)):
+        found = first_cause(evidence(), [end])
+        assert found is not None
+        assert not found.may_blame_the_batch
+    found = first_cause(evidence(), [raised(0, "ValueError", "bad sample")])
+    assert found is not None
+    assert found.may_blame_the_batch
+
+
+class TestInWords:
+    def told(self, *ends: RankEnd, **known: object) -> str:
+        seen = evidence(**known)  # type: ignore[arg-type]
+        return cause(seen, first_cause(seen, ends))
+
+    def test_a_killed_rank_is_named_with_its_signal_and_those_that_torchrun_ended_are_not_blamed(self) -> None:
+        found = self.told(died(2, -9), died(0, 1), died(1, -15))
+        assert found == "rank 2 (pid 12) was killed by signal 9 (SIGKILL); then rank 0 failed too"
+
+    def test_an_exception_is_quoted_with_its_place(self) -> None:
+        found = self.told(raised(0, "ValueError", "no such sample\nmore"))
+        assert found == "rank 0 (pid 10) raised ValueError: no such sample at step 7, batch 9"
+
+    def test_what_a_loader_worker_raised_is_found_in_the_text_that_torch_makes_of_it(self) -> None:
+        text = "Caught ValueError in DataLoader worker process 0.\nOriginal Traceback (most recent call last):\n"
+        text += "  File x\nValueError: bad\n"
+        assert self.told(raised(0, "ValueError", text)).startswith("rank 0 (pid 10) raised ValueError: bad at step 7")
+
+    def test_the_exception_of_a_rank_is_quoted_where_only_torchrun_has_it(self) -> None:
+        found = self.told(RankEnd(0, failure(0, 1, "ValueError: no such sample")))
+        assert found == "rank 0 (pid 10) exited with status 1: ValueError: no such sample"
+
+    def test_what_torchrun_itself_raised_is_told(self) -> None:
+        assert self.told(error="RendezvousConnectionError: no answer") == (
+            "torchrun failed with RendezvousConnectionError: no answer"
+        )
+
+    def test_what_we_ended_ourselves_is_not_called_a_failure(self) -> None:
+        assert self.told(status=-9, told=True) == "ended on request, before the ranks had stopped together"
+        assert self.told(status=0) == "all ranks ended"
+
+    def test_without_an_account_no_more_is_claimed_than_the_status_shows(self) -> None:
+        assert self.told(status=-9) == "torchrun was killed by signal 9 (SIGKILL)"
+        assert self.told(status=3) == "torchrun exited with status 3 and left no account"

@@ -1,0 +1,163 @@
+"""When a job hangs and on which rank, with heartbeats and a clock that the test makes."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.rundir.records import Heartbeat
+from rollback.supervisor.hang import FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
+
+
+def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
+    fields = {"pid": 1, "host": "h", "attempt": 1, "created": 0.0, "batch": step, **more}
+    return Heartbeat(step=step, doing=doing, monotonic=moved, looked=looked, **fields)  # type: ignore[arg-type]
+
+
+class Job:
+    """Two ranks whose heartbeats are looked at every second."""
+
+    def __init__(self, limits: HangLimits) -> None:
+        self.watch = HangWatch(limits, began=0.0)
+        self.now = 0.0
+        self.step = 0
+        self.beats: dict[int, Heartbeat] = {}
+        self.moved = 0.0
+
+    def go(self, seconds: float, *, steps: float = 0.0, moving: bool = True, doing: str = "training") -> object:
+        """The first finding while `seconds` go by; steps: a second."""
+        done = float(self.step)
+        for _ in range(int(seconds)):
+            self.now += 1.0
+            done += steps
+            self.step = int(done)
+            self.moved = self.now if moving else self.moved
+            for rank in (0, 1):
+                self.beats[rank] = beat(self.step, moved=self.moved, looked=self.now, doing=doing)
+            if (found := self.watch.look(self.now, self.beats)) is not None:
+                return found
+        return None
+
+
+AUTO = HangLimits("auto")
+
+
+def test_a_job_that_trains_and_then_stands_still_hangs_after_the_floor() -> None:
+    job = Job(AUTO)
+    assert job.go(100, steps=2) is None
+    assert job.go(FLOOR - 2, moving=False) is None
+    found = job.go(3, moving=False)
+    assert found is not None
+    assert (found.limit, found.stalled) == (FLOOR, False)
+
+
+def test_long_steps_make_a_long_limit() -> None:
+    job = Job(AUTO)
+    assert job.go(600, steps=0.01) is None
+    assert job.watch.limit() == pytest.approx(1000, rel=0.02)
+
+
+@pytest.mark.parametrize("doing", ["attaching", "saving", "rewinding", "ended"])
+def test_what_may_wait_for_a_disk_has_more_time(doing: str) -> None:
+    job = Job(AUTO)
+    job.go(100, steps=1)
+    assert job.go(SLOW_FLOOR - 2, moving=False, doing=doing) is None
+    assert job.go(3, moving=False, doing=doing) is not None
+
+
+def test_the_first_steps_may_compile_for_long() -> None:
+    job = Job(AUTO)
+    job.go(3)
+    assert job.go(SLOW_FLOOR - 5, moving=False) is None
+
+
+def test_an_evaluation_of_hours_is_no_hang_since_its_python_code_moves() -> None:
+    job = Job(AUTO)
+    job.go(100, steps=2)
+    assert job.go(4 * 3600) is None
+
+
+def test_one_rank_that_moves_is_what_the_others_wait_for() -> None:
+    watch = HangWatch(HangLimits(5.0), began=0.0)
+    for now in range(100):
+        assert watch.look(now, {0: beat(3, moved=now, looked=now), 1: beat(3, looked=now)}) is None
+
+
+def test_start_up_is_judged_only_where_the_user_sets_the_limit() -> None:
+    assert all(HangWatch(AUTO, began=0.0).look(now, {}) is None for now in range(0, 10**5, 4))
+    watch = HangWatch(HangLimits(10.0), began=0.0)
+    assert all(watch.look(now, {}) is None for now in range(10))
+    assert watch.look(10, {}) is not None
+
+
+def test_off_is_off() -> None:
+    job = Job(HangLimits(None))
+    job.go(10, steps=1)
+    assert job.go(10**4, moving=False) is None
+
+
+def test_a_stall_is_python_that_moves_and_finishes_no_batch() -> None:
+    job = Job(HangLimits("auto", stall=60.0))
+    assert job.go(100, steps=0.1) is None
+    found = job.go(70)
+    assert found is not None
+    assert found.stalled
+
+
+def test_a_supervisor_that_was_stopped_itself_blames_nobody() -> None:
+    job = Job(HangLimits(10.0))
+    job.go(20, steps=1)
+    job.now += 3600.0
+    assert job.go(9, moving=False) is None
+    assert job.go(3, moving=False) is not None
+
+
+def test_ranks_whose_threads_do_not_run_are_mute_unless_all_are() -> None:
+    watch = HangWatch(HangLimits(10.0), began=0.0)
+    found = None
+    for now in range(20):
+        found = found or watch.look(now, {0: beat(3, looked=now), 1: beat(3)})
+    assert found is not None
+    assert found.mute == {1}
+    watch = HangWatch(HangLimits(10.0), began=0.0)
+    found = None
+    for now in range(20):
+        found = found or watch.look(now, {0: beat(3), 1: beat(3)})
+    assert found is not None
+    assert found.mute == frozenset()
+
+
+@given(st.lists(st.tuples(st.floats(0.1, 4.0), st.booleans(), st.integers(0, 2)), min_size=1))
+def test_nothing_is_called_before_the_limit(looks: list[tuple[float, bool, int]]) -> None:
+    watch, now, moved, step = HangWatch(HangLimits(30.0), began=0.0), 0.0, 0.0, 0
+    for gap, moves, steps in looks:
+        now, step = now + gap, step + steps
+        moved = now if moves else moved
+        if watch.look(now, {0: beat(step, moved=moved, looked=now)}) is not None:
+            assert now - moved >= 30.0
+            return
+
+
+BEATS = {rank: beat(5, collectives=40) for rank in range(4)}
+
+
+@pytest.mark.parametrize(
+    ("beats", "states", "raised", "mute", "rank", "reason"),
+    [
+        ({}, {}, {}, (), None, "no rank has come as far"),
+        (BEATS, {1: "T"}, {2: "ValueError"}, (), 2, "rank 2 raised ValueError and did not end"),
+        (BEATS, {0: "S", 1: "T", 2: "D"}, {}, (3,), 1, "rank 1 is stopped (SIGSTOP)"),
+        (BEATS, {0: "S", 2: "D"}, {}, (3,), 2, "rank 2 is in a system call that cannot be interrupted"),
+        (BEATS, {0: "S"}, {}, (3,), 3, "no thread of rank 3 gets to run"),
+        ({**BEATS, 2: beat(5, collectives=39)}, {}, {}, (), 2, "rank 2 is behind: training at step 5, batch 5, 39"),
+        ({**BEATS, 0: beat(4, collectives=50)}, {}, {}, (), 0, "rank 0 is behind: training at step 4"),
+        (BEATS, {}, {}, (), None, "all ranks stand at the same point, training at step 5"),
+        ({0: beat(4), 1: beat(4), 2: beat(5)}, {}, {}, (), None, "ranks 0, 1 stand at the same point"),
+        ({0: beat(4)}, {}, {}, (), 0, "rank 0 stands still, training at step 4, batch 4"),
+    ],
+)
+def test_the_suspect(beats, states, raised, mute, rank, reason) -> None:  # type: ignore[no-untyped-def]
+    found = suspect(beats, states, raised, mute)
+    assert found.rank == rank
+    assert found.reason.startswith(reason)
