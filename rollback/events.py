@@ -1,68 +1,31 @@
 """The facts that a run's journals hold, one class for each kind of line.
 
+Those of the ranks are here, those of the supervisor in `rollback.supervisor_facts`, their base in `rollback.fact`.
+
 A fact says what happened; it is never edited or taken back. State is what folding the facts gives
 (`rollback.rundir.history`). docs/format.md has the table of all kinds, and a test compares the two.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal, Union
+from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+
+from rollback.fact import Fact, Window
+from rollback.supervisor_facts import (
+    AttemptEnded,
+    AttemptStarted,
+    Blamed,
+    Hung,
+    RestartScheduled,
+    RunEnded,
+    Signalled,
+)
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop"]
-Why = Literal[
-    "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
-    "lost_peer", "launcher", "told_to_stop",
-]  # fmt: skip
-"""Classes of what can end an attempt before its time; `rollback.supervisor.classify` has the table."""
-
-
-class Window(BaseModel):
-    """Inclusive range of batches, `first` to `last`."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-    first: int = Field(ge=0)
-    last: int = Field(ge=0)
-
-    @model_validator(mode="after")
-    def _ordered(self) -> Window:
-        if self.last < self.first:
-            raise ValueError(f"window ends ({self.last}) before it begins ({self.first})")
-        return self
-
-    def __contains__(self, batch: int) -> bool:
-        return self.first <= batch <= self.last
-
-    def __len__(self) -> int:
-        return self.last - self.first + 1
-
-    def __str__(self) -> str:
-        return f"{self.first}:{self.last}"
-
-
-class Fact(BaseModel):
-    """Base of all facts. `kind` names the line, `writer` the journal it belongs to."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-    writer: ClassVar[Literal["train", "supervisor"]] = "train"
-    kind: str
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
-        return _writable(fields)
-
-
-def _writable(value: Any) -> Any:
-    """With lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
-    if isinstance(value, str):
-        return value.encode("utf-8", "backslashreplace").decode()
-    if isinstance(value, dict):
-        return {_writable(key): _writable(item) for key, item in value.items()}
-    return [_writable(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 class Attached(Fact):
@@ -308,92 +271,6 @@ class Finished(Fact):
     kind: Literal["finished"] = "finished"
     step: int
     batch: int
-
-
-class AttemptStarted(Fact):
-    """torchrun was started."""
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["attempt_started"] = "attempt_started"
-    command: tuple[str, ...]
-    host: str
-    pid: int
-
-
-class AttemptEnded(Fact):
-    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
-
-    `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
-    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception.
-    """
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["attempt_ended"] = "attempt_ended"
-    status: int
-    cause: str
-    step: int | None
-    seconds: float
-    why: Why | None = None
-    rank: int | None = None
-    batch: int | None = None
-    followed: tuple[int, ...] = ()
-    fingerprint: str | None = None
-
-
-class Hung(Fact):
-    """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
-
-    `suspect` is the rank that the others seem to wait for, null where none stands out.
-    """
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["hung"] = "hung"
-    suspect: int | None
-    reason: str
-    silent: float
-    limit: float
-    stacks: tuple[int, ...]
-
-
-class Blamed(Fact):
-    """A rank raised the same exception twice at the same batch: the next attempt passes over `window`."""
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["blamed"] = "blamed"
-    window: Window
-    batch: int
-    rank: int
-    step: int
-    fingerprint: str
-    error: str
-    attempts: tuple[int, ...]
-
-
-class RestartScheduled(Fact):
-    """The supervisor will start another attempt."""
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["restart_scheduled"] = "restart_scheduled"
-    delay: float
-    budget_left: int
-    reason: str
-
-
-class Signalled(Fact):
-    """The supervisor was told to stop and passed it on to the ranks."""
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["signalled"] = "signalled"
-    signal: str
-
-
-class RunEnded(Fact):
-    """The supervisor is done with this run for now; `exit_code` is what it exited with."""
-
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
-    kind: Literal["run_ended"] = "run_ended"
-    exit_code: int
-    reason: str
 
 
 AnyFact = Annotated[

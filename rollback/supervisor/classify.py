@@ -30,9 +30,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import get_args
 
-from rollback.events import Hung, Why
+from rollback.events import Hung
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.outcome import Evidence, RankFailure
+from rollback.supervisor_facts import Why
 
 _PRECEDENCE: dict[Why, int] = {why: place for place, why in enumerate(get_args(Why))}
 

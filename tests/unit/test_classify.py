@@ -7,10 +7,11 @@ from typing import get_args
 
 import pytest
 
-from rollback.events import Hung, Stopped, Why, Window
+from rollback.events import Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.classify import RankEnd, cause, first_cause, why_of
 from rollback.supervisor.outcome import Evidence, Failures, RankFailure
+from rollback.supervisor_facts import Why
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 

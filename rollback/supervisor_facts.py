@@ -1,0 +1,99 @@
+"""The facts of the supervisor's journal: attempts, how they ended, and what was decided. See `rollback.events`."""
+
+from __future__ import annotations
+
+from typing import ClassVar, Literal
+
+from rollback.fact import Fact, Window
+
+Why = Literal[
+    "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
+    "lost_peer", "launcher", "told_to_stop",
+]  # fmt: skip
+"""Classes of what can end an attempt before its time; `rollback.supervisor.classify` has the table."""
+
+
+class AttemptStarted(Fact):
+    """torchrun was started."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["attempt_started"] = "attempt_started"
+    command: tuple[str, ...]
+    host: str
+    pid: int
+
+
+class AttemptEnded(Fact):
+    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
+
+    `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
+    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception.
+    """
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["attempt_ended"] = "attempt_ended"
+    status: int
+    cause: str
+    step: int | None
+    seconds: float
+    why: Why | None = None
+    rank: int | None = None
+    batch: int | None = None
+    followed: tuple[int, ...] = ()
+    fingerprint: str | None = None
+
+
+class Hung(Fact):
+    """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
+
+    `suspect` is the rank that the others seem to wait for, null where none stands out.
+    """
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["hung"] = "hung"
+    suspect: int | None
+    reason: str
+    silent: float
+    limit: float
+    stacks: tuple[int, ...]
+
+
+class Blamed(Fact):
+    """A rank raised the same exception twice at the same batch: the next attempt passes over `window`."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["blamed"] = "blamed"
+    window: Window
+    batch: int
+    rank: int
+    step: int
+    fingerprint: str
+    error: str
+    attempts: tuple[int, ...]
+
+
+class RestartScheduled(Fact):
+    """The supervisor will start another attempt."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["restart_scheduled"] = "restart_scheduled"
+    delay: float
+    budget_left: int
+    reason: str
+
+
+class Signalled(Fact):
+    """The supervisor was told to stop and passed it on to the ranks."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["signalled"] = "signalled"
+    signal: str
+
+
+class RunEnded(Fact):
+    """The supervisor is done with this run for now; `exit_code` is what it exited with."""
+
+    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    kind: Literal["run_ended"] = "run_ended"
+    exit_code: int
+    reason: str
