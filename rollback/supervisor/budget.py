@@ -40,11 +40,14 @@ class Budget:
     def full(cls, limit: int) -> Budget:
         return cls(limit=limit, left=limit)
 
-    def after_failure(self, *, progressed: bool, attached: bool, killed: bool) -> tuple[Budget, Restart | GiveUp]:
+    def after_failure(
+        self, *, progressed: bool, attached: bool, killed: bool, blamed: bool = False
+    ) -> tuple[Budget, Restart | GiveUp]:
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed on where to begin.
-        killed: it did not fail by itself, somebody ended it.
+        killed: it did not fail by itself, somebody ended it. blamed: a batch is to blame and will be skipped, so there
+        is nothing to wait for.
 
         The first restart after progress comes at once; the second waits, and from there the delay doubles. A job
         that fails by itself twice in a row before its ranks have attached is given up early: a script with a syntax
@@ -63,4 +66,6 @@ class Budget:
         repeats = budget.limit - budget.left
         delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (repeats - 1)) if repeats else 0.0
         reason = "it got further than all before it" if progressed else f"no progress, restart {repeats + 1}"
+        if blamed:
+            delay, reason = 0.0, f"the batch that is to blame is skipped from now on; {reason}"
         return replace(budget, left=budget.left - 1), Restart(delay, reason)

@@ -21,7 +21,9 @@ from pathlib import Path
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
 from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
+from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp
 from rollback.supervisor.claim import Claim, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
@@ -124,8 +126,9 @@ class _Supervisor:
                 return self._finish(end, evidence, first)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
+            blamed = self._blame(first, attempt)
             budget, decision = budget.after_failure(
-                progressed=progressed, attached=evidence.attached, killed=evidence.killed
+                progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
             )
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
@@ -203,6 +206,15 @@ class _Supervisor:
             words = self._host.output.last_words(evidence.failures.failures[0].rank)
             if words is not None:
                 self._say(words)
+
+    def _blame(self, first: FirstCause | None, attempt: int) -> bool:
+        """Journal the batch that is to blame, if any: the next attempt reads that and passes over it."""
+        found = blame(first, attempt, read_journal(self._paths.supervisor_journal).records)
+        if found is None:
+            return False
+        self._ledger.note(found)
+        self._say(f"the same exception twice at batch {found.batch}: batches {found.window} will be skipped")
+        return True
 
     def _stopped_while_waiting(self, delay: float) -> bool:
         """Wait before another attempt; True, at once, if a stop signal comes or has come."""

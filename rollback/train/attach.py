@@ -20,7 +20,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Attached, Evicted, Quarantined, Restored, SkipAdded
+from rollback.events import Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring
 from rollback.rundir.history import History, fold
@@ -70,6 +70,8 @@ class Reading:
     manifests: list[Manifest]
     damaged: dict[str, str]
     fresh: bool
+    blamed: list[SkipAdded]
+    """Skips that the supervisor has decided on."""
 
 
 def read_run(paths: RunPaths, job: Job, ranks: Ranks) -> tuple[Reading, RunLock | None]:
@@ -99,6 +101,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks) -> tuple[Reading, RunLock 
         manifests=[Manifest.model_validate(manifest) for manifest in body["manifests"]],
         damaged=body["damaged"],
         fresh=body["fresh"],
+        blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
     )
     return reading, lock
 
@@ -118,7 +121,23 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
         "fresh": identity is None,
+        "blamed": [added.model_dump() for added in _blamed(paths)],
     }
+
+
+def _blamed(paths: RunPaths) -> list[SkipAdded]:
+    """What the supervisor's journal says about batches on which a rank raised twice."""
+    facts = [record.fact for record in read_journal(paths.supervisor_journal).records]
+    return [
+        SkipAdded(
+            window=fact.window,
+            who="the supervisor",
+            why=f"the same exception in attempts {' and '.join(map(str, fact.attempts))} (fingerprint "
+            f"{fact.fingerprint}): {fact.error}",
+        )
+        for fact in facts
+        if isinstance(fact, Blamed)
+    ]
 
 
 @dataclass
@@ -159,9 +178,9 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
         if ranks.first:
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
-    for window in settings.skip:
-        if window not in [added.window for added in history.added]:
-            added = SkipAdded(window=window, who="settings", why="given at the start of an attempt")
+    given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
+    for added in [*given, *reading.blamed]:
+        if added.window not in [known.window for known in history.added]:
             history.added.append(added)
             record.note(added)
     record.note(

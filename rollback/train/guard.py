@@ -226,7 +226,7 @@ class Guard:
         if self._closed:
             return
         self._closed = True
-        self._life.show("ended", self.step, self.batch, now=True)
+        self._life.end()
         self._snapshots.close()
         self._watch.close()
         self._state.cursor.close()

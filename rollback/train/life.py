@@ -40,7 +40,7 @@ class SignsOfLife:
         self._created = psutil.Process().create_time()
         self._movement = Movement()
         self._moved = time.monotonic()
-        self._failing = False
+        self._failing = self._ended = False
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
@@ -56,6 +56,11 @@ class SignsOfLife:
         if now:
             self._moved = time.monotonic()
             self._write()
+
+    def end(self) -> None:
+        """The guard is closed. Where an exception led to that, its last words still tell the batch in hand."""
+        self._ended, self._moved = True, time.monotonic()
+        self._write()
 
     def take(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
         """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
@@ -74,7 +79,8 @@ class SignsOfLife:
             standing = self.standing
             beat = Heartbeat.model_construct(
                 pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
-                doing=standing.doing, monotonic=self._moved, created=self._created, looked=time.monotonic(),
+                doing="ended" if self._ended else standing.doing, monotonic=self._moved, created=self._created,
+                looked=time.monotonic(),
                 collectives=self._ranks.collectives_begun(),
             )  # fmt: skip
             try:

@@ -5,8 +5,8 @@ itself: autograd does not survive a fork.
 
 Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
 (stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
-end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch),
-`ask` (`[batch, request]`: hand in that request there, see asking.py). Answer:
+end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch), `raise_at`
+(a batch), `ask` (`[batch, request]`: hand in that request there, see asking.py). Answer:
 `status`, the exit code or minus the signal.
 """
 
@@ -17,7 +17,6 @@ import os
 import signal
 import sys
 import time
-import traceback
 from pathlib import Path
 from typing import Any
 
@@ -66,7 +65,7 @@ def attempt(request: dict[str, Any]) -> int:
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
     except Exception:  # noqa: BLE001 - the forked child must not run on in its parent's loop
-        traceback.print_exc()
+        sys.excepthook(*sys.exc_info())
         return 1
     finally:
         sys.stderr.flush()
@@ -93,15 +92,15 @@ def hook(request: dict[str, Any]) -> Any:
     if "ask" in request:
         batch, asked = request["ask"]
         return asking(batch, lambda: hand_in(Path(request["run"]), **asked))
-    if "signal" not in request:
-        return None
-    batch, number = request["signal"]
+    batch, number = request.get("signal", (None, None))
 
-    def send(_guard: object, position: int) -> None:
+    def at_batch(_guard: object, position: int) -> None:
         if position == batch:
             os.kill(os.getpid(), number)
+        if position == request.get("raise_at"):
+            raise RuntimeError(f"a crash at random, at {time.monotonic()}")
 
-    return send
+    return at_batch
 
 
 if __name__ == "__main__":

@@ -64,6 +64,8 @@ class Toy:
     nan_rank: int | None = None
     garbage: tuple[int, int] | None = None
     once: bool = False
+    poison: tuple[int, ...] = ()
+    """Samples that cannot be read."""
     width: int = 16
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
@@ -90,7 +92,8 @@ class Toy:
 class Samples(Dataset[Any]):
     """Sample i and its number. The targets follow from the inputs, so there is something to learn."""
 
-    def __init__(self, count: int, augment: bool) -> None:
+    def __init__(self, count: int, augment: bool, poison: tuple[int, ...] = ()) -> None:
+        self.poison = poison
         source = torch.Generator().manual_seed(5)
         self.x = torch.randn(count, 8, generator=source)
         self.y = self.x.sum(1, keepdim=True).sin() + 0.1 * torch.randn(count, 1, generator=source)
@@ -100,6 +103,8 @@ class Samples(Dataset[Any]):
         return len(self.x)
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor, int]:
+        if index in self.poison:
+            raise ValueError(f"sample {index} cannot be decoded")
         x = self.x[index]
         if self.augment:
             x = x + 0.01 * torch.randn(8) + 0.01 * random.random() + 0.01 * float(np.random.rand())
@@ -169,7 +174,7 @@ class _Parts:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
-        data = Samples(toy.samples, toy.augment)
+        data = Samples(toy.samples, toy.augment, toy.poison)
         self.sampler = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1

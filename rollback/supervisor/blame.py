@@ -1,0 +1,50 @@
+"""Whether a batch is to blame for an exception. Pure.
+
+A rank that raises the same exception (by fingerprint) twice with the same batch in hand will raise it a third time: the
+batch is passed over, with the rest of its update, by all ranks. Everything else is left to the budget of restarts:
+
+- another batch: a crash at random is not the data's fault;
+- another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
+- the same exception at the same step although batches were skipped for it `SKIPS_THAT_DID_NOT_HELP` times: it is the
+  step, or the code, that is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollback.events import AttemptEnded, Blamed, Record
+from rollback.supervisor.classify import FirstCause
+
+SKIPS_THAT_DID_NOT_HELP = 3
+
+
+def blame(first: FirstCause | None, attempt: int, past: Iterable[Record]) -> Blamed | None:
+    """The batch that the failure of `attempt` is blamed on. past: the supervisor's record of all attempts."""
+    if first is None or not first.may_blame_the_batch or first.record is None:
+        return None
+    record = first.record
+    crashed = record.fingerprint, record.batch
+    before: list[int] = []
+    skips = 0
+    for line in past:
+        match line.fact:
+            case AttemptEnded() as fact if line.attempt < attempt and (fact.fingerprint, fact.batch) == crashed:
+                before.append(line.attempt)
+            case Blamed() as fact if fact.fingerprint == record.fingerprint and fact.step == record.step:
+                skips += 1
+                if record.batch in fact.window:
+                    return None
+            case _:
+                pass
+    if not before or skips >= SKIPS_THAT_DID_NOT_HELP:
+        return None
+    return Blamed(
+        window=record.whole_step,
+        batch=record.batch,
+        rank=record.rank,
+        step=record.step,
+        fingerprint=record.fingerprint,
+        error=first.text,
+        attempts=(before[-1], attempt),
+    )

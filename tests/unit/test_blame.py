@@ -1,0 +1,107 @@
+"""Which crashes are blamed on a batch, with records as attempts leave them."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.events import AttemptEnded, Blamed, Fact, Record, Window
+from rollback.rundir.failures import FailureRecord
+from rollback.supervisor.blame import SKIPS_THAT_DID_NOT_HELP, blame
+from rollback.supervisor.classify import FirstCause
+from rollback.supervisor_facts import Why
+
+
+def crash(
+    batch: int,
+    *,
+    step: int | None = None,
+    fingerprint: str = "f",
+    whole: tuple[int, int] | None = None,
+    why: Why = "exception",
+) -> FirstCause:
+    first, last = whole or (batch, batch)
+    record = FailureRecord(
+        rank=1, pid=1, host="h", attempt=1, at="", seconds=0.0, step=batch if step is None else step, batch=batch,
+        whole_step=Window(first=first, last=last), doing="reading", error="ValueError", message="bad", traceback="",
+        frames=[], fingerprint=fingerprint,
+    )  # fmt: skip
+    return FirstCause(why, "rank 1 raised ValueError: bad", 1, record)
+
+
+class Supervisor:
+    """Keeps the record that blame() reads."""
+
+    def __init__(self) -> None:
+        self.records: list[Record] = []
+        self.attempt = 0
+
+    def fails(self, first: FirstCause) -> Blamed | None:
+        self.attempt += 1
+        record = first.record
+        assert record is not None
+        self._note(
+            AttemptEnded(
+                status=1, cause="", step=record.step, seconds=1.0, why=first.why, rank=1, batch=record.batch,
+                fingerprint=record.fingerprint,
+            )
+        )  # fmt: skip
+        found = blame(first, self.attempt, self.records)
+        if found is not None:
+            self._note(found)
+        return found
+
+    def _note(self, fact: Fact) -> None:
+        self.records.append(Record(seq=len(self.records), at="", attempt=self.attempt, fact=fact))  # type: ignore[arg-type]
+
+
+def test_the_same_exception_twice_at_the_same_batch_blames_the_whole_update() -> None:
+    supervisor = Supervisor()
+    assert supervisor.fails(crash(30, whole=(28, 31))) is None
+    found = supervisor.fails(crash(30, whole=(28, 31)))
+    assert found is not None
+    assert (found.window, found.batch, found.attempts) == (Window(first=28, last=31), 30, (1, 2))
+
+
+def test_the_two_need_not_follow_one_another() -> None:
+    supervisor = Supervisor()
+    for batch in (30, 12, 47):
+        assert supervisor.fails(crash(batch)) is None
+    found = supervisor.fails(crash(30))
+    assert found is not None
+    assert found.attempts == (1, 4)
+
+
+@pytest.mark.parametrize(
+    "second", [crash(31), crash(30, fingerprint="g"), crash(30, why="out_of_memory"), crash(30, why="hang")]
+)
+def test_anything_else_blames_nothing(second: FirstCause) -> None:
+    supervisor = Supervisor()
+    supervisor.fails(crash(30))
+    assert supervisor.fails(second) is None
+
+
+def test_a_batch_is_blamed_once() -> None:
+    supervisor = Supervisor()
+    found = [supervisor.fails(crash(30)) for _ in range(5)]
+    assert [item is not None for item in found] == [False, True, False, False, False]
+
+
+def test_an_exception_that_skipping_does_not_cure_is_the_step_s_fault() -> None:
+    supervisor = Supervisor()
+    skipped = [batch for batch in range(100, 120) for _ in range(2) if supervisor.fails(crash(batch, step=100))]
+    assert skipped == [100, 101, 102][:SKIPS_THAT_DID_NOT_HELP]
+    assert supervisor.fails(crash(500, step=480)) is None
+    assert supervisor.fails(crash(500, step=480)) is not None, "elsewhere it may be the data again"
+
+
+@given(st.integers(0, 2**32))
+def test_a_crash_at_random_is_blamed_only_where_it_hits_the_same_batch_twice(seed: int) -> None:
+    dice, supervisor, hit = random.Random(seed), Supervisor(), set()
+    for _ in range(10):
+        batch = dice.randrange(10**6)
+        assert (supervisor.fails(crash(batch)) is not None) == (batch in hit)
+        hit.add(batch)
