@@ -89,12 +89,17 @@ def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
     for path in (paths.train_journal, paths.supervisor_journal):
         reading = read_journal(path)
         if reading.torn_bytes:
-            notices.append(
-                f"{path}: the last line is incomplete ({reading.torn_bytes} bytes): torn by a crash, or being written "
-                "at this moment; it is left out"
-            )
+            notices.append(torn_notice(path, reading.torn_bytes))
         journals.append(reading.records)
     return merge(*journals)
+
+
+def torn_notice(path: Path, size: int) -> str:
+    """What is said of a journal whose last line is not whole."""
+    return (
+        f"{path}: the last line is incomplete ({size} bytes): torn by a crash, or being written at this moment; it is "
+        "left out"
+    )
 
 
 def merge(train: Iterable[Record], supervisor: Iterable[Record]) -> list[Record]:

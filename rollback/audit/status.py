@@ -1,4 +1,8 @@
-"""What a run is doing now: a glance at journals, heartbeats and processes. Takes no lock and writes nothing."""
+"""What a run is doing now: a glance at journals, heartbeats and processes. Takes no lock and writes nothing.
+
+A glance can be repeated: `StatusReader` reads what was added since the last one, so that looking twice a second costs a
+run of a million steps no more than a run of a hundred.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,7 @@ import contextlib
 import os
 import socket
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -15,19 +19,23 @@ import psutil
 from pydantic import Field
 
 from rollback.audit.asked import open_requests
-from rollback.audit.compile import ending_of
 from rollback.audit.cost import seconds_since_epoch
 from rollback.audit.ledger import Ending, Entry, Point
-from rollback.audit.material import read_records, require_run_directory
-from rollback.events import Advice, Attached, Committed, PassedOver, Record, Restored
+from rollback.audit.material import merge, require_run_directory, torn_notice
+from rollback.audit.past import Past
+from rollback.errors import RunDirectoryError
+from rollback.events import Attached, Record, RestartScheduled, Restored
 from rollback.rundir.durable import open_regular
-from rollback.rundir.history import History, fold, merge_windows
+from rollback.rundir.history import History
 from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat, Metric, read_heartbeats
+from rollback.rundir.tiers import TierName, locate
 
 Alive = Literal["yes", "no", "unknown"]
+State = Literal["running", "starting", "ended", "died", "unknown"]
 
 _SAME_START = 2.0  # seconds; a process start time is known to a clock tick, boot time to a second
 _TAIL = 1 << 16
@@ -56,6 +64,24 @@ class Holder(Entry):
     alive: Alive
 
 
+class Held(Entry):
+    """A checkpoint that the run could restore."""
+
+    checkpoint: str
+    step: int
+    good: bool = Field(description="false: a candidate")
+    tiers: list[TierName] = Field(description="where it lies, as this host sees it")
+
+
+class Work(Entry):
+    """Something that takes a while, and how far it is."""
+
+    what: str
+    done: float
+    total: float
+    unit: Literal["bytes", "seconds", "steps"]
+
+
 class Status(Entry):
     """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
 
@@ -63,7 +89,7 @@ class Status(Entry):
     directory: str
     run_id: str | None
     world_size: int | None
-    state: Literal["running", "starting", "ended", "died", "unknown"] = Field(
+    state: State = Field(
         description="running: ranks are alive; starting: only the holder is; ended: it said so; died: without a word; "
         "unknown: it may be running on another host"
     )
@@ -81,6 +107,9 @@ class Status(Entry):
     last_good_checkpoint: str | None
     last_good_age: int | None = Field(description="steps done since it was taken")
     candidates: list[str]
+    ring: list[Held] = Field(description="oldest first")
+    work: Work | None = Field(description="null: nothing but training")
+    began: str | None = Field(description="time of the first fact")
     incidents: int
     rollbacks: int
     skipped_batches: int
@@ -116,24 +145,61 @@ class Now:
 
 def read_status(root: Path) -> Status:
     """The status of a run. Raises UsageError, RunDirectoryError, JournalDamaged or RunDoesNotFit."""
-    paths = require_run_directory(root)
-    notices: list[str] = []
-    records = read_records(paths, notices)
+    return StatusReader(root).read()
+
+
+class StatusReader:
+    """Looks at one run again and again. Making it touches nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
+        self._past = Past()
+        self._tiers: dict[str, list[TierName]] = {}
+        self.news: list[Record] = []
+        """What the journals have got since the call before the last one."""
+
+    def read(self) -> Status:
+        """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
+        paths = require_run_directory(self._root)
+        news = [self._train.new(), self._supervisor.new()]
+        self._past.take_in(*news)
+        self.news = merge(*news)
+        if self.news:
+            self._tiers = _tiers(paths)
+        torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
+        notices = [torn_notice(path, size) for path, size in torn if size]
+        return _status(self._root, paths, self._past, self._tiers, notices)
+
+
+def _journals(paths: RunPaths) -> tuple[Path, Path]:
+    return paths.train_journal, paths.supervisor_journal
+
+
+def _tiers(paths: RunPaths) -> dict[str, list[TierName]]:
+    """By checkpoint, where it lies."""
+    tiers: dict[str, list[TierName]] = {}
+    with contextlib.suppress(OSError, RunDirectoryError):
+        for place in locate(paths):
+            tiers.setdefault(place.name, []).append(place.tier)
+    return tiers
+
+
+def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierName]], notices: list[str]) -> Status:
+    history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
     metric = read_last_metric(paths)
-    history = fold(records)
     found = read_heartbeats(paths.ranks)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
-    ending = ending_of(records)
     holder = _holder(paths, now)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
-    point = _present_point(records, metric, list(heartbeats.values()))
+    point = _present_point(past, metric, list(heartbeats.values()))
     newest_good = max((name for name in history.good if name in history.committed), default=None)
     good = history.committed[newest_good] if newest_good else None
-    passed = merge_windows(record.fact.window for record in records if isinstance(record.fact, PassedOver))
-    state = _state(holder, ranks, ending)
+    state = _state(holder, ranks, past.ending)
+    held = sorted(set(history.committed) - history.discarded - history.gone)
     return Status(
         schema=1,
         directory=str(root),
@@ -149,20 +215,61 @@ def read_status(root: Path) -> Status:
         loss=metric.loss if metric else None,
         grad_norm=metric.grad_norm if metric else None,
         verdict=metric.verdict if metric else None,
-        steps_per_second=_rate(records, heartbeats.get(0), now) if state == "running" else None,
+        steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
         last_good=Point(step=good.step, batch=good.batch) if good else None,
         last_good_checkpoint=newest_good,
         last_good_age=max(0, point.step - good.step) if point and good else None,
-        candidates=sorted(set(history.committed) - history.good - history.discarded - history.gone),
+        candidates=[name for name in held if name not in history.good],
+        ring=[
+            Held(
+                checkpoint=name,
+                step=history.committed[name].step,
+                good=name in history.good,
+                tiers=tiers.get(name, []),
+            )
+            for name in held
+        ],
+        work=_work(paths, past, state, point, now),
+        began=past.began,
         incidents=len(history.cases),
         rollbacks=sum(case.carried_out for case in history.cases),
-        skipped_batches=sum(window.last - window.first + 1 for window in passed),
+        skipped_batches=sum(window.last - window.first + 1 for window in past.passed_over),
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
-        advice={record.fact.code: record.fact.text for record in records if isinstance(record.fact, Advice)},
-        ending=ending,
+        advice=dict(past.advice),
+        ending=past.ending,
         notices=notices,
     )
+
+
+def _work(paths: RunPaths, past: Past, state: State, point: Point | None, now: Now) -> Work | None:
+    """What takes a while at this moment: waiting for another attempt, writing a checkpoint, making up lost steps."""
+    if state == "starting" and past.waiting is not None and isinstance(past.waiting.fact, RestartScheduled):
+        since, total = seconds_since_epoch(past.waiting.at), past.waiting.fact.delay
+        done = 0.0 if since is None else min(total, max(0.0, now.wall - since))
+        return Work(what="waiting before the next attempt", done=round(done, 1), total=total, unit="seconds")
+    if state != "running":
+        return None
+    written, newest = _being_written(paths), max(past.history.committed.values(), key=lambda c: c.step, default=None)
+    if written is not None and newest is not None and newest.bytes:
+        return Work(what="writing a checkpoint", done=min(written, newest.bytes), total=newest.bytes, unit="bytes")
+    if point is not None and past.lost is not None and past.lost.first <= point.step < past.lost.last:
+        done, total = point.step - past.lost.first, past.lost.last - past.lost.first
+        return Work(what="making up what was undone", done=done, total=total, unit="steps")
+    return None
+
+
+def _being_written(paths: RunPaths) -> int | None:
+    """Bytes of the checkpoint in the making that are on disk; None where there is none."""
+    try:
+        with os.scandir(paths.ring) as entries:
+            made = next((entry.path for entry in entries if entry.name.startswith(WRITING)), None)
+        if made is None:
+            return None
+        with os.scandir(made) as files:
+            return sum(file.stat(follow_symlinks=False).st_size for file in files)
+    except OSError:
+        return None
 
 
 def read_last_metric(paths: RunPaths) -> Metric | None:
@@ -209,9 +316,7 @@ def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
     )
 
 
-def _state(
-    holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None
-) -> Literal["running", "starting", "ended", "died", "unknown"]:
+def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:
     if any(entry.alive == "yes" for entry in ranks):
         return "running"
     if ending is not None:
@@ -223,23 +328,17 @@ def _state(
     return "died"
 
 
-def _present_point(records: Iterable[Record], metric: Metric | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
+def _present_point(past: Past, metric: Metric | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
     """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
     if heartbeats:
         return min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
     if metric is not None:
         return Point(step=metric.step + 1, batch=metric.batch + 1)
-    told = [
-        Point(step=r.fact.step, batch=r.fact.batch)
-        for r in records
-        if isinstance(r.fact, (Attached, Restored, Committed))
-    ]
-    return told[-1] if told else None
+    return past.point
 
 
-def _rate(records: Sequence[Record], heartbeat: Heartbeat | None, now: Now) -> float | None:
+def _rate(begun: Record | None, heartbeat: Heartbeat | None, now: Now) -> float | None:
     """Steps a second from where the present stretch of training began to the heartbeat."""
-    begun = next((r for r in reversed(records) if isinstance(r.fact, (Attached, Restored))), None)
     if begun is None or heartbeat is None or heartbeat.host != now.host or begun.attempt != heartbeat.attempt:
         return None
     assert isinstance(begun.fact, (Attached, Restored))

@@ -16,12 +16,12 @@ import typer
 from pydantic import ValidationError
 
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
-from rollback.cli.screen import Screen
-from rollback.cli.terminal import occupy_standard_streams, say
+from rollback.cli.terminal import line_for, occupy_standard_streams, say
 from rollback.cli.windows import parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
 from rollback.events import Window
+from rollback.live.screen import Screen
 from rollback.rundir.history import fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -56,10 +56,18 @@ def launch(
     job = Job(flags, script, arguments or [])
     order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits)
     occupy_standard_streams()
-    with Screen() as screen:
+    with _audience(paths.root) as screen:
         result = supervise(order, screen)
     say(closing_line(result, paths.root, ["rollback", *sys.argv[1:]]))
     raise typer.Exit(result.exit_code)
+
+
+def _audience(run: Path) -> Screen:
+    """The panel where there is a terminal for it, else plain lines."""
+    from rollback.live.panel_screen import PanelScreen, terminal
+
+    console = terminal(sys.stderr)
+    return Screen(line_for) if console is None else PanelScreen(line_for, run, console)
 
 
 def require_script(script: str, flags: Mapping[str, str | bool]) -> None:

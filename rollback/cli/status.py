@@ -9,16 +9,24 @@ from typing import Annotated
 import typer
 
 from rollback.cli.terminal import say
+from rollback.errors import UsageError
 
 
 def status(
     run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
     json: Annotated[bool, typer.Option("--json", help="Print the status as JSON (top-level `schema`: 1).")] = False,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until the run has ended, or until `q`.")] = False,
+    plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines instead of a panel.")] = False,
 ) -> None:
     """Show what a run is doing: step, loss, last good checkpoint, incidents, and whether its processes are alive.
 
     Reads the run directory and writes nothing into it; a running run is not disturbed.
     """
+    if watch and json:
+        raise UsageError("--watch and --json exclude each other", hint="call `rollback status --json` now and then")
+    if watch:
+        _watch(run, plain)
+        return
     from rollback.audit.status import read_status
     from rollback.audit.terminal import console_for
     from rollback.audit.text import print_status
@@ -30,3 +38,20 @@ def status(
         print_status(console_for(sys.stdout), found)
     for notice in found.notices:
         say(f"notice: {notice}")
+
+
+def _watch(run: Path, plain: bool) -> None:
+    """The panel on stdout where that is a terminal, else lines."""
+    from rollback.audit.material import require_run_directory
+    from rollback.live.panel_screen import terminal
+    from rollback.live.watch import watch_lines, watch_panel
+
+    require_run_directory(run)
+    console = None if plain else terminal(sys.stdout)
+    try:
+        if console is None:
+            watch_lines(run, sys.stdout)
+        else:
+            watch_panel(run, console)
+    except OSError as error:
+        say(f"the terminal is gone ({error.strerror or error})")

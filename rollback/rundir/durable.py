@@ -73,10 +73,16 @@ def open_regular(path: Path) -> BinaryIO:
         raise
 
 
-def read_small_file(path: Path, limit: int) -> bytes:
-    """Content of a regular file of at most `limit` bytes. Raises as `open_regular`, and ValueError if larger."""
+def read_small_file(path: Path, limit: int, start: int = 0) -> bytes:
+    """Content of a regular file of at most `limit` bytes, from byte `start` on.
+
+    Raises as `open_regular`, and ValueError if the file is larger, or ends before `start`.
+    """
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path} has {size} bytes; at most {limit} are believed")
+        if size < start:
+            raise ValueError(f"{path} has {size} bytes, and had at least {start}")
+        file.seek(start)
         return file.read(limit + 1)

@@ -60,12 +60,40 @@ def read_journal(path: Path) -> Reading:
     """
     reading = examine_journal(path)
     if reading.damage is not None:
-        raise JournalDamaged(
-            f"reading the journal {path}: line {reading.damage.line} is not what was written: {reading.damage.reason}",
-            hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
-            "from a checkpoint in its ring",
-        )
+        raise _damaged(path, reading.damage)
     return reading
+
+
+class JournalTail:
+    """A journal read piece by piece as it grows, by someone who watches it. Each line is read once."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._read = Reading([], 0, 0, _GENESIS)
+        self._lines = 0
+
+    @property
+    def torn_bytes(self) -> int:
+        """What stood behind the last whole line: torn by a crash, or being written at that moment."""
+        return self._read.torn_bytes
+
+    def new(self) -> list[Record]:
+        """The records behind those of the last call. Raises as `read_journal`; also where the file has become shorter
+        than what was read of it, which no writer does to it."""
+        data = _content(self._path, self._read.sound_bytes)
+        self._read = _scan(data, self._read.sound_bytes, self._lines, self._read.chain)
+        if self._read.damage is not None:
+            raise _damaged(self._path, self._read.damage)
+        self._lines += len(self._read.records)
+        return self._read.records
+
+
+def _damaged(path: Path, damage: Damage) -> JournalDamaged:
+    return JournalDamaged(
+        f"reading the journal {path}: line {damage.line} is not what was written: {damage.reason}",
+        hint="restore the file from a copy; if there is none, move the run directory aside and start anew "
+        "from a checkpoint in its ring",
+    )
 
 
 def examine_journal(path: Path) -> Reading:
@@ -73,16 +101,27 @@ def examine_journal(path: Path) -> Reading:
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
     """
+    return _scan(_content(path, 0), 0, 0, _GENESIS)
+
+
+def _content(path: Path, start: int) -> bytes:
+    """What a journal file holds from a byte on; an absent file holds nothing. Raises as `examine_journal`."""
     try:
-        data = read_small_file(path, _LIMIT)
+        return read_small_file(path, _LIMIT, start)
     except FileNotFoundError:
-        data = b""
+        if start == 0:
+            return b""
+        raise RunDirectoryError(f"reading the journal {path}: it is gone") from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise JournalDamaged(f"reading the journal: {error}") from error
+
+
+def _scan(data: bytes, start: int, lines: int, chain: str) -> Reading:
+    """The records in `data`, which stands at byte `start` of its file, behind `lines` lines that end with `chain`."""
     records: list[Record] = []
-    chain, position = _GENESIS, 0
+    position = 0
     while position < len(data):
         end = data.find(b"\n", position)
         line = data[position:] if end < 0 else data[position:end]
@@ -90,14 +129,15 @@ def examine_journal(path: Path) -> Reading:
         try:
             if end < 0:
                 raise ValueError("the line has no end")
-            record, chain = _parse(line, len(records), chain)
+            record, chain = _parse(line, lines + len(records), chain)
         except ValueError as error:
             if last:
-                return Reading(records, position, len(data) - position, chain)
-            return Reading(records, position, 0, chain, Damage(len(records) + 1, position, str(error)))
+                return Reading(records, start + position, len(data) - position, chain)
+            damage = Damage(lines + len(records) + 1, start + position, str(error))
+            return Reading(records, start + position, 0, chain, damage)
         records.append(record)
         position = end + 1
-    return Reading(records, position, 0, chain)
+    return Reading(records, start + position, 0, chain)
 
 
 def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:

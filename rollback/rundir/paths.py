@@ -30,6 +30,7 @@ def shard_note_name(rank: int) -> str:
 
 
 MANIFEST = "manifest.json"
+WRITING = ".writing-"  # begins the name of a checkpoint in the making
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class RunPaths:
         return self.ring / name
 
     def writing(self, name: str) -> Path:
-        return self.ring / f".writing-{name}"
+        return self.ring / f"{WRITING}{name}"
 
     def evicting(self, name: str) -> Path:
         return self.ring / f".evicting-{name}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -146,6 +147,35 @@ def read_metrics(path: Path, damaged: list[str] | None = None) -> Iterator[Metri
     list is given for `damaged`: then it is described there and passed over.
     """
     yield from _lines(path, Metric, damaged)
+
+
+class MetricTail:
+    """Judged steps read piece by piece as they are written. Of what is there already, the last `memory` bytes."""
+
+    def __init__(self, path: Path, memory: int) -> None:
+        self._path = path
+        self._memory = memory
+        self._position: int | None = None
+
+    def new(self) -> list[Metric]:
+        """Sound lines behind those of the last call. A file that cannot be read, or not now, has none."""
+        try:
+            with open_regular(self._path) as file:
+                size = os.fstat(file.fileno()).st_size
+                if self._position is None or size < self._position:  # the first time, or another file
+                    self._position = max(0, size - self._memory)
+                    file.seek(self._position)
+                    self._position += len(file.readline(_LINE_LIMIT)) if self._position else 0
+                file.seek(self._position)
+                whole = file.read(_LINE_LIMIT).rpartition(b"\n")[0]
+        except (OSError, ValueError):
+            return []
+        self._position += len(whole) + 1 if whole else 0
+        metrics = []
+        for line in whole.split(b"\n") if whole else ():
+            with contextlib.suppress(ValueError):
+                metrics.append(Metric.model_validate_json(line))
+        return metrics
 
 
 def read_skipped(path: Path, damaged: list[str] | None = None) -> Iterator[SkippedBatch]:

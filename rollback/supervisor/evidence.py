@@ -12,7 +12,7 @@ from rollback.errors import ExitCode
 from rollback.events import Attached, Committed, Finished, Hung, Record, Stopped
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.failures import read_failures
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.supervisor.classify import RankEnd
@@ -29,19 +29,15 @@ _TORCHRUN_REFUSED = Refusal(
 
 
 class TrainJournal:
-    """The ranks' journal, read again only when the file has grown: it is looked at ten times a second."""
+    """The ranks' journal, each line of it read once: it is looked at ten times a second."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._size = -1
+        self._tail = JournalTail(path)
         self._records: list[Record] = []
 
     def records(self, attempt: int | None = None) -> list[Record]:
         """Facts of the ranks, those of one attempt if it is given. Raises JournalDamaged or RunDirectoryError."""
-        size = self._path.stat().st_size if self._path.exists() else 0
-        if size != self._size:
-            self._records = read_journal(self._path).records
-            self._size = size
+        self._records += self._tail.new()
         return [record for record in self._records if attempt is None or record.attempt == attempt]
 
     def has_attached(self, attempt: int) -> bool:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from rollback.cli import screen as screen_module
-from rollback.cli.screen import Screen
+from rollback.cli.terminal import line_for
+from rollback.live import screen as screen_module
+from rollback.live.screen import Screen
 from rollback.supervisor import output as output_module
 from rollback.supervisor.command import Job
 from rollback.supervisor.output import Output, Stream, user_decides
@@ -191,7 +192,7 @@ def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
     monkeypatch.setattr(screen_module, "_ROOM", 1 << 20)
     reading, writing = os.pipe()
     with os.fdopen(reading, "rb") as slow:
-        with Screen(out=writing) as screen:
+        with Screen(line_for, out=writing) as screen:
             for _ in range(48):
                 screen.show("out", bytes(1 << 16))  # the pipe holds 64 KiB: this would block
             missed = screen._missed
@@ -210,8 +211,8 @@ def test_nobody_waits_for_a_slow_reader_and_what_is_not_shown_is_counted(
 
 def test_streams_that_are_gone_end_nothing() -> None:
     code = (
-        "import os, sys; from rollback.cli.screen import Screen\n"
-        "with Screen() as screen:\n"
+        "from rollback.live.screen import Screen\n"
+        "with Screen(str) as screen:\n"
         "    screen.show('out', b'x'); screen.say('y'); screen.show('out', b'z')\n"
     )
     closed = subprocess.run([sys.executable, "-c", code], stdout=None, close_fds=True, check=False, preexec_fn=_close)

@@ -7,26 +7,31 @@ that none of these reaches the thread that empties the ranks' pipes, and through
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
+from collections.abc import Callable
 from types import TracebackType
 
-from rollback.cli.terminal import line_for
 from rollback.rundir.durable import write_all
 from rollback.supervisor.output import Stream
 
 _ROOM = 16 << 20  # bytes that wait to be written; beyond, output is not shown, and that is said
+_AT_ONCE = 1 << 16
 _LAST_CHANCE = 10.0  # seconds that the end of the output is given, where its reader is slow
 
 
 class Screen:
     """The audience of a launch where there is no panel: bytes as they come. To be entered while the job runs.
 
-    out, err: descriptors to write to. Not `sys.stdout`: a thread that is stuck in it would keep Python from exiting.
+    line_for: how a line of ours is written. out, err: descriptors to write to. Not `sys.stdout`: a thread that is stuck
+    in it would keep Python from exiting.
     """
 
     captures = False
+    _every: float | None = None  # seconds between two calls of `_tick`
 
-    def __init__(self, out: int = 1, err: int = 2) -> None:
+    def __init__(self, line_for: Callable[[str], str], out: int = 1, err: int = 2) -> None:
+        self._line_for = line_for
         self._descriptors: dict[Stream, int] = {"out": out, "err": err}
         self._waiting: deque[tuple[Stream, bytes]] = deque()
         self._size = 0
@@ -34,10 +39,10 @@ class Screen:
         self._over = False
         self._changed = threading.Condition()
         self._gone: set[Stream] = set()
-        self._thread = threading.Thread(target=self._write_all, name="screen", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="screen", daemon=True)
 
     def say(self, text: str) -> None:
-        self._put("err", line_for(text).encode())
+        self._put("err", self._line_for(text).encode())
 
     def show(self, stream: Stream, data: bytes) -> None:
         self._put(stream, data)
@@ -61,21 +66,39 @@ class Screen:
                 return
             if self._missed:
                 notice = f"{self._missed} bytes of output were not shown, since nobody read them; the logs have them"
-                self._waiting.append(("err", line_for(notice).encode()))
+                self._waiting.append(("err", self._line_for(notice).encode()))
                 self._missed = 0
             self._waiting.append((stream, data))
             self._size += len(data)
             self._changed.notify()
 
-    def _write_all(self) -> None:
+    def _run(self) -> None:
+        due = time.monotonic()
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting or self._over)
-                if not self._waiting:
-                    return
-                stream, data = self._waiting.popleft()
-                self._size = max(0, self._size - len(data))
-            self._write(stream, data)
+                pause = None if self._every is None else max(0.0, due - time.monotonic())
+                self._changed.wait_for(lambda: self._waiting or self._over, pause)
+                over = self._over and not self._waiting
+                stream, data = self._take()
+            if data:
+                self._write(stream, data)
+            if over:
+                self._last()
+                return
+            if self._every is not None and time.monotonic() >= due:
+                self._tick()
+                due = time.monotonic() + self._every
+
+    def _take(self) -> tuple[Stream, bytes]:
+        """What waits longest, together with what follows it in the same stream."""
+        if not self._waiting:
+            return "out", b""
+        stream, pieces, size = self._waiting[0][0], [], 0
+        while self._waiting and self._waiting[0][0] == stream and size < _AT_ONCE:
+            pieces.append(self._waiting.popleft()[1])
+            size += len(pieces[-1])
+        self._size = max(0, self._size - size)
+        return stream, b"".join(pieces)
 
     def _write(self, stream: Stream, data: bytes) -> None:
         if stream in self._gone:
@@ -84,3 +107,9 @@ class Screen:
             write_all(self._descriptors[stream], data)
         except OSError:
             self._gone.add(stream)  # closed, full, or never there: a run does not end for want of an audience
+
+    def _tick(self) -> None:
+        """Called by the screen's thread every `_every` seconds."""
+
+    def _last(self) -> None:
+        """Called by the screen's thread when everything is written."""

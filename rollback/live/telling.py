@@ -1,0 +1,62 @@
+"""Facts as lines for the person who watches. Pure."""
+
+from __future__ import annotations
+
+from rollback.audit.text import number
+from rollback.events import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    Concluded,
+    Dropped,
+    Incident,
+    Planned,
+    Quarantined,
+    Record,
+    RestartScheduled,
+    Restored,
+    RunEnded,
+    Signalled,
+    Stopped,
+)
+
+
+def line_of(record: Record) -> str | None:
+    """What a fact says to someone who watches; None for what happens all the time. Words in it are not ours."""
+    match record.fact:
+        case AttemptStarted():
+            return f"attempt {record.attempt} starts on {record.fact.host}"
+        case Attached() as fact if fact.checkpoint:
+            return f"resumed at step {fact.step} from {fact.checkpoint}"
+        case Incident() as fact:
+            threshold = "" if fact.threshold is None else f", threshold {number(fact.threshold)}"
+            return f"incident {fact.incident}: {fact.explanation} ({fact.rule}: {number(fact.value)}{threshold})"
+        case Planned() as fact if fact.action in ("rollback", "retry"):
+            skip = f", skip batches {fact.skip}" if fact.skip else ""
+            return f"rewind to step {fact.step} ({fact.checkpoint}){skip}"
+        case Planned() as fact:
+            return f"{fact.action}: {fact.reason}"
+        case Restored() as fact:
+            return f"back at step {fact.step}; {fact.steps_lost} steps are undone"
+        case Concluded() as fact:
+            return f"incident {fact.incident}: {fact.outcome.replace('_', ' ')}"
+        case Dropped() | Quarantined() as fact:
+            return f"{fact.checkpoint} {fact.kind}: {fact.reason}"
+        case _:
+            return _line_of_the_end(record)
+
+
+def _line_of_the_end(record: Record) -> str | None:
+    match record.fact:
+        case AttemptEnded() as fact if fact.status:
+            return f"attempt {record.attempt} is over: {fact.cause}"
+        case RestartScheduled() as fact:
+            return f"another attempt follows in {fact.delay:.0f} s ({fact.budget_left} restarts left)"
+        case Signalled() as fact:
+            return f"{fact.signal}: the ranks are told to stop and save"
+        case Stopped() as fact:
+            return f"stopped at step {fact.step}: {fact.account}"
+        case RunEnded() as fact:
+            return f"the run has ended: {fact.reason}"
+        case _:
+            return None

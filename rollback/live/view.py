@@ -1,0 +1,54 @@
+"""What is looked at: one run's status and curves, read again and again."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+from rich.panel import Panel
+
+from rollback.audit.cost import seconds_since_epoch
+from rollback.audit.status import Status, StatusReader
+from rollback.errors import RollbackError
+from rollback.events import Record
+from rollback.live.panel import Curves, panel
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import MetricTail
+
+EVERY = 0.5  # seconds between two glances
+_MEMORY = 4 << 20  # bytes of metrics from before the first glance: some thirty thousand steps
+
+
+class View:
+    """A run directory, also one that is not there yet."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._reader = StatusReader(root)
+        self._metrics = MetricTail(RunPaths(root).metrics, _MEMORY)
+        self._curves = Curves()
+        self.status: Status | None = None
+        self.fault: RollbackError | None = None
+        self.news: list[Record] = []
+        """What was journalled between the last two glances; nothing at the first, where all is old."""
+
+    def refresh(self) -> Status | None:
+        """Look again. What cannot be read now leaves the last status in place, and its reason in `fault`."""
+        first = self.status is None
+        try:
+            self.status, self.fault = self._reader.read(), None
+            self.news = [] if first else self._reader.news
+        except RollbackError as error:
+            self.fault, self.news = error, []
+            self._reader = StatusReader(self._root)
+        for metric in self._metrics.new():
+            self._curves.add(metric)
+        return self.status
+
+    def panel(self, width: int) -> Panel:
+        """The picture of what was seen last."""
+        status, seconds = self.status, None
+        if status is not None and status.began is not None and (began := seconds_since_epoch(status.began)) is not None:
+            end = seconds_since_epoch(status.ending.at) if status.ending and status.state == "ended" else None
+            seconds = max(0.0, (time.time() if end is None else end) - began)
+        return panel(status, self._curves, width, seconds)
