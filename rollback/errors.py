@@ -49,6 +49,12 @@ class RunInUse(RollbackError):
     exit_code = ExitCode.IN_USE
 
 
+class NodesMissing(RollbackError):
+    """Other nodes of the job are not there, or their leader is not, and were waited for long enough."""
+
+    exit_code = ExitCode.RESUMABLE
+
+
 class RunDirectoryError(RollbackError):
     """The run directory cannot be read or written."""
 

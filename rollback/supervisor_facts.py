@@ -8,19 +8,20 @@ from rollback.fact import Fact, Window
 
 Why = Literal[
     "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
-    "lost_peer", "launcher", "told_to_stop",
+    "lost_peer", "node_lost", "launcher", "told_to_stop",
 ]  # fmt: skip
 """Classes of what can end an attempt before its time; `rollback.supervisor.classify` has the table."""
 
 
 class AttemptStarted(Fact):
-    """torchrun was started."""
+    """torchrun was started; where there are many `nodes`, on all of them."""
 
     writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
     kind: Literal["attempt_started"] = "attempt_started"
     command: tuple[str, ...]
     host: str
     pid: int
+    nodes: tuple[str, ...] = ()
 
 
 class AttemptEnded(Fact):
@@ -83,11 +84,12 @@ class RestartScheduled(Fact):
 
 
 class Signalled(Fact):
-    """The supervisor was told to stop and passed it on to the ranks."""
+    """The supervisor, or that of another `node`, was told to stop and passed it on to the ranks."""
 
     writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
     kind: Literal["signalled"] = "signalled"
     signal: str
+    node: str | None = None
 
 
 class RunEnded(Fact):

@@ -28,6 +28,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job
 from rollback.supervisor.flags import FLAGS
 from rollback.supervisor.hang import HangLimits
+from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.supervise import Order, Result, supervise
 
 
@@ -42,6 +43,7 @@ def launch(
     grace: float | None,
     hang_after: str | None,
     stall_after: float | None,
+    node_timeout: float | None,
     **given: Any,
 ) -> None:
     """Run a training job under torchrun, and keep it going.
@@ -54,7 +56,7 @@ def launch(
     budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
     limits = hang_limits(hang_after, stall_after)
     job = Job(flags, script, arguments or [])
-    order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits)
+    order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT)
     occupy_standard_streams()
     with _audience(paths.root) as screen:
         result = supervise(order, screen)

@@ -16,6 +16,7 @@ from pydantic.fields import FieldInfo
 
 from rollback.config import Settings
 from rollback.supervisor.flags import FLAGS, Flag
+from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 
 LAUNCH_CONTEXT = {
     "allow_interspersed_args": False,  # what follows the script is the script's
@@ -119,6 +120,13 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         "SECONDS",
         "the same for a job that runs and finishes no batch: start-up, compilation and evaluation count (default: off)",
         0.001,
+    ),
+    _run_parameter(
+        "node_timeout",
+        float,
+        "SECONDS",
+        f"many nodes: how long one that is missing or lost is waited for (default: {NODE_TIMEOUT:g})",
+        1.0,
     ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *(_torchrun_parameter(flag) for flag in FLAGS),

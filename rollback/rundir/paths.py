@@ -121,6 +121,21 @@ class RunPaths:
         return self.root / "fast-tier.json"
 
     @property
+    def nodes(self) -> Path:
+        return self.root / "nodes"
+
+    @property
+    def orders(self) -> Path:
+        return self.nodes / "orders.json"
+
+    def node(self, name: str) -> Path:
+        """Report of a node; `name` begins with `node-`."""
+        return self.nodes / f"{name}.json"
+
+    def node_lock(self, name: str) -> Path:
+        return self.nodes / f"{name}.lock"
+
+    @property
     def pins(self) -> Path:
         return self.root / "pins"
 

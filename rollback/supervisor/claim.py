@@ -62,7 +62,7 @@ def _require_run_directory(paths: RunPaths) -> None:
     if not paths.root.exists() or paths.identity.exists() or paths.train_journal.parent.exists():
         return
     # An attempt that ended before its ranks had attached may have left these.
-    ours = (paths.lock, paths.holder, paths.ranks, paths.ring, paths.skips, paths.metrics.parent)
+    ours = (paths.lock, paths.holder, paths.ranks, paths.ring, paths.skips, paths.metrics.parent, paths.nodes)
     others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
     if others:
         raise RunDoesNotFit(

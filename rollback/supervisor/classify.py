@@ -18,8 +18,9 @@ makes the *healthy* ones raise first. Within a class, the earliest counts.
 | timeout       | an exception of torch.distributed that says that it waited too long                        |
 | lost_peer     | an exception of torch.distributed that says that a peer is gone                            |
 
-`launcher` is the class of an attempt of which no rank failed but torchrun did; `told_to_stop` that of one that was
-ended on request. Only `exception` may blame a batch.
+`node_lost` is the class of an attempt in which the supervisor of a node fell silent or was started anew; what ranks of
+other nodes then raised is its consequence. `launcher` is that of one of which no rank failed but torchrun did,
+`told_to_stop` that of one that was ended on request. Only `exception` may blame a batch.
 """
 
 from __future__ import annotations
@@ -148,6 +149,9 @@ def first_cause(evidence: Evidence, ends: Iterable[RankEnd]) -> FirstCause | Non
     classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
         return _of_hang(evidence.hung, classed)
+    if evidence.lost_nodes:
+        followed = tuple(sorted(end.rank for _, end in classed))
+        return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} was lost", followed=followed)
     if evidence.status == 0:
         return None
     if evidence.told_to_stop:

@@ -86,6 +86,7 @@ def gather(
         refusal=left.refusal,
         stopped=next((record.fact for record in reversed(records) if isinstance(record.fact, Stopped)), None),
         failures=left.failures,
+        lost_nodes=left.lost_nodes,
         step=furthest_step(paths, records, attempt),
         hung=hung,
     )

@@ -72,10 +72,11 @@ RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master
 
 def names_a_rendezvous(given: Mapping[str, str | bool], environment: Mapping[str, str]) -> bool:
     """Whether flags (by name) or torchrun's environment variables say where the ranks meet, or speak of many nodes."""
+    many_nodes = value_of("nnodes", given, environment) not in (None, "1", "1:1")
+    return many_nodes or any(value_of(name, given, environment) for name in RENDEZVOUS)
 
-    def value(name: str) -> str | bool | None:
-        flag = next(flag for flag in FLAGS if flag.name == name)
-        return given.get(name) or environment.get(flag.variable)
 
-    many_nodes = value("nnodes") not in (None, "1", "1:1")
-    return many_nodes or any(value(name) for name in RENDEZVOUS)
+def value_of(name: str, given: Mapping[str, str | bool], environment: Mapping[str, str]) -> str | bool | None:
+    """A flag's value as torchrun will see it: from the flags, or from its environment variable."""
+    flag = next(flag for flag in FLAGS if flag.name == name)
+    return given.get(name) or environment.get(flag.variable)

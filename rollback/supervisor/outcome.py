@@ -74,7 +74,7 @@ class Left(BaseModel):
     """What an attempt left on one host. status: torchrun's, -N where signal N ended it.
 
     stopped: ranks that were SIGSTOPped when last looked at. oom_kills: how often the kernel's OOM killer struck in
-    the memory cgroups of this host's ranks.
+    the memory cgroups of this host's ranks. lost_nodes: in the account of all nodes, those that left none.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -83,6 +83,7 @@ class Left(BaseModel):
     failures: Failures | None = None
     stopped: tuple[int, ...] = ()
     oom_kills: int = 0
+    lost_nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -92,6 +93,7 @@ class Evidence:
     status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
     attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together.
     step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
+    lost_nodes: nodes that fell silent or were started anew while the attempt ran.
     """
 
     status: int
@@ -102,6 +104,7 @@ class Evidence:
     failures: Failures | None
     step: int | None
     hung: Hung | None = None
+    lost_nodes: tuple[str, ...] = ()
 
     @property
     def killed(self) -> bool:
@@ -110,6 +113,8 @@ class Evidence:
         A rank whose peer was killed often fails in the same moment, so a SIGKILL counts wherever it stands. torchrun
         itself ends the others with SIGTERM, so that counts for the first one only.
         """
+        if self.lost_nodes:
+            return True
         codes = [item.exitcode for item in self.failures.failures if not item.ended] if self.failures else []
         first = codes[0] if codes else self.status
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)

@@ -14,18 +14,19 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import ExitCode, RollbackError, RunInUse
 from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp
-from rollback.supervisor.claim import Claim, read_past
+from rollback.supervisor.claim import Claim, Past, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
 from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
@@ -33,6 +34,10 @@ from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.host import Host, Running
 from rollback.supervisor.ledger import Ledger
 from rollback.supervisor.lookout import Lookout
+from rollback.supervisor.nodes.follow import Follower
+from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
+from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Membership, Place, place_among_nodes
+from rollback.supervisor.nodes.protocol import Verdict
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
@@ -45,7 +50,7 @@ class Order:
     """What `rollback launch` was asked to do.
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
-    hang: how long they may show no sign of progress.
+    hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
     """
 
     paths: RunPaths
@@ -54,6 +59,7 @@ class Order:
     restart_budget: int
     grace: float
     hang: HangLimits
+    node_timeout: float = NODE_TIMEOUT
 
 
 @dataclass(frozen=True)
@@ -70,25 +76,75 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     Raises RollbackError, with the run directory unchanged, where the
     directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
     """
-    past = read_past(order.paths)
-    claim = Claim(order.paths)
-    ledger = Ledger(order.paths, audience.say)
+    place = place_among_nodes(order.job.flags, environment, order.node_timeout)
+    with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
+        host = Host(order.paths, order.job, order.settings, environment, Path(private), audience)
+        if place is not None:
+            return _take_part(order, place, audience.say, host, signals)
+        past = read_past(order.paths)
+        return _lead(order, None, audience.say, host, signals, past, Claim(order.paths))
+
+
+def _take_part(order: Order, place: Place, say: Callable[[str], None], host: Host, signals: StopSignals) -> Result:
+    """One node of many: lead if nobody does, else follow; who loses its leader is where it began."""
+    follower = Follower(order.paths, place, host, order.grace, signals, say)
+    while True:
+        past = read_past(order.paths)
+        try:
+            claim = Claim(order.paths)
+        except RunInUse as in_use:
+            with Membership(order.paths, place):
+                verdict = follower.follow(in_use)
+        else:
+            return _lead(order, place, say, host, signals, past, claim)
+        if verdict is not None and verdict.refused:
+            raise verdict.as_error()
+        if verdict is not None:
+            return Result(ExitCode(verdict.exit_code), verdict.reason)
+
+
+def _lead(
+    order: Order,
+    place: Place | None,
+    say: Callable[[str], None],
+    host: Host,
+    signals: StopSignals,
+    past: Past,
+    claim: Claim,
+) -> Result:
+    """Decide about attempts, while holding the run directory, and let go of it."""
+    ledger = Ledger(order.paths, say)
     released = False
     try:
-        with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-            host = Host(order.paths, order.job, order.settings, environment, Path(private), audience)
-            supervisor = _Supervisor(order, audience.say, host, ledger, signals)
+        with _all_nodes(order.paths, place, say) as nodes:
+            verdict = Verdict(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
-                return supervisor.run(past.last_attempt)
-            except RollbackError:
-                if not ledger.opened:
-                    claim.undo()
-                    released = True
+                result = _Supervisor(order, say, host, ledger, signals, nodes).run(past.last_attempt)
+                verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
+                return result
+            except RollbackError as error:
+                verdict = Verdict.of_error(error)
                 raise
+            finally:
+                nodes.farewell(verdict)
+    except RollbackError:
+        if not ledger.opened:
+            claim.undo()
+            released = True
+        raise
     finally:
         ledger.close()
         if not released:
             claim.release()
+
+
+@contextmanager
+def _all_nodes(paths: RunPaths, place: Place | None, say: Callable[[str], None]) -> Iterator[Nodes]:
+    if place is None:
+        yield Alone()
+        return
+    with Membership(paths, place):
+        yield Leader(paths, place, say)
 
 
 class _Supervisor:
@@ -101,6 +157,7 @@ class _Supervisor:
         host: Host,
         ledger: Ledger,
         signals: StopSignals,
+        nodes: Nodes,
     ) -> None:
         self._order = order
         self._paths = order.paths
@@ -108,6 +165,8 @@ class _Supervisor:
         self._host = host
         self._ledger = ledger
         self._signals = signals
+        self._nodes = nodes
+        self._told = False
         self._journal = TrainJournal(order.paths.train_journal)
 
     def run(self, last_attempt: int) -> Result:
@@ -117,6 +176,8 @@ class _Supervisor:
         attempt = last_attempt
         while True:
             attempt += 1
+            if not self._gather(attempt):
+                return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
             evidence, first = self._attempt(attempt)
             end = ending(evidence)
             if evidence.refusal is not None:
@@ -143,22 +204,36 @@ class _Supervisor:
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
+    def _gather(self, attempt: int) -> bool:
+        """Wait for all nodes; False if told to stop meanwhile."""
+        try:
+            if self._nodes.gather(attempt, lambda: bool(self._signals.received)):
+                return True
+        except RollbackError as error:
+            if self._ledger.opened:
+                self._end(error.exit_code, error.message)
+            raise
+        self._hear_signals()
+        return False
+
     def _attempt(self, attempt: int) -> tuple[Evidence, FirstCause | None]:
         """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
         self._ledger.attempt = attempt
         began = time.monotonic()
         with self._host.attempt(attempt) as running:
             host = socket.gethostname()
-            self._ledger.note(AttemptStarted(command=running.command, host=host, pid=running.pid))
+            self._ledger.note(
+                AttemptStarted(command=running.command, host=host, pid=running.pid, nodes=self._nodes.names)
+            )
             status, hung = self._watch(running)
-        left = self._host.left(status, running)
-        told = bool(self._signals.received)
-        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
+        left = self._nodes.left(self._host.left(status, running))
+        self._hear_signals()
+        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=self._told, hung=hung)
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         self._ledger.note(
             AttemptEnded(
-                status=status,
+                status=left.status,
                 cause=cause(evidence, first),
                 step=evidence.step,
                 seconds=time.monotonic() - began,
@@ -172,28 +247,46 @@ class _Supervisor:
         return evidence, first
 
     def _watch(self, running: Running) -> tuple[int, Hung | None]:
-        """Torchrun's status once it has ended, by itself or because we ended it: told to stop and its time is up, or
-        the ranks hang."""
+        """Torchrun's status once the attempt has ended on all nodes, by itself or because we ended it: told to stop and
+        its time is up, it failed on another node, or the ranks hang."""
         deadline: float | None = None
+        hung: Hung | None = None
         lookout = Lookout(self._paths, self._order.hang, running)
-        while (status := running.poll()) is None:
+        while (move := self._nodes.move(running.poll())) != "settled":
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
                 self._begin_record()
-            for signum in self._signals.take():
-                self._ledger.note(Signalled(signal=signum.name))
+            for name in self._hear_signals():
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace
-                    self._say(f"{signum.name}: telling the ranks to stop and save (again to end now)")
-            if deadline is not None:
+                    self._nodes.stop()
+                    self._say(f"{name}: telling the ranks to stop and save (again to end now)")
+            if move == "end":
+                running.kill()
+            elif running.poll() is not None:
+                pass  # other nodes have not ended yet
+            elif deadline is not None:
                 told = running.tell_ranks_to_stop()
-                if not told or self._signals.insistent or time.monotonic() > deadline:
-                    return running.kill(), None
+                insistent = self._signals.insistent or self._nodes.insistent
+                if not told or insistent or time.monotonic() > deadline:
+                    running.kill()
             elif (hung := lookout.look()) is not None:
                 self._ledger.note(hung)
                 self._say(f"hang: {hung.reason}; nothing moved for {hung.silent:.0f} s; ending all ranks")
-                return running.kill(hopeless=True), hung
-            time.sleep(_POLL)
-        return status, None
+                running.kill(hopeless=True)
+            if running.poll() is None or self._nodes.names:
+                time.sleep(_POLL)
+        status = running.poll()
+        assert status is not None
+        return status, hung
+
+    def _hear_signals(self) -> list[str]:
+        """Stop signals that came since the last call, here or on other nodes, by name."""
+        facts = [Signalled(signal=signum.name) for signum in self._signals.take()]
+        facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
+        for fact in facts:
+            self._ledger.note(fact)
+        self._told |= bool(facts)
+        return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in facts]
 
     def _begin_record(self) -> None:
         """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
@@ -219,11 +312,9 @@ class _Supervisor:
     def _stopped_while_waiting(self, delay: float) -> bool:
         """Wait before another attempt; True, at once, if a stop signal comes or has come."""
         until = time.monotonic() + delay
-        while not self._signals.received and time.monotonic() < until:
+        while not self._hear_signals() and not self._told and time.monotonic() < until:
             time.sleep(_POLL)
-        for signum in self._signals.take():
-            self._ledger.note(Signalled(signal=signum.name))
-        return bool(self._signals.received)
+        return self._told
 
     def _refused(self, evidence: Evidence) -> RollbackError:
         """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""

@@ -124,7 +124,7 @@ def _become(
         if stream is subprocess.STDOUT:
             os.dup2(1, number)
         elif stream is not None:
-            os.dup2(stream.fileno(), number)
+            os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
     os.closerange(3, 1 << 16)
     _start_warm_from_here()
     if new_session:
@@ -143,8 +143,14 @@ def _start_warm_from_here() -> None:
     if psutil.Process.environ is _environ:
         os.register_at_fork(after_in_child=_enter_register)
         psutil.Process.environ = environment_of  # type: ignore[method-assign]
-    host.start = lambda command, environment: WarmPython(command, env=environment, start_new_session=True)  # type: ignore
+    host.start = _start  # type: ignore[assignment]
     subprocess_handler.Popen = WarmPython  # type: ignore[misc,assignment]
+
+
+def _start(
+    command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
+) -> WarmPython:
+    return WarmPython(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 def _run_python(arguments: list[str]) -> None:

@@ -1,0 +1,172 @@
+"""A follower's side: its own torchrun, started and ended as the leader says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import filelock
+
+from rollback.errors import NodesMissing, RunInUse
+from rollback.rundir.lock import read_holder
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.evidence import TrainJournal
+from rollback.supervisor.host import Host, Running
+from rollback.supervisor.nodes.beacon import SILENT_AFTER, Beacon, Watchtower
+from rollback.supervisor.nodes.membership import Place
+from rollback.supervisor.nodes.protocol import Orders, Report, Verdict, followers_move
+from rollback.supervisor.outcome import Left
+from rollback.supervisor.signals import StopSignals
+
+_POLL = 0.1
+_LOCK_EVERY = 1.0
+_INTRODUCTION = 10.0  # seconds that whoever holds the lock has to give orders, else it does not lead a job like ours
+_KILLED = -9
+
+
+class Follower:
+    """This supervisor runs what the leader says. Make it while another process holds the run directory's lock."""
+
+    def __init__(
+        self, paths: RunPaths, place: Place, host: Host, grace: float, signals: StopSignals, say: Callable[[str], None]
+    ) -> None:
+        self._paths, self._place, self._host, self._grace = paths, place, host, grace
+        self._signals, self._say = signals, say
+        self._tower = Watchtower(paths.nodes, paths.orders.name, Orders)
+        self._journal = TrainJournal(paths.train_journal)
+        self._lock_looked_at = time.monotonic()
+        self._leader = ""
+
+    def follow(self, in_use: RunInUse) -> Verdict | None:
+        """Follow whoever leads: how the run ended, or None when the leader is gone.
+
+        Raises `in_use`, the reason why we do not lead, where the holder of the run directory is no leader of nodes, and
+        NodesMissing where a leader that was there stays silent.
+        """
+        orders = self._introduce(in_use)
+        if orders is None:
+            return None
+        self._leader = orders.leader
+        self._host.end_leftovers(self._say)
+        self._say(f"{self._place.name}: following {orders.host} (pid {orders.pid})")
+        report = Report(
+            node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
+            leader=self._leader, attempt=-1, state="ended",
+        )  # fmt: skip
+        beacon = Beacon(self._paths.node(self._place.name), report, self._say)
+        try:
+            return self._obey(beacon)
+        finally:
+            beacon.put_out()
+
+    def _introduce(self, in_use: RunInUse) -> Orders | None:
+        """The orders of the process that holds the lock. None if the lock is free meanwhile."""
+        deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)
+        while time.monotonic() < deadline:
+            orders = self._tower.look().get(self._paths.orders.name)
+            holder = read_holder(self._paths) or {}
+            if orders is not None and (orders.host, orders.pid) == (holder.get("host"), holder.get("pid")):
+                return orders
+            if self._lock_is_free():
+                return None
+            if self._signals.received:
+                raise NodesMissing("told to stop while no node led", hint="the same command on all nodes goes on")
+            time.sleep(_POLL)
+        if not self._leader:
+            raise in_use
+        raise NodesMissing(
+            f"whoever leads {self._paths.root} has been silent for {self._place.timeout:.0f} s and still holds it",
+            hint="see to its host; the same command on all nodes goes on where the run was",
+        ) from in_use
+
+    def _obey(self, beacon: Beacon[Report]) -> Verdict | None:
+        while True:
+            orders = self._orders()
+            if orders is None:
+                return self._without_leader()
+            self._tell_of_signals(beacon)
+            report = beacon.record
+            match followers_move(report.state, report.attempt, orders, self._place.launch):
+                case "quit":
+                    return orders.verdict
+                case "get ready":
+                    beacon.show(state="ready", attempt=orders.attempt, left=None)
+                case "start":
+                    beacon.show(state="running")
+                    left = self._attempt(orders.attempt, beacon)
+                    beacon.show(state="ended", left=left)
+                case _:
+                    time.sleep(_POLL)
+
+    def _attempt(self, number: int, beacon: Beacon[Report]) -> Left:
+        """Torchrun on this node, until it has ended or is to be ended."""
+        with self._host.attempt(number) as running:
+            status = self._watch(running, beacon)
+        return self._host.left(status, running)
+
+    def _watch(self, running: Running, beacon: Beacon[Report]) -> int:
+        deadline: float | None = None
+        kept = False
+        while (status := running.poll()) is None:
+            orders = self._orders()
+            self._tell_of_signals(beacon)
+            if not kept and self._journal.has_attached(running.attempt):
+                kept = True
+                self._host.output.keep()
+            move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
+            if move in ("end", "quit") or self._signals.insistent:
+                return running.kill()
+            if move == "tell" or self._signals.received:
+                deadline = deadline or time.monotonic() + self._grace
+                running.tell_ranks_to_stop()
+                if time.monotonic() > deadline:
+                    return running.kill()
+            time.sleep(_POLL)
+        return status
+
+    def _tell_of_signals(self, beacon: Beacon[Report]) -> None:
+        if self._signals.take():
+            names = tuple(signum.name for signum in self._signals.received)
+            beacon.show(signals=names, insistent=self._signals.insistent)
+
+    def _orders(self) -> Orders | None:
+        """What our leader says; None when it is gone: it is silent, another one leads, or nobody holds the lock."""
+        orders = self._tower.look().get(self._paths.orders.name)
+        if orders is not None and orders.leader == self._leader and orders.phase == "over":
+            return orders
+        if orders is None or orders.leader != self._leader or self._lock_is_free():
+            return None
+        return orders
+
+    def _without_leader(self) -> Verdict | None:
+        if self._signals.received:
+            return Verdict(exit_code=75, reason="told to stop while no node led")
+        self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
+        return None
+
+    def _lock_is_free(self) -> bool:
+        """Whether nobody holds the run directory. Looked at once a second, since looking is holding it for a moment."""
+        if time.monotonic() - self._lock_looked_at < _LOCK_EVERY:
+            return False
+        self._lock_looked_at = time.monotonic()
+        return lock_is_free(self._paths)
+
+
+def lock_is_free(paths: RunPaths) -> bool:
+    with _taken(paths) as taken:
+        return taken
+
+
+@contextmanager
+def _taken(paths: RunPaths) -> Iterator[bool]:
+    lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except (filelock.Timeout, OSError):
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()

@@ -1,0 +1,204 @@
+"""The leader's side: who is there, orders to all of them, and what an attempt left on all nodes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes.beacon import Beacon, Watchtower
+from rollback.supervisor.nodes.membership import Place, file_system_of
+from rollback.supervisor.nodes.protocol import (
+    LeadersMove,
+    Orders,
+    Report,
+    Verdict,
+    leaders_move,
+    merged,
+    must_end,
+    ready,
+)
+from rollback.supervisor.outcome import Left
+
+_POLL = 0.1
+_SAY_AFTER = 10.0  # seconds of waiting for other nodes until the person who watches is told
+_FAREWELL = 15.0  # seconds that followers have to read how the run ended
+
+
+class Nodes(Protocol):
+    """All nodes of a job, as the supervisor that decides sees them. Calls return at once unless they say otherwise."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the nodes that take part in the attempt; empty for a job on one node."""
+
+    def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
+        """Wait until every node is ready for this attempt, and have them start; False if `interrupted` came true.
+
+        Raises NodesMissing where a node that was there does not come back, RunDirectoryError where none ever came.
+        """
+
+    def move(self, own: int | None) -> LeadersMove:
+        """What is to be done now. own: the status of this node's torchrun."""
+
+    def stop(self) -> None:
+        """Have all ranks stop and save."""
+
+    def signals(self) -> list[tuple[str, str]]:
+        """Stop signals that other nodes got since the last call: node and name."""
+
+    @property
+    def insistent(self) -> bool:
+        """Whether another node was told to stop twice."""
+
+    def left(self, own: Left) -> Left:
+        """What the attempt left on all nodes, once it is settled."""
+
+    def farewell(self, verdict: Verdict) -> None:
+        """Tell all how the run ended, and wait until they have heard it."""
+
+
+class Alone:
+    """A job on one node."""
+
+    insistent = False
+    names: tuple[str, ...] = ()
+
+    def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
+        return True
+
+    def move(self, own: int | None) -> LeadersMove:
+        return "wait" if own is None else "settled"
+
+    def stop(self) -> None:
+        return
+
+    def signals(self) -> list[tuple[str, str]]:
+        return []
+
+    def left(self, own: Left) -> Left:
+        return own
+
+    def farewell(self, verdict: Verdict) -> None:
+        return
+
+
+class Leader:
+    """This supervisor holds the run directory's lock, and the other nodes follow it. Make it while holding the lock."""
+
+    def __init__(self, paths: RunPaths, place: Place, say: Callable[[str], None]) -> None:
+        self._paths, self._place, self._say = paths, place, say
+        self._tower = Watchtower(paths.nodes, "node-*.json", Report)
+        self._members: dict[str, str] = {}
+        self._heard: dict[str, int] = {}
+        self._ever: set[str] = set()
+        self._reports: dict[str, Report] = {}
+        orders = Orders(leader=place.launch, host=place.host, pid=place.pid)
+        self._beacon = Beacon(paths.orders, orders, say)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return (self._place.name, *self._members.values())
+
+    @property
+    def insistent(self) -> bool:
+        return any(report.insistent for report in self._reports.values())
+
+    def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
+        self._members = {}
+        self._beacon.show(phase="gather", attempt=attempt, members=())
+        began, said = time.monotonic(), False
+        while True:
+            self._look()
+            there = ready(self._reports.values(), self._place.launch, attempt)
+            if len(there) >= self._place.count - 1:
+                break
+            if interrupted() or any(report.signals for report in self._reports.values()):
+                return False
+            waited = time.monotonic() - began
+            if waited > self._place.timeout:
+                raise self._missing(there, waited)
+            if waited > _SAY_AFTER and not said:
+                self._say(self._who_is_there(there))
+                said = True
+            time.sleep(_POLL)
+        self._members = {launch: there[launch].node for launch in sorted(there)[: self._place.count - 1]}
+        self._beacon.show(phase="run", members=tuple(self._members))
+        return True
+
+    def move(self, own: int | None) -> LeadersMove:
+        self._look()
+        members = self._member_reports()
+        if must_end(own, members):
+            self._beacon.show(phase="end")
+        return leaders_move(own, members)
+
+    def stop(self) -> None:
+        if self._beacon.record.phase == "run":
+            self._beacon.show(phase="stop")
+
+    def signals(self) -> list[tuple[str, str]]:
+        new = []
+        for report in self._reports.values():
+            new += [(report.node, name) for name in report.signals[self._heard.get(report.launch, 0) :]]
+            self._heard[report.launch] = len(report.signals)
+        return new
+
+    def left(self, own: Left) -> Left:
+        reports = self._member_reports()
+        return merged(
+            own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
+        )
+
+    def farewell(self, verdict: Verdict) -> None:
+        self._beacon.show(phase="over", verdict=verdict)
+        deadline = time.monotonic() + _FAREWELL
+        while self._followers() and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        # Who has not read it yet will find it there, and the lock free.
+        self._beacon.put_out(remove=not self._followers())
+
+    def _look(self) -> None:
+        """Read the reports of those who follow us, and make sure that nobody else gives orders here."""
+        try:
+            orders = Orders.model_validate_json(self._paths.orders.read_bytes())
+        except (OSError, ValueError):
+            orders = self._beacon.record
+        if orders.leader != self._place.launch:
+            raise RunDirectoryError(
+                f"{orders.host} (pid {orders.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
+                f"{self._paths.lock}: the file system ({file_system_of(self._paths.root)}) does not lock between hosts",
+                hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
+            )
+        self._reports = {report.launch: report for report in self._followers()}
+        self._ever |= {report.node for report in self._reports.values()}
+
+    def _followers(self) -> list[Report]:
+        return [report for report in self._tower.look().values() if report.leader == self._place.launch]
+
+    def _member_reports(self) -> dict[str, Report | None]:
+        """The members' reports on this attempt; None for one that is silent, or was replaced by another launch."""
+        return {launch: self._reports.get(launch) for launch in self._members}
+
+    def _who_is_there(self, there: dict[str, Report]) -> str:
+        names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
+        return (
+            f"waiting for {self._place.count - 1 - len(there)} of {self._place.count} nodes (here: {names}); "
+            f"start the same command on them. They meet in {self._paths.root}, which all must share; here it lies on "
+            f"{file_system_of(self._paths.root)}"
+        )
+
+    def _missing(self, there: dict[str, Report], waited: float) -> RollbackError:
+        lost = sorted(self._ever - {report.node for report in there.values()})
+        if lost:
+            return NodesMissing(
+                f"{', '.join(lost)} has not come back within {waited:.0f} s",
+                hint="the run goes on where it was when the same command runs on all nodes again",
+            )
+        return RunDirectoryError(
+            f"{len(there) + 1} of {self._place.count} nodes have come to {self._paths.root} within {waited:.0f} s",
+            hint=f"all nodes must share the run directory (here it lies on {file_system_of(self._paths.root)}) and run "
+            "the same command, each with a --node-rank of its own",
+        )

@@ -1,0 +1,157 @@
+"""What leader and followers say to each other, and what follows from it, as tables. Pure.
+
+The leader's phases: `gather` (who is there?), `run`, `stop` (ranks are to save and leave), `end` (at once), `over`.
+
+What a follower does, by its own state and the orders that it reads:
+
+| own state \\ orders | gather for a later one | run  | stop | end | over | leader is gone    |
+|--------------------|------------------------|------|------|-----|------|-------------------|
+| ready              | get ready              | start| -    | -   | quit | succeed           |
+| running            | end                    | -    | tell | end | quit | end, then succeed |
+| ended              | get ready              | -    | -    | -   | quit | succeed           |
+
+Orders `run`, `stop` and `end` concern the members of the attempt that they name; whoever runs another one ends it.
+*get ready*: nothing of an earlier attempt runs here. *tell*: the ranks are told to stop. *succeed*: try to lead.
+
+What the leader does while an attempt runs, by its own torchrun and the followers' reports; the first row that holds:
+
+| own torchrun | followers                          | the leader                                     |
+|--------------|------------------------------------|------------------------------------------------|
+| any          | all ended or lost, own one ended   | settled: the attempt is over everywhere        |
+| running      | one is lost, or ended and not by 0 | end: kills its own torchrun, orders `end`      |
+| failed       | some running                       | orders `end`, waits for the others             |
+| any          | else                               | waits                                          |
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable, Mapping
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from rollback.errors import ExitCode, RollbackError
+from rollback.supervisor.outcome import Failures, Left
+
+Phase = Literal["gather", "run", "stop", "end", "over"]
+State = Literal["ready", "running", "ended"]
+FollowersMove = Literal["wait", "get ready", "start", "tell", "end", "quit"]
+LeadersMove = Literal["wait", "end", "settled"]
+
+
+class Verdict(BaseModel):
+    """How the run ended on all nodes."""
+
+    model_config = ConfigDict(frozen=True)
+    exit_code: int
+    reason: str
+    hint: str | None = None
+    refused: bool = False
+
+    @classmethod
+    def of_error(cls, error: RollbackError) -> Verdict:
+        return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True)
+
+    def as_error(self) -> RollbackError:
+        error = RollbackError(self.reason, hint=self.hint)
+        error.exit_code = ExitCode(self.exit_code)
+        return error
+
+
+class Orders(BaseModel):
+    """nodes/orders.json. leader: the launch that leads. members: the launches that take part in the attempt."""
+
+    model_config = ConfigDict(frozen=True)
+    leader: str
+    host: str
+    pid: int
+    phase: Phase = "gather"
+    attempt: int = 0
+    members: tuple[str, ...] = ()
+    verdict: Verdict | None = None
+    beat: int = 0
+
+
+class Report(BaseModel):
+    """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
+
+    insistent: it was told to stop twice. left: what the attempt left on that node, once it has ended there.
+    """
+
+    model_config = ConfigDict(frozen=True)
+    node: str
+    launch: str
+    host: str
+    pid: int
+    leader: str = ""
+    attempt: int = 0
+    state: State = "ready"
+    signals: tuple[str, ...] = ()
+    insistent: bool = False
+    left: Left | None = None
+    beat: int = 0
+
+
+def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> FollowersMove:
+    """The first table. attempt: the one that the follower last took part in, or got ready for."""
+    if orders.phase == "over":
+        return "quit"
+    member = launch in orders.members and orders.attempt == attempt
+    if state == "running":
+        if not member or orders.phase in ("gather", "end"):
+            return "end"
+        return "tell" if orders.phase == "stop" else "wait"
+    if orders.phase == "gather":
+        return "get ready" if orders.attempt > attempt else "wait"
+    # An order to start that a follower reads a second time, after its attempt has ended, starts nothing.
+    return "start" if state == "ready" and member and orders.phase == "run" else "wait"
+
+
+def leaders_move(own: int | None, members: Mapping[str, Report | None]) -> LeadersMove:
+    """The second table. own: the status of the leader's torchrun. members: their reports; None for one that is lost."""
+    pending = [report for report in members.values() if report is not None and report.state != "ended"]
+    if own is not None:
+        return "wait" if pending else "settled"
+    failed = any(report is None or (report.left is not None and report.left.status != 0) for report in members.values())
+    return "end" if failed else "wait"
+
+
+def must_end(own: int | None, members: Mapping[str, Report | None]) -> bool:
+    """Whether the attempt is to be ended on all nodes, because on one of them it has failed."""
+    return bool(own) or any(
+        report is None or (report.left is not None and report.left.status != 0) for report in members.values()
+    )
+
+
+def ready(reports: Iterable[Report], leader: str, attempt: int) -> dict[str, Report]:
+    """Followers of this leader that are ready for this attempt, by launch."""
+    return {
+        report.launch: report
+        for report in reports
+        if report.leader == leader and report.state == "ready" and report.attempt == attempt
+    }
+
+
+def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
+    """What an attempt left on all nodes, as if it had been one. others: by node; None for one that was lost.
+
+    A rank that a signal ended comes before those that exited: peers of a dead rank raise in the same moment, and hosts
+    have no common clock to tell by. Ranks that torchrun ended for another's sake come last.
+    """
+    lefts = [own, *(left for left in others.values() if left is not None)]
+    failures = [failure for left in lefts if left.failures for failure in left.failures.failures]
+    failures.sort(key=lambda failure: (failure.exitcode == -signal.SIGTERM, failure.exitcode >= 0))
+    errors = [left.failures.error for left in lefts if left.failures]
+    lost = tuple(node for node, left in others.items() if left is None)
+    return own.model_copy(
+        update={
+            "status": max((left.status for left in lefts), key=lambda status: (status > 0, status != 0))
+            or int(bool(lost)),
+            "stopped": tuple(sorted(rank for left in lefts for rank in left.stopped)),
+            "oom_kills": sum(left.oom_kills for left in lefts),
+            "refusal": next((left.refusal for left in lefts if left.refusal), None),
+            "failures": Failures(error=errors[0], failures=tuple(failures)) if errors else None,
+            "lost_nodes": lost,
+        }
+    )

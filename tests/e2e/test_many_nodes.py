@@ -1,0 +1,198 @@
+"""A job on several nodes: one decision about attempts, whichever node is told to stop, fails or is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import hosts
+import pytest
+from hosts import CABLE, Host, two_hosts
+from job_results import JOB, Scenarios
+from launching import LIMIT, RANK
+from toy import Toy, facts, require_same
+
+from rollback.events import Attached, AttemptEnded, AttemptStarted, Fact, RunEnded, Signalled
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+
+class Nodes:
+    """Nodes of one job on this host, which differ in nothing but their rank."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.run = folder, folder / "run"
+        self.paths = RunPaths(self.run)
+        self.port = _free_port()
+        self.started: list[subprocess.Popen[bytes]] = []
+
+    def start(self, node: int, behaviour: str, *flags: str) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run", str(self.run), *flags, str(RANK), behaviour,
+        ]  # fmt: skip
+        environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1"}
+        with open(self.folder / f"output-{node}", "ab") as output:
+            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+        self.started.append(process)
+        return process
+
+    def leader(self) -> int:
+        """Pid of the supervisor that leads."""
+        holder: dict[str, int] = {}
+
+        def found() -> bool:
+            if self.paths.holder.is_file():
+                holder.update(json.loads(self.paths.holder.read_bytes() or b"{}"))
+            return "pid" in holder
+
+        wait_for(found)
+        return holder["pid"]
+
+    def output(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("output-*")))
+
+
+@contextmanager
+def nodes_of(folder: Path) -> Iterator[Nodes]:
+    nodes = Nodes(folder)
+    try:
+        yield nodes
+    finally:
+        for process in nodes.started:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+
+
+def test_a_stop_signal_on_one_node_stops_all_and_both_say_that_the_run_is_resumable(tmp_path: Path) -> None:
+    with nodes_of(tmp_path) as nodes:
+        both = [nodes.start(node, "stop_when_told") for node in range(2)]
+        wait_for(lambda: len(read_heartbeats(nodes.paths.ranks)) == 2)
+        follower = next(process for process in both if process.pid != nodes.leader())
+        follower.send_signal(signal.SIGUSR1)
+        assert [process.wait(LIMIT) for process in both] == [75, 75], nodes.output()
+        (started,) = supervisors_facts(nodes.run, AttemptStarted)
+        assert sorted(started.nodes) == ["node-0", "node-1"]
+        (told,) = supervisors_facts(nodes.run, Signalled)
+        assert (told.signal, told.node) == ("SIGUSR1", f"node-{both.index(follower)}")
+        assert supervisors_facts(nodes.run, RunEnded)[0].reason == "saved at step 4"
+        assert not nodes.paths.nodes.exists()
+
+
+def test_whoever_is_left_leads_when_the_leader_was_killed_and_begins_again_when_that_node_is_back(
+    tmp_path: Path,
+) -> None:
+    with nodes_of(tmp_path) as nodes:
+        both = [nodes.start(node, "ignore_everything") for node in range(2)]
+        wait_for(lambda: len(read_heartbeats(nodes.paths.ranks)) == 2)
+        wait_for(lambda: supervisors_facts(nodes.run, AttemptStarted))
+        leader = next(process for process in both if process.pid == nodes.leader())
+        leader.kill()
+        leader.wait()
+        node = both.index(leader)
+        both[node] = nodes.start(node, "ignore_everything")
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        assert [fact.attempt for fact in records(nodes.run) if isinstance(fact.fact, Attached)] == [1, 2]
+
+
+def test_a_rank_that_dies_on_one_node_ends_the_attempt_on_all_and_the_next_begins_on_all(tmp_path: Path) -> None:
+    with nodes_of(tmp_path) as nodes:
+        both = [nodes.start(node, "die_once") for node in range(2)]
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        first, second = supervisors_facts(nodes.run, AttemptEnded)
+        assert (first.why, first.rank) == ("signal", 1)
+        assert second.status == 0
+
+
+def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None:
+    with nodes_of(tmp_path) as nodes:
+        alone = nodes.start(0, "finish", "--node-timeout", "1")
+        assert alone.wait(LIMIT) == 74
+        assert "1 of 2 nodes have come to" in nodes.output()
+        assert "must share the run directory (here it lies on " in nodes.output()
+        assert not nodes.run.exists()
+
+
+@pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(tmp_path: Path) -> None:
+    """First the host of the follower is lost, then that of the leader. Each rank is alone on its host."""
+    toy = Toy(
+        samples=2000, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(60, 300), nan_rank=1,
+        patient=False, settings={
+            "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
+        },
+    )  # fmt: skip
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("lost", toy)
+    run = RunPaths(scenarios.run("lost"))
+
+    def launch(host: Host, node: int) -> None:
+        command = [
+            sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            "--rdzv-endpoint", "10.77.0.1:29400", "--run", str(run.root), str(JOB), str(scenarios.path),
+        ]  # fmt: skip
+        environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1"}
+        with open(tmp_path / f"output-{node}", "a") as output:
+            host.start(command, environment, tmp_path, output)
+
+    def told() -> str:
+        return "\n".join(path.read_text() for path in sorted(tmp_path.glob("output-*")))
+
+    with two_hosts() as both:
+        for node, host in enumerate(both):
+            launch(host, node)
+        lost: list[str] = []
+        for attempt, role in ((1, "follower"), (2, "leader")):
+            wait_for(lambda attempt=attempt: step_of(run, attempt) > 30 * attempt, told)
+            leads = json.loads(run.holder.read_bytes())["host"]
+            node = next(node for node, host in enumerate(both) if (host.name == leads) == (role == "leader"))
+            lost.append(role)
+            both[node].lose()
+            launch(both[node], node)
+        assert [host.wait(LIMIT) for host in both] == [0, 0], told()
+    assert len(facts(run.root, Attached)) == 3, told()
+    assert [fact.why for fact in supervisors_facts(run.root, AttemptEnded)][:1] == ["node_lost"], told()
+    undisturbed = Scenarios(tmp_path / "undisturbed")
+    undisturbed.folder.mkdir()
+    undisturbed.add("lost", toy)
+    undisturbed.torchrun(2)
+    for rank in range(2):
+        require_same(scenarios.portrait("lost", rank), undisturbed.portrait("lost", rank), f"rank {rank}")
+
+
+def step_of(run: RunPaths, attempt: int) -> int:
+    """The step that all ranks of an attempt have shown to have reached."""
+    beats = [beat.step for beat in read_heartbeats(run.ranks).values() if beat.attempt == attempt]
+    return min(beats) if len(beats) == 2 else -1
+
+
+def wait_for(condition: Callable[[], object], told: Callable[[], str] = str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"what the test waits for did not happen\n{told()}"
+        time.sleep(0.02)
+
+
+def records(run: Path) -> list[object]:
+    return read_journal(RunPaths(run).train_journal).records
+
+
+def supervisors_facts(run: Path, *kinds: type[Fact]) -> list[object]:
+    journal = read_journal(RunPaths(run).supervisor_journal)
+    return [record.fact for record in journal.records if isinstance(record.fact, kinds)]
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,81 @@
+"""Hosts of one machine: namespaces for network, processes, host name and mounts, joined by a virtual cable.
+
+What makes a host one is that it can be lost: `Host.lose` ends every process on it in the same moment, and with them
+goes its /dev/shm, which is a tmpfs of its own. Needs root.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+CABLE = "cable"  # the interface, on each host
+
+
+def why_not() -> str | None:
+    """Why there can be no hosts here; None if there can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if missing := [tool for tool in ("ip", "unshare", "mount", "hostname") if shutil.which(tool) is None]:
+        return f"{', '.join(missing)} not found (Debian: iproute2, util-linux, mount, hostname)"
+    tried = subprocess.run(["unshare", "--net", "--mount", "--pid", "--fork", "true"], capture_output=True, check=False)
+    return f"no namespaces here: {tried.stderr.decode().strip()}" if tried.returncode else None
+
+
+class Host:
+    """A host with an address of its own. One program runs on it at a time, as its first process."""
+
+    def __init__(self, name: str, address: str) -> None:
+        self.name, self.address = name, address
+        self._process: subprocess.Popen[str] | None = None
+
+    def start(self, command: list[str], environment: dict[str, str], folder: Path, output: IO[str]) -> None:
+        setup = 'hostname "$1"; mount -t tmpfs tmpfs /dev/shm; shift; exec "$@"'
+        new = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        self._process = subprocess.Popen(
+            ["ip", "netns", "exec", self.name, *new, "sh", "-c", setup, "sh", self.name, *command],
+            cwd=folder, env={**os.environ, **environment}, text=True, stdout=output, stderr=output,
+        )  # fmt: skip
+
+    def wait(self, timeout: float) -> int:
+        assert self._process is not None
+        return self._process.wait(timeout)
+
+    @property
+    def running(self) -> bool:
+        return self._process is not None and self._process.poll() is None
+
+    def lose(self) -> None:
+        """End all that runs on it, without a word."""
+        if self._process is not None:
+            self._process.kill()  # --kill-child: the kernel then ends the host's first process and so all others
+            self._process.wait()
+
+
+@contextmanager
+def two_hosts() -> Iterator[tuple[Host, Host]]:
+    tag = f"rb{os.getpid() % 100000}"
+    hosts = (Host(f"{tag}a", "10.77.0.1"), Host(f"{tag}b", "10.77.0.2"))
+    try:
+        for host in hosts:
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+        one, other = hosts
+        _ip("-n", one.name, "link", "add", CABLE, "type", "veth", "peer", "name", CABLE, "netns", other.name)
+        for host in hosts:
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", CABLE)
+            _ip("-n", host.name, "link", "set", CABLE, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            host.lose()
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
+
+
+def _ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -1,0 +1,182 @@
+"""What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.errors import RunInUse, UsageError
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes.beacon import SILENT_AFTER, Beacon, Watchtower
+from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
+from rollback.supervisor.nodes.protocol import (
+    Orders,
+    Report,
+    Verdict,
+    followers_move,
+    leaders_move,
+    merged,
+    must_end,
+    ready,
+)
+from rollback.supervisor.outcome import Failures, Left, RankFailure, Refusal
+
+LAUNCH = "b:1:1.0"
+
+
+def orders(phase: str, attempt: int = 3, *, member: bool = True) -> Orders:
+    members = (LAUNCH,) if member else ()
+    return Orders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
+
+
+def report(state: str, status: int | None = None, attempt: int = 3) -> Report:
+    left = Left(status=status) if status is not None else None
+    return Report(
+        node="node-1", launch=LAUNCH, host="b", pid=1, leader="a:1:1.0", attempt=attempt, state=state, left=left
+    )
+
+
+def test_a_follower_s_table() -> None:
+    rows = {
+        "ready": {"gather": "wait", "run": "start", "stop": "wait", "end": "wait", "over": "quit"},
+        "running": {"gather": "end", "run": "wait", "stop": "tell", "end": "end", "over": "quit"},
+        "ended": {"gather": "wait", "run": "wait", "stop": "wait", "end": "wait", "over": "quit"},
+    }
+    for state, row in rows.items():
+        assert {phase: followers_move(state, 3, orders(phase), LAUNCH) for phase in row} == row, state
+    for state, move in (("ready", "get ready"), ("ended", "get ready"), ("running", "end")):
+        assert followers_move(state, 2, orders("gather"), LAUNCH) == move
+
+
+def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
+    for other in (orders("run", member=False), orders("run", attempt=4)):
+        assert followers_move("ready", 3, other, LAUNCH) == "wait"
+        assert followers_move("running", 3, other, LAUNCH) == "end"
+
+
+@pytest.mark.parametrize(
+    ("own", "member", "move", "ends"),
+    [
+        (None, report("running"), "wait", False),
+        (None, report("ready"), "wait", False),  # it has not read yet that it is to start
+        (None, report("ended", 0), "wait", False),
+        (None, report("ended", 1), "end", True),
+        (None, None, "end", True),
+        (0, report("running"), "wait", False),
+        (0, report("ended", 0), "settled", False),
+        (1, report("running"), "wait", True),
+        (1, report("ended", -9), "settled", True),
+        (1, None, "settled", True),
+    ],
+)
+def test_the_leader_s_table(own: int | None, member: Report | None, move: str, ends: bool) -> None:
+    assert leaders_move(own, {LAUNCH: member}) == move
+    assert must_end(own, {LAUNCH: member}) is ends
+
+
+@given(
+    own=st.sampled_from([None, 0, 1, -9]),
+    members=st.lists(
+        st.sampled_from([None, report("ready"), report("running"), report("ended", 0), report("ended", 1)])
+    ),
+)
+def test_an_attempt_that_has_failed_anywhere_settles_once_everybody_has_obeyed(
+    own: int | None, members: list[Report | None]
+) -> None:
+    known = {str(number): member for number, member in enumerate(members)}
+    if must_end(own, known):
+        # What the orders lead to: the leader kills its own torchrun, and followers end theirs.
+        after = {name: member and report("ended", -9) for name, member in known.items()}
+        assert leaders_move(own if own is not None else -9, after) == "settled"
+    if leaders_move(own, known) == "settled":
+        assert own is not None
+        assert all(member is None or member.state == "ended" for member in members)
+
+
+def test_only_those_count_as_ready_who_follow_this_leader_for_this_attempt() -> None:
+    mine = report("ready")
+    others = [report("ready", attempt=2), report("ended", 0), mine.model_copy(update={"leader": "c:1:1.0"})]
+    assert ready([*others, mine], "a:1:1.0", 3) == {LAUNCH: mine}
+
+
+def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
+    def failed(rank: int, exitcode: int) -> Left:
+        failure = RankFailure(rank=rank, pid=1, exitcode=exitcode, message=None)
+        return Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+
+    whole = merged(failed(0, 1), {"node-1": failed(1, -9), "node-2": failed(2, -15)})
+    assert whole.status == 1
+    assert [failure.rank for failure in whole.failures.failures] == [1, 0, 2]
+    assert whole.lost_nodes == ()
+    lost = merged(Left(status=-9), {"node-1": None, "node-2": Left(status=0)})
+    assert (lost.status, lost.lost_nodes) == (-9, ("node-1",))
+    refusal = Refusal(exit_code=78, message="another model")
+    assert merged(Left(status=0), {"node-1": Left(status=0, refusal=refusal)}).refusal == refusal
+
+
+def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
+    now = [1000.0]
+    tower = Watchtower(tmp_path, "node-*.json", Report, clock=lambda: now[0])
+    path, said = RunPaths(tmp_path).node("node-1"), report("ready")
+    path = tmp_path / path.name
+    path.write_text(said.model_dump_json())
+    (tmp_path / "node-2.json").write_text("{")
+    assert tower.look() == {"node-1.json": said}
+    now[0] += SILENT_AFTER - 1
+    assert tower.look()
+    now[0] += 2
+    assert tower.look() == {}
+    path.write_text(said.model_copy(update={"beat": 1}).model_dump_json())
+    assert tower.look()
+
+
+def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
+    path = tmp_path / "nodes" / "node-1.json"
+    beacon = Beacon(path, report("ready"), print)
+    beats = set()
+    enough = threading.Event()
+    for _ in range(500):
+        beats.add(Report.model_validate_json(path.read_bytes()).beat)
+        if len(beats) > 1 or enough.wait(0.02):
+            break
+    assert len(beats) > 1
+    beacon.show(state="running")
+    assert Report.model_validate_json(path.read_bytes()).state == "running"
+    beacon.put_out()
+    assert not path.exists()
+
+
+def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> None:
+    error = Verdict.of_error(UsageError("no", hint="so")).as_error()
+    assert (error.message, error.hint, error.exit_code) == ("no", "so", 2)
+
+
+def test_places() -> None:
+    assert place_among_nodes({}, {}) is None
+    assert place_among_nodes({"nnodes": "1:1"}, {}) is None
+    assert place_among_nodes({"nnodes": "2", "node-rank": "1"}, {}).name == "node-1"
+    assert place_among_nodes({"nnodes": "2"}, {"PET_NODE_RANK": "0"}).name == "node-0"
+    assert place_among_nodes({}, {"PET_NNODES": "4:4"}).count == 4
+    for elastic in ("1:2", "0", "some"):
+        with pytest.raises(UsageError, match="fixed number of nodes"):
+            place_among_nodes({"nnodes": elastic}, {})
+
+
+def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1"}, {})
+    with Membership(paths, place):
+        with pytest.raises(RunInUse, match="node-1 of the run"), Membership(paths, place):
+            pass
+        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"}, {})):
+            pass
+    assert not paths.nodes.exists()
+
+
+def test_the_type_of_a_file_system_is_known() -> None:
+    assert file_system_of("/proc/self") == "proc"
+    assert file_system_of("/no/such/thing") != "proc"
