@@ -67,6 +67,7 @@ class Settings(BaseModel):
     keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
+    accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
 
     @model_validator(mode="after")

@@ -29,7 +29,8 @@ Order = Literal["rewind", "skip", "stop"]
 
 
 class Attached(Fact):
-    """The ranks of an attempt have agreed on where to begin."""
+    """The ranks of an attempt have agreed on where to begin. `ranks_before`: how many ranks the checkpoint is of, if
+    it is another number than now."""
 
     kind: Literal["attached"] = "attached"
     world_size: int
@@ -41,6 +42,21 @@ class Attached(Fact):
     batch: int
     torch: str
     settings: dict[str, Any]
+    ranks_before: int | None = None
+
+
+class Accepted(Fact):
+    """The job differs from the recorded one, and the run goes on with it: another number of ranks over the same
+    batches, or, where the operator said so, a data set of another length."""
+
+    kind: Literal["accepted"] = "accepted"
+    what: Literal["ranks", "data"]
+    before: dict[str, int | None]
+    after: dict[str, int | None]
+
+    def in_words(self) -> str:
+        changes = [f"{name.replace('_', ' ')} {self.before[name]} -> {value}" for name, value in self.after.items()]
+        return f"going on with other {self.what}: {', '.join(changes)}"
 
 
 class Committed(Fact):
@@ -275,8 +291,8 @@ class Finished(Fact):
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
-        Attached, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped, PhaseAnnounced,
-        Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered, PassedOver,
+        Attached, Accepted, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped,
+        PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered, PassedOver,
         Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
     ],

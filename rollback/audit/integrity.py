@@ -22,7 +22,7 @@ from rollback.audit.ledger import Entry
 from rollback.audit.material import merge, require_run_directory
 from rollback.audit.terminal import printable
 from rollback.errors import ExitCode, JournalDamaged
-from rollback.events import PassedOver, Record, Window
+from rollback.events import Attached, PassedOver, Record, Window
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import examine_journal
@@ -114,13 +114,17 @@ def _skips(paths: RunPaths, records: list[Record]) -> list[str]:
         return [error.message]
     found: list[str] = []
     identity = read_identity(paths)
-    told = merge_windows(record.fact.window for record in records if isinstance(record.fact, PassedOver))
+    passed = [(record.attempt, record.fact.window) for record in records if isinstance(record.fact, PassedOver)]
+    told = merge_windows(window for _, window in passed)
+    ranks_of = {record.attempt: record.fact.world_size for record in records if isinstance(record.fact, Attached)}
     listed = merge_windows(history.skip_list)
     for window in told:
         if not any(window.first in other and window.last in other for other in listed):
             found.append(f"batches {window} were passed over, and the skip list does not have all of them")
-    for rank in range(identity.job.world_size if identity else 0):
-        found += _shorten(_rank(paths, rank, told, history))
+    for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
+        # An attempt may have had fewer ranks than another.
+        seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
+        found += _shorten(_rank(paths, rank, seen, history))
     return found
 
 

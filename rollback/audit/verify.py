@@ -127,9 +127,7 @@ def find_faults(directory: Path, job: Job | None) -> list[Fault]:
 
 def misfits(manifest: Manifest, contents: Contents, job: Job) -> list[str]:
     """In what the content differs from what the run's job takes."""
-    if manifest.world_size != job.world_size:
-        return [f"it has {manifest.world_size} shards; the run has {job.world_size} ranks"]
-    found = [text for rank in range(job.world_size) for text in _model_misfits(contents.model(rank), job)]
+    found = [text for rank in range(manifest.world_size) for text in _model_misfits(contents.model(rank), job)]
     found += _optimizer_misfits(contents.shared["optimizer"], job)
     if (objects := sorted(map(str, contents.shared["objects"]))) != job.objects:
         found.append(f"it keeps the objects {objects}; the run has {job.objects}")

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from rollback.errors import JournalDamaged
 from rollback.events import (
+    Accepted,
     Advice,
     Answered,
     BecameGood,
@@ -66,6 +67,8 @@ class History:
     advised: set[str] = field(default_factory=set)
     phases: set[int] = field(default_factory=set)
     """Batches with which announced phases begin."""
+    other_data: bool = False
+    """Whether a data set of another length was accepted at some time."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
     timeline: int = 0
@@ -127,17 +130,19 @@ def _apply(history: History, record: Record) -> None:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
-        case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() as fact:
+        case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
             _note_told(history, fact)
         case _:
             pass
 
 
-def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered) -> None:
+def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered | Accepted) -> None:
     """What the run has been told by its script, its settings and its operator, and what it has told them."""
     match fact:
         case Requested():
             history.requests[fact.request] = fact
+        case Accepted():
+            history.other_data |= fact.what == "data"
         case Answered():
             history.answers[fact.request] = fact
         case SkipAdded():

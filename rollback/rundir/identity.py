@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
+from rollback.events import Accepted
 from rollback.rundir.durable import read_small_file, write_file
 from rollback.rundir.paths import FORMAT, RunPaths
 
@@ -69,17 +70,73 @@ def read_identity(paths: RunPaths) -> Identity | None:
         ) from error
 
 
-def require_same_job(paths: RunPaths, recorded: Job, present: Job) -> None:
-    """Raise RunDoesNotFit, with the differences, unless the present job is the recorded one."""
+def require_same_job(
+    paths: RunPaths, recorded: Job, present: Job, *, accept_data_change: bool = False
+) -> list[Accepted]:
+    """Raise RunDoesNotFit, with the differences, unless the run can go on with the present job.
+
+    Returns in what they differ all the same: a number of ranks under which every batch is made of the same samples;
+    with `accept_data_change`, another length of the data set.
+    """
+    accepted = []
+    if accept_data_change and (change := _change_of_length(recorded, present)):
+        accepted.append(change)
+        recorded = recorded.model_copy(update={"data": {**recorded.data, **change.after}})
+    obstacle = None
+    if recorded.world_size != present.world_size:
+        obstacle = _why_batches_would_differ(recorded, present)
+        if obstacle is None:
+            accepted.append(_change_of_ranks(recorded, present))
+            data = {**recorded.data, "batch_size": present.data["batch_size"]}
+            recorded = recorded.model_copy(update={"world_size": present.world_size, "data": data})
     differences = [*_model_differences(recorded, present), *_field_differences(recorded, present)]
     if not differences:
-        return
+        return accepted
+    differences += [obstacle] if obstacle else []
     shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
     more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     raise RunDoesNotFit(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
-        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed",
+        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
+        + ("; --accept-data-change goes on with the changed data" if _change_of_length(recorded, present) else ""),
     )
+
+
+def _change_of_length(recorded: Job, present: Job) -> Accepted | None:
+    before, after = ({key: job.data.get(key) for key in ("length", "batches")} for job in (recorded, present))
+    if before == after:
+        return None
+    return Accepted(what="data", before=before, after=after)
+
+
+def _change_of_ranks(recorded: Job, present: Job) -> Accepted:
+    before, after = (
+        {"world_size": job.world_size, "batch_size": job.data["batch_size"]} for job in (recorded, present)
+    )
+    return Accepted(what="ranks", before=before, after=after)
+
+
+def _why_batches_would_differ(recorded: Job, present: Job) -> str | None:
+    """Why another number of ranks would not train on the same batches; None where it would.
+
+    torch's DistributedSampler deals one order of the data set out to the ranks in turn. So batch b of all ranks
+    together is one stretch of that order, which begins at b times the ranks times the batch size.
+    """
+    for job in (recorded, present):
+        if job.data.get("kind") != "map-style" or job.data.get("sampler") != "DistributedSampler":
+            return (
+                "another number of ranks needs a map-style DataLoader with torch's DistributedSampler: with others "
+                "each rank has an order of its own, and which samples come next cannot be told"
+            )
+    then, now = (job.data.get("batch_size") for job in (recorded, present))
+    if not isinstance(then, int) or not isinstance(now, int):
+        return "another number of ranks needs a loader with a batch size"
+    if then * recorded.world_size != now * present.world_size:
+        return (
+            f"a batch had {recorded.world_size} x {then} samples and would have {present.world_size} x {now}: every "
+            "position in the data would mean other samples; keep ranks times batch size the same"
+        )
+    return None
 
 
 def _field_differences(recorded: Job, present: Job) -> list[str]:

@@ -20,7 +20,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded
+from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring
 from rollback.rundir.history import History, fold
@@ -69,25 +69,28 @@ class Reading:
     history: History
     manifests: list[Manifest]
     damaged: dict[str, str]
-    fresh: bool
     blamed: list[SkipAdded]
     """Skips that the supervisor has decided on."""
+    identity: Identity | None
+    accepted: list[Accepted]
 
 
-def read_run(paths: RunPaths, job: Job, ranks: Ranks) -> tuple[Reading, RunLock | None]:
+def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tuple[Reading, RunLock | None]:
     """Collective: read the run directory and check that this job is the run's. Changes nothing.
 
     Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it.
     """
     lock: RunLock | None = None
     body: dict[str, Any] = {}
+    accepted: list[Accepted] = []
     if ranks.first:
         try:
             identity = read_identity(paths)
             if identity is not None:
-                require_same_job(paths, identity.job, job)
+                accept = settings.accept_data_change
+                accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
             lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
-            body = _read(paths, identity)
+            body = {**_read(paths, identity), "accepted": [fact.model_dump(mode="json") for fact in accepted]}
         except RollbackError as error:
             body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             if lock is not None:
@@ -100,8 +103,9 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks) -> tuple[Reading, RunLock 
         history=fold(JournalRecord.model_validate(record) for record in body["records"]),
         manifests=[Manifest.model_validate(manifest) for manifest in body["manifests"]],
         damaged=body["damaged"],
-        fresh=body["fresh"],
         blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
+        identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
+        accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
     )
     return reading, lock
 
@@ -120,8 +124,8 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "records": [json.loads(record.model_dump_json()) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
-        "fresh": identity is None,
         "blamed": [added.model_dump() for added in _blamed(paths)],
+        "identity": identity.model_dump(mode="json") if identity else None,
     }
 
 
@@ -158,6 +162,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     The first write happens here. Raises RollbackError, the same on all ranks.
     """
     history, damaged = reading.history, dict(reading.damaged)
+    state.cursor.accepts_other_length = history.other_data or any(fact.what == "data" for fact in reading.accepted)
     chosen: Manifest | None = None
     for manifest in candidates(history, reading.manifests):
         fault = restore(paths, manifest.name, ranks, state)
@@ -174,6 +179,8 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
         )
     record = _first_writes(paths, reading, state, ranks)
+    for fact in reading.accepted:
+        record.note(fact, fact.in_words())
     for name, reason in damaged.items():
         if ranks.first:
             _quarantine(paths, name)
@@ -188,6 +195,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             world_size=ranks.world_size, host=socket.gethostname(), pid=os.getpid(), supervised=supervised(),
             checkpoint=chosen.name if chosen else None, step=state.counters.step, batch=state.cursor.batch,
             torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
+            ranks_before=chosen.world_size if chosen and chosen.world_size != ranks.world_size else None,
         ),
         f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
     )  # fmt: skip
@@ -208,8 +216,11 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
                 directory.mkdir(parents=True, exist_ok=True)
-            if reading.fresh:
-                write_identity(paths, new_identity(state.job(ranks.world_size)))
+            job = state.job(ranks.world_size)
+            if reading.identity is None:
+                write_identity(paths, new_identity(job))
+            elif reading.accepted:
+                write_identity(paths, reading.identity.model_copy(update={"job": job}))
             ring.sweep(paths)
             record = Record(paths, reading.attempt, first=True)
         except (OSError, RollbackError) as error:

@@ -106,7 +106,7 @@ class Guard:
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
         self._state.image()  # refuses now what could not be kept later
         self._updates = Updates(optimizer, objects.get("scaler"), model)
-        reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks)
+        reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks, settings)
         try:
             attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
         except BaseException:

@@ -17,6 +17,7 @@ from rollback.rundir.shard import ShardReader
 from rollback.train import tree
 from rollback.train.ranks import Ranks
 from rollback.train.state import TrainingState
+from rollback.train.worlds import adopt, source_of
 
 
 def restore(paths: RunPaths, name: str, ranks: Ranks, state: TrainingState) -> str | None:
@@ -54,10 +55,11 @@ def _read(paths: RunPaths, name: str, rank: int) -> tuple[tuple[Any, Any] | None
 
         shared = tree.decode(json.loads(readers[0].metadata["shared"]), fetch)
         # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
-        local = tree.decode(json.loads(readers[rank].metadata["local"]), lambda key: _tensor(readers[rank], key))
+        own = readers[source_of(rank, len(readers))]
+        local = tree.decode(json.loads(own.metadata["local"]), lambda key: _tensor(own, key))
         require_parts(shared, "shared")
         require_parts(local, "local")
-        return (shared, local), None
+        return (shared, adopt(local, rank, len(readers))), None
     except CheckpointDamaged as error:
         return None, error.message
     except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:

@@ -7,6 +7,8 @@ NumPy is optional: where nobody has imported it there is no NumPy state to keep.
 
 from __future__ import annotations
 
+import hashlib
+import importlib
 import random
 import sys
 from collections.abc import Iterator
@@ -98,6 +100,23 @@ class Stream:
     @classmethod
     def from_state_dict(cls, state: dict[str, Any]) -> Stream:
         return cls(_from_tree(state))
+
+
+def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
+    """Other random states, in the form of `capture`: a pure function of these and of `key`. Draws nothing."""
+    digest = hashlib.sha256(state["torch"].numpy().tobytes())
+    for library in ("python", "numpy"):
+        if state[library] is not None:
+            digest.update(state[library]["words"].numpy().tobytes() + str(state[library].get("position")).encode())
+    if state["numpy"] is not None:
+        importlib.import_module("numpy")  # seeding leaves out a library that nobody has imported yet
+    with preserved():
+        seed_all(f"{digest.hexdigest()}/{key}")
+        other = capture(cuda=False)
+        seed = int(torch.empty((), dtype=torch.int64).random_().item())
+    other["numpy"] = other["numpy"] if state["numpy"] is not None else None
+    other["cuda"] = [torch.Generator(device="cuda").manual_seed(seed).get_state() for _ in state["cuda"]]
+    return other
 
 
 def seed_all(key: str) -> None:

@@ -48,6 +48,8 @@ class Toy:
     """`map`, `drawn` (callable), `iterator`, `stateful`, `list`."""
     sampler: str = "random"
     """`random`, `distributed`, `sequential`."""
+    batch_size: int = 4
+    """Of each rank; map-style and stateful loaders only."""
     workers: int = 0
     augment: bool = False
     """Reading a sample draws random numbers."""
@@ -194,7 +196,7 @@ class _Parts:
             case _:
                 Loader = DataLoader
         shuffle = toy.sampler == "random"
-        return Loader(data, batch_size=4, sampler=self.sampler, shuffle=shuffle, num_workers=toy.workers)
+        return Loader(data, batch_size=toy.batch_size, sampler=self.sampler, shuffle=shuffle, num_workers=toy.workers)
 
 
 def _slice(data: Samples, start: int) -> tuple[Tensor, Tensor, Tensor]:

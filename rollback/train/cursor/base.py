@@ -36,6 +36,8 @@ class Cursor(ABC):
     """Whether the data begin anew; False for a stream that merely goes on."""
 
     def __init__(self) -> None:
+        self.accepts_other_length = False
+        """Whether the data set may have another length than it had when a state was taken: the operator's word."""
         self.epoch = 0
         """The epoch of the next batch."""
         self.offset = 0

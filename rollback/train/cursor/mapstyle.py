@@ -29,7 +29,7 @@ from rollback.errors import RunDoesNotFit
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
-from rollback.train.cursor.order import Order, order_of
+from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
 from rollback.train.cursor.workers import Keyed, KeyedDataset
 
 
@@ -129,6 +129,8 @@ class MapStyleCursor(Cursor):
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else _states(self._generators),
             "last_indices": _fingerprint(self._feed.last) if self.offset else None,
+            "length": _length(self._loader.dataset),
+            "share": share_of(self._index_sampler),
         }
 
     def _seek(self, state: dict[str, Any]) -> None:
@@ -147,16 +149,38 @@ class MapStyleCursor(Cursor):
             _set_states(self._generators, self._opening["generators"])
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
-        last = None
-        if self.offset:
-            order.seek(self.offset - 1)
-            try:
-                last = order.take()
-            except StopIteration:
-                raise self._does_not_fit("fewer batches come") from None
-            if _fingerprint(last) != state["last_indices"]:
+        self._begin(order, self._move_to_position(order, state))
+
+    def _move_to_position(self, order: Order, state: dict[str, Any]) -> Any:
+        """Move a fresh order to the position; what comes before it there, once that is known to be what came before.
+
+        Where the data set is of another length by intent, there is nothing to compare with.
+        """
+        if not self.offset:
+            return None
+        other_data = self.accepts_other_length and state["length"] != _length(self._loader.dataset)
+        order.seek(self.offset - 1)
+        try:
+            last = order.take()
+        except StopIteration:
+            if other_data:
+                return None  # the epoch is over
+            raise self._does_not_fit("fewer batches come") from None
+        if not other_data:
+            checked = last if state["share"] == share_of(self._index_sampler) else self._last_of(state["share"])
+            if _fingerprint(checked) != state["last_indices"]:
                 raise self._does_not_fit("other indices come before it")
-        self._begin(order, last)
+        return last
+
+    def _last_of(self, share: list[int | None] | None) -> Any:
+        """What another share of the same data has before the position."""
+        order = order_of_share(self._index_sampler, share)
+        if order is None:
+            raise self._does_not_fit("the samples are shared out among the ranks in another way")
+        with rng.preserved():
+            order.begin()
+            order.seek(self.offset - 1)
+            return order.take()
 
     def _begin(self, order: Order, last: Any) -> None:
         self._reader = None

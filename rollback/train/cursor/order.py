@@ -47,6 +47,38 @@ def order_of(index_sampler: Iterable[Any], lookahead: int) -> Order:
     return _Iterated(index_sampler, lookahead)
 
 
+def share_of(index_sampler: Any) -> list[int | None] | None:
+    """Which of an epoch's samples this rank reads: its number, how many ranks there are, its batch size.
+
+    None where that cannot be told: only torch's own DistributedSampler deals one order out to the ranks in turn.
+    """
+    batching, sampler = _taken_apart(index_sampler)
+    if type(sampler) is not DistributedSampler:
+        return None
+    return [sampler.rank, sampler.num_replicas, batching.batch_size if batching is not None else None]
+
+
+def order_of_share(index_sampler: Any, share: list[int | None] | None) -> Order | None:
+    """The order that another rank, of another number of ranks, has of the same samples; None where it has none."""
+    batching, sampler = _taken_apart(index_sampler)
+    if type(sampler) is not DistributedSampler or share is None:
+        return None
+    rank, ranks, batch_size = share
+    other: Any = DistributedSampler(
+        sampler.dataset, ranks, rank, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+    )
+    other.set_epoch(sampler.epoch)
+    if batching is not None:
+        other = BatchSampler(other, batch_size or 1, batching.drop_last)
+    return order_of(other, 1)
+
+
+def _taken_apart(index_sampler: Any) -> tuple[BatchSampler | None, Any]:
+    if type(index_sampler) is BatchSampler:
+        return index_sampler, index_sampler.sampler
+    return None, index_sampler
+
+
 class _Sliced:
     """Batches as slices of a range or of a permutation held as a tensor (8 bytes for each sample, no list)."""
 

@@ -1,0 +1,59 @@
+"""A data set of another length: refused, or accepted by the operator's word, which is on record."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from toy import Toy, consumed, facts, files, train
+
+from rollback.errors import RunDoesNotFit
+from rollback.events import Accepted, Attached, Restored
+
+TOY = Toy(sampler="sequential")  # 400 samples, 100 batches
+GROWN = TOY.but(samples=440)
+LOG = "log"
+
+
+class Killed(Exception):
+    pass
+
+
+def until(batch: int, toy: Toy, run: Path) -> None:
+    """Train until a batch comes by, and end there without a word."""
+
+    def end(_guard: object, position: int) -> None:
+        if position == batch:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(toy, run, hook=end, log=run.with_name(LOG))
+
+
+def test_one_sample_more_or_less_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    until(25, TOY, run)
+    before = files(run)
+    for samples in (399, 401):
+        with pytest.raises(RunDoesNotFit, match=f"data, length: the run has 400, this job {samples}") as refused:
+            train(TOY.but(samples=samples), run)
+        assert "--accept-data-change" in (refused.value.hint or "")
+    assert files(run) == before
+
+
+def test_accepted_it_goes_on_at_its_position_in_the_new_order_and_rolls_back_over_the_change(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    until(57, TOY, run)
+    until(73, GROWN.with_settings(accept_data_change=True), run)
+    (accepted,) = facts(run, Accepted)
+    assert (accepted.before, accepted.after) == (
+        {"length": 400, "batches": 100}, {"length": 440, "batches": 110},
+    )  # fmt: skip
+    # Once accepted, it is the run's data. The NaN sends it back to where the data were the old ones.
+    portrait = train(GROWN.but(nan=(78,)).with_settings(rewind=35), run, log=run.with_name(LOG))
+    assert [fact.step for fact in facts(run, Attached)] == [0, 50, 70]
+    assert [fact.step for fact in facts(run, Restored)] == [40]
+    assert len(facts(run, Accepted)) == 1
+    taken = consumed(portrait)
+    assert {position: ids[0] for position, ids in taken.items()} == {position: 4 * position for position in taken}
+    assert max(taken) == 109
