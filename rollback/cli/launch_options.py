@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import inspect
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
@@ -25,6 +25,8 @@ LAUNCH_CONTEXT = {
 }
 RESTART_BUDGET = 10
 GRACE = 60.0
+# Settings that are switched off by saying so; of a torchrun switch, not saying it is off.
+_SWITCHED_OFF = frozenset(name for name, field in Settings.model_fields.items() if field.annotation is bool)
 
 
 def declares(parameters: Sequence[inspect.Parameter]) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -42,7 +44,25 @@ def option(field: str) -> str:
     return f"--{field.replace('_', '-')}"
 
 
-def _parameter(name: str, kind: Any, declaration: Any, default: Any) -> inspect.Parameter:
+def as_arguments(given: Mapping[str, Any]) -> list[str]:
+    """The flags that say what these values of a command's parameters say; what was not given says nothing."""
+    arguments = []
+    for name, value in given.items():
+        match value:
+            case None:
+                continue
+            case False if name not in _SWITCHED_OFF:
+                continue
+            case bool():
+                arguments.append(option(name) if value else option(f"no_{name}"))
+            case list() | tuple():
+                arguments += [f"{option(name)}={item}" for item in value]
+            case _:
+                arguments.append(f"{option(name)}={value}")
+    return arguments
+
+
+def parameter(name: str, kind: Any, declaration: Any, default: Any) -> inspect.Parameter:
     annotation = Annotated[kind, declaration]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
@@ -53,11 +73,11 @@ def _torchrun_parameter(flag: Flag) -> inspect.Parameter:
         names.append("--nproc")
     panel = "torchrun's flags, passed through"
     if flag.metavar is None:
-        return _parameter(flag.parameter, bool, typer.Option(*names, help=flag.help, rich_help_panel=panel), False)
+        return parameter(flag.parameter, bool, typer.Option(*names, help=flag.help, rich_help_panel=panel), False)
     # torchrun reads its variables itself; only the one that it will not see is read here.
     variable = flag.variable if flag.name == "max-restarts" else None
     declaration = typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=panel, envvar=variable)
-    return _parameter(flag.parameter, str | None, declaration, None)
+    return parameter(flag.parameter, str | None, declaration, None)
 
 
 def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -68,9 +88,9 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if field.annotation is bool:
         switch = f"{option(name)}/{option('no_' + name)}"
         declaration = typer.Option(switch, help=text, rich_help_panel=panel)
-        return _parameter(name, bool | None, declaration, None)
+        return parameter(name, bool | None, declaration, None)
     declaration = typer.Option(option(name), metavar=_metavar(field.annotation), help=text, rich_help_panel=panel)
-    return _parameter(name, (list[str] if name == "skip" else str) | None, declaration, None)
+    return parameter(name, (list[str] if name == "skip" else str) | None, declaration, None)
 
 
 def _show(value: object) -> str:
@@ -88,17 +108,17 @@ def _metavar(kind: Any) -> str:
 
 def _run_parameter(name: str, kind: Any, metavar: str, text: str, least: float | None = None) -> inspect.Parameter:
     declaration = typer.Option(option(name), metavar=metavar, help=text, min=least, rich_help_panel="The run")
-    return _parameter(name, kind | None, declaration, None)
+    return parameter(name, kind | None, declaration, None)
 
 
 LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
-    _parameter(
+    parameter(
         "script",
         str,
         typer.Argument(metavar="SCRIPT", help="training script, or what --module and --no-python make of it"),
         inspect.Parameter.empty,
     ),
-    _parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own"), None),
+    parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own"), None),
     _run_parameter("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
     _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
     _run_parameter(

@@ -16,6 +16,7 @@ from rollback.events import Finished, Stopped
 from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
+from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
 from rollback.train.cursor import cursor_for
@@ -84,6 +85,7 @@ class Guard:
         self._closed = False
         end_with_supervisor()
         atexit.register(self.close)
+        drill.take_part(self, model)  # does nothing outside of `rollback drill`
 
     def _attach(
         self,

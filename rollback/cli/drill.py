@@ -1,0 +1,108 @@
+"""`rollback drill`: planned faults on the user's own job, before weeks are bet on it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from rollback.cli.launch import read_settings, require_script
+from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, parameter
+from rollback.cli.terminal import say
+from rollback.config import Settings
+from rollback.errors import ExitCode, UsageError
+from rollback.supervisor.flags import FLAGS
+
+_PANEL = "The drill"
+_RUN = ("arguments", "restart_budget", "grace", "hang_after")
+# Of launch's parameters those that a drill hands on. Others (the run directory, a remote ring) are the real run's.
+_PASSED_ON = {*_RUN, *Settings.model_fields, *(flag.parameter for flag in FLAGS)}
+DRILL_CODES = "Exit codes: 0 all rows passed; 1 a row failed, or the job does not run by itself; 2 usage."
+
+DRILL_PARAMETERS = (
+    parameter(
+        "script",
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="training script, as for rollback launch"),
+        None,
+    ),
+    parameter(
+        "only",
+        list[str] | None,
+        typer.Option(
+            "--only", metavar="FAULT", help="this fault only; several times for several", rich_help_panel=_PANEL
+        ),
+        None,
+    ),
+    parameter("listed", bool, typer.Option("--list", help="list the faults and exit", rich_help_panel=_PANEL), False),
+    parameter(
+        "steps",
+        int | None,
+        typer.Option(
+            "--steps", metavar="N", min=60, help="updates of each run (default: by pace)", rich_help_panel=_PANEL
+        ),
+        None,
+    ),
+    parameter(
+        "scratch",
+        Path | None,
+        typer.Option("--scratch", metavar="DIR", help="new directory for the runs", rich_help_panel=_PANEL),
+        None,
+    ),
+    parameter(
+        "json",
+        bool,
+        typer.Option("--json", help="print the report as JSON (top-level `schema`: 1)", rich_help_panel=_PANEL),
+        False,
+    ),
+    *(given for given in LAUNCH_PARAMETERS if given.name in _PASSED_ON),
+)
+
+
+@declares(DRILL_PARAMETERS)
+def drill(
+    *,
+    script: str | None,
+    arguments: list[str] | None,
+    only: list[str] | None,
+    listed: bool,
+    steps: int | None,
+    scratch: Path | None,
+    json: bool,
+    **given: Any,
+) -> None:
+    """Let planned faults strike short runs of a job, and see what becomes of it.
+
+    Flags, script and arguments as for rollback launch. Each run has a run directory of its own below --scratch; the
+    job's real one is not touched. Runs are ended in the guard, so what stands behind the script's loop is not reached;
+    what the script writes by itself on the way, it writes."""
+    from rollback.audit.terminal import console_for
+    from rollback.drill.drill import Request, scratch_for
+    from rollback.drill.drill import drill as run_drill
+    from rollback.drill.faults import FAULTS, choose
+    from rollback.drill.text import print_report
+    from rollback.drill.trials import Stage
+
+    if listed:
+        for fault in FAULTS:
+            print(f"{fault.name:15} {fault.says}; expected: {fault.expected.value}")
+        return
+    if script is None:
+        raise UsageError("there is nothing to drill", hint="rollback drill [FLAGS] train.py [ARGUMENTS OF train.py]")
+    faults = choose(only)
+    flags = {flag.name: value for flag in FLAGS if (value := given.get(flag.parameter)) not in (None, False)}
+    require_script(script, flags)
+    if flags.get("nnodes", "1") not in ("1", "1:1"):
+        raise UsageError("--nnodes: a drill runs on one node", hint="what a lost node does is not drilled")
+    settings = {name: given[name] for name in Settings.model_fields}
+    read_settings(settings, None)  # a setting that cannot be is refused before anything is started
+    stage = Stage(scratch_for(script, scratch), as_arguments(given), [script, *(arguments or [])])
+    request = Request(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
+    report = run_drill(request, say)
+    if json:
+        print(report.to_json())
+    else:
+        print_report(console_for(sys.stdout), report)
+    raise typer.Exit(ExitCode.DONE if report.passed else ExitCode.FAILED)

@@ -1,0 +1,232 @@
+"""Which runs a drill has, in which order, and what each is compared with.
+
+One run is undisturbed. Each fault has one of its own. A run that has skipped batches is compared with one that is told
+the same skip list at the start; faults that led to the same list share it. Only where end states differ is the job run
+undisturbed a second time, to see whether it ever does the same thing twice.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollback.audit.ledger import Entry
+from rollback.drill.faults import Expected, Fault
+from rollback.drill.judge import Comparison, Difference, Row, compare, differences, judge, parts
+from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
+from rollback.drill.trials import Stage, Trial
+from rollback.errors import RollbackError, UsageError
+from rollback.rundir.exercise import Exercise
+
+_REHEARSAL_LIMIT = 3600.0  # a large model may take long to start
+_LEAST_LIMIT = 120.0
+_LEAST_HANG = 20.0  # seconds
+_LIMIT_OF_UNDISTURBED = 4.0  # a run may replay half of itself, and start twice
+_SEED = 20240229
+
+
+@dataclass(frozen=True)
+class Request:
+    """What `rollback drill` was asked for. steps: None to choose by pace. settings: of the guard, as the user gave
+    them, by name. own_hang_limit: whether the user said when a job hangs; else runs here are short enough to say."""
+
+    script: str
+    stage: Stage
+    faults: Sequence[Fault]
+    steps: int | None
+    settings: Mapping[str, Any]
+    own_hang_limit: bool = False
+
+
+class Report(Entry):
+    """Schema of `rollback drill --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    script: str
+    scratch: str = Field(description="where the runs are; their checkpoints are removed")
+    ranks: int
+    steps: int = Field(description="updates of each run")
+    strike: int = Field(description="the update that faults strike")
+    undisturbed_seconds: float
+    seconds: float = Field(description="of the whole drill")
+    rows: list[Row]
+    notices: list[str]
+
+    @property
+    def passed(self) -> bool:
+        return all(row.passed for row in self.rows)
+
+
+def drill(request: Request, tell: Callable[[str], None]) -> Report:
+    """Run the drill. Blocks for as long as a dozen short runs of the job take.
+
+    Raises UsageError or RollbackError where the job does not run by itself, so that there is nothing to drill.
+    """
+    return _Drill(request, tell).run()
+
+
+@dataclass
+class _Drill:
+    request: Request
+    tell: Callable[[str], None]
+    _same_skips: dict[str, Trial] = field(default_factory=dict)
+    _again: Trial | None = None
+
+    def run(self) -> Report:
+        began = time.monotonic()
+        steps = self.request.steps or self._steps_by_rehearsal()
+        self._plan = plan(steps, self.request.settings)
+        self.tell(f"an undisturbed run of {steps} updates")
+        undisturbed = self._undisturbed = self._perform("undisturbed", None, _REHEARSAL_LIMIT)
+        self._require_sound(undisturbed, steps)
+        self._limit = max(_LEAST_LIMIT, _LIMIT_OF_UNDISTURBED * undisturbed.seconds)
+        ranks = len(undisturbed.ends)
+        estimate = (len(self.request.faults) + 3) * 1.3 * undisturbed.seconds
+        self.tell(
+            f"{undisturbed.seconds:.0f} s; faults strike update {self._plan.strike}; in all about {estimate:.0f} s"
+        )
+        rows = [self._row(fault, ranks) for fault in self.request.faults]
+        return Report(
+            schema=1,
+            script=self.request.script,
+            scratch=str(self.request.stage.scratch),
+            ranks=ranks,
+            steps=steps,
+            strike=self._plan.strike,
+            undisturbed_seconds=round(undisturbed.seconds, 1),
+            seconds=round(time.monotonic() - began, 1),
+            rows=rows,
+            notices=self._notices(undisturbed),
+        )
+
+    def _steps_by_rehearsal(self) -> int:
+        self.tell(f"a rehearsal of {REHEARSAL_STEPS} updates, for the job's pace")
+        self._plan = plan(FEWEST_STEPS, self.request.settings)
+        exercise = Exercise(run="", steps=REHEARSAL_STEPS)
+        trial = self.request.stage.perform("rehearsal", exercise, limit=_REHEARSAL_LIMIT, flags=self._flags())
+        self._require_sound(trial, REHEARSAL_STEPS)
+        assert trial.ledger is not None
+        attempt = trial.ledger.attempts[0]
+        seconds = (trial.ledger.totals.seconds or 0.0) / REHEARSAL_STEPS
+        # The first updates are the slowest, and the record begins with torchrun's own start.
+        steps = steps_for(seconds / 4)
+        self.tell(f"attempt {attempt.attempt} ended well; runs of {steps} updates (--steps says otherwise)")
+        return steps
+
+    def _row(self, fault: Fault, ranks: int) -> Row:
+        if ranks < fault.ranks:
+            why = f"needs {fault.ranks} ranks or more: with one there is nothing to compare it with"
+            row = Row(fault=fault.name, says=fault.says, passed=True, skipped=True, why=why)
+        else:
+            self.tell(f"{fault.name}: {fault.says}")
+            trial = self._perform(fault.name, fault, self._limit, self._hang_flags(fault))
+            row = judge(fault, trial, self._undisturbed, self._compare(fault, trial))
+        self.tell(f"{fault.name}: {'passed' if row.passed else f'FAILED: {row.why}'}")
+        return row
+
+    def _perform(self, name: str, fault: Fault | None, limit: float, flags: Sequence[str] = ()) -> Trial:
+        ranks = len(self._undisturbed.ends) if fault else 1
+        plan = self._plan
+        exercise = Exercise(
+            run="",
+            steps=plan.steps,
+            fault=fault.name if fault else None,
+            step=plan.strike,
+            rank=ranks - 1,
+            lasts=plan.lasts if fault and fault.expected is Expected.LIVED_WITH else 0,
+            seed=_SEED,
+        )
+        return self.request.stage.perform(name, exercise, limit=limit, flags=[*self._flags(), *flags])
+
+    def _hang_flags(self, fault: Fault) -> list[str]:
+        """No part of a run that went well was silent for longer than all of it took."""
+        if fault.name != "hung-rank" or self.request.own_hang_limit:
+            return []
+        return [f"--hang-after={max(_LEAST_HANG, self._undisturbed.seconds):.0f}"]
+
+    def _flags(self) -> list[str]:
+        return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]
+
+    def _compare(self, fault: Fault, trial: Trial) -> Comparison | None:
+        """Beside a run that nothing befell. None where that says nothing: a harmless fault leaves its trace."""
+        if not trial.ended_well:
+            return None
+        acted = trial.ledger is not None and any(entry.restored for entry in trial.ledger.incidents)
+        if fault.expected in (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS) and not acted:
+            return None
+        differs = differences(trial, self._reference(trial))
+        return compare(differs, self._anyway() if differs else set())
+
+    def _anyway(self) -> set[Difference]:
+        """In what two undisturbed runs differ. Only asked for where a difference must be explained."""
+        if self._again is None:
+            self.tell("end states differ: is this job the same twice? a second undisturbed run")
+            self._again = self._perform("undisturbed-again", None, self._limit)
+        return differences(self._again, self._undisturbed)
+
+    def _reference(self, trial: Trial) -> Trial:
+        if not trial.skips:
+            return self._undisturbed
+        assert trial.ledger is not None
+        windows = sorted(
+            (e.skip.first, e.skip.last) for e in trial.ledger.incidents if e.skip and e.action == "rollback"
+        )
+        key = str(windows)
+        if key not in self._same_skips:
+            name = f"same-skips-as-{trial.name}"
+            self.tell(f"an undisturbed run that skips what {trial.name} skipped")
+            self._same_skips[key] = self._perform(name, None, self._limit, [f"--skips-of={trial.run}"])
+        return self._same_skips[key]
+
+    def _require_sound(self, trial: Trial, steps: int) -> None:
+        output = trial.folder / "output.txt"
+        if trial.overdue:
+            raise RollbackError(f"the job did not end {steps} updates in {trial.seconds:.0f} s; see {output}")
+        if trial.codes[-1] != 0:
+            raise RollbackError(
+                f"the undisturbed job failed with exit code {trial.codes[-1]}; its last lines:\n{trial.tail}",
+                hint=f"get `rollback launch` to run it first; all of its output is in {output}",
+            )
+        if not trial.ends:
+            begun = trial.ledger is not None and any(attempt.begins for attempt in trial.ledger.attempts)
+            told = f"it ended by itself before update {steps}" if begun else "no rank made a rollback.Guard"
+            raise UsageError(
+                f"there is nothing to drill: {told}",
+                hint=f"a drill needs {FEWEST_STEPS} updates or more of a guarded loop; give the script more to do",
+            )
+        reached = min(end.step for end in trial.ends)
+        if reached < steps:
+            raise UsageError(
+                f"the script ends after {reached} updates, and the drill's runs have {steps}",
+                hint=f"--steps {reached}" if reached >= FEWEST_STEPS else "give the script more to do",
+            )
+
+    def _notices(self, undisturbed: Trial) -> list[str]:
+        assert undisturbed.ledger is not None
+        notices = []
+        if not undisturbed.told_a_loss:
+            notices.append("the guard was never told a loss: the sentinel has nothing to judge by")
+        if count := len(undisturbed.ledger.incidents):
+            notices.append(f"the undisturbed run has {count} incidents of its own; rows may tell of those")
+        if self._again is not None and (apart := differences(self._again, undisturbed)):
+            notices.append(f"two undisturbed runs differ in {parts(apart)}: of these nothing can be told")
+        notices += [f"advice: {message.text}" for message in undisturbed.ledger.advice]
+        return notices
+
+
+def scratch_for(script: str, given: Path | None) -> Path:
+    """A new directory for the runs. Raises UsageError where the one that was named has something in it."""
+    scratch = given or Path("runs") / f"drill-{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
+    try:
+        scratch.mkdir(parents=True, exist_ok=True)
+        taken = any(scratch.iterdir())
+    except OSError as error:
+        raise UsageError(f"--scratch: {scratch} cannot be made: {error.strerror or error}") from error
+    if taken:
+        raise UsageError(f"--scratch: {scratch} is not empty", hint="name a new directory")
+    return scratch

@@ -1,0 +1,288 @@
+"""What became of a fault: a pure function of what the runs left.
+
+A row passes where what the table of faults expects has happened. Its words say what was seen, not what was hoped for.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from datetime import datetime
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.audit.ledger import AttemptEntry, Entry, IncidentEntry, Ledger
+from rollback.drill.faults import Expected, Fault
+from rollback.drill.trials import Trial, mean_loss
+from rollback.errors import ExitCode
+from rollback.rundir.exercise import FaultName
+
+Bitwise = Literal["yes", "no", "cannot be told", "not compared"]
+_HARMLESS = 0.05  # share of the undisturbed loss by which a harmless fault's may differ, or its noise if that is more
+# Where these differ between two undisturbed runs the job is not deterministic; a random stream that was never seeded
+# and never drawn from does not make it so.
+_ESSENTIAL = {"end", "model", "buffers", "optimizer", "objects", "data"}
+_NO_LOSS = "the guard was never told a loss: does the script call guard.observe(loss)?"
+_NEVER_STRUCK = {
+    "nan-loss": "the model that the guard holds was not called in that update, or gave no floating-point tensor",
+    "corrupt-batch": "the batches hold no tensors",
+    "weight-bit": "the model has no floating-point weights",
+}
+
+
+class Row(Entry):
+    """What became of a fault."""
+
+    fault: FaultName
+    says: str = Field(description="what the fault is")
+    passed: bool
+    skipped: bool = Field(False, description="the job cannot have this fault; counts as passed")
+    struck: str | None = Field(None, description="what was done, and to which update")
+    caught: str | None = Field(None, description="by what it was noticed; null: it was not")
+    caught_after_steps: int | None = None
+    caught_after_seconds: float | None = None
+    recovered: str | None = Field(None, description="how the run went on")
+    bitwise: Bitwise = "not compared"
+    differs: list[str] = Field(default_factory=list, description="parts of the end state that differ, by rank")
+    steps_replayed: int | None = None
+    batches_skipped: int | None = None
+    seconds: float | None = Field(None, description="of the whole run")
+    why: str | None = Field(None, description="why the row does not pass, or what to know of one that does")
+
+
+Difference = tuple[int, str]
+"""A rank, and a part of the state that it ended with; the part `end` is where it ended."""
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """The end state beside that of a run that nothing befell, with the same skip list. why: what to know of it."""
+
+    bitwise: Bitwise
+    differs: list[str]
+    why: str | None = None
+
+
+def differences(trial: Trial, reference: Trial) -> set[Difference]:
+    """In what the ranks of two runs ended differently."""
+    found: set[Difference] = set()
+    others = {end.rank: end for end in reference.ends}
+    for end in trial.ends:
+        other = others.get(end.rank)
+        if other is None or (other.step, other.batch) != (end.step, end.batch):
+            found.add((end.rank, "end"))
+        else:
+            names = end.parts.keys() | other.parts.keys()
+            found |= {(end.rank, name) for name in names if end.parts.get(name) != other.parts.get(name)}
+    return found
+
+
+def compare(differs: set[Difference], anyway: set[Difference]) -> Comparison:
+    """What differences between a run and its reference mean. anyway: those between two undisturbed runs."""
+    if differs - anyway:
+        if anyway & {(rank, part) for rank, part in anyway if part in _ESSENTIAL}:
+            return Comparison("cannot be told", listed(differs), f"two undisturbed runs differ too: {parts(anyway)}")
+        return Comparison("no", listed(differs - anyway))
+    if {part for _, part in differs} & _ESSENTIAL:
+        return Comparison("cannot be told", listed(differs), f"two undisturbed runs differ too: {parts(anyway)}")
+    return Comparison("yes", [], f"two undisturbed runs differ, as this one, in {parts(differs)}" if differs else None)
+
+
+def listed(differs: set[Difference]) -> list[str]:
+    """By rank: `rank 1: optimizer, random/torch`."""
+    ranks = sorted({rank for rank, _ in differs})
+    return [f"rank {rank}: {', '.join(sorted(part for of, part in differs if of == rank))}" for rank in ranks]
+
+
+def parts(differs: set[Difference]) -> str:
+    return ", ".join(sorted({part for _, part in differs}))
+
+
+def judge(fault: Fault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> Row:
+    """The row of a fault. comparison: None where there is nothing to compare with, or nothing that can be compared."""
+    row = Row(fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1))
+    row = row.model_copy(update=_costs(trial.ledger))
+    struck = next(iter(trial.injected), None)
+    if struck is None:
+        never = (
+            "the job did not get that far" if trial.ledger is None else _NEVER_STRUCK.get(fault.name, "it never came")
+        )
+        return row.model_copy(update={"why": f"it could not be made to happen: {never}{_unless_well(trial)}"})
+    row = row.model_copy(update={"struck": f"step {struck.step}: {struck.what}"})
+    if comparison is not None:
+        row = row.model_copy(update={"bitwise": comparison.bitwise, "differs": comparison.differs})
+    seen = _SEE[fault.expected](fault, trial, undisturbed)
+    replayed = row.steps_replayed if seen.replayed is None else seen.replayed
+    row = row.model_copy(
+        update={
+            "caught": seen.caught,
+            "caught_after_steps": seen.caught_after_steps,
+            "caught_after_seconds": seen.caught_after_seconds,
+            "recovered": seen.recovered,
+            "steps_replayed": replayed,
+        }
+    )
+    why = seen.why or _exactness(row, comparison)
+    if why is None and not trial.ended_well:
+        why = f"the run did not end well{_unless_well(trial)}"
+    remark = why or (comparison.why if comparison and comparison.bitwise != "yes" else None)
+    return row.model_copy(update={"passed": why is None, "why": remark})
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What was seen of a fault. replayed: updates, where the record does not know: a killed rank takes its last second
+    of metrics along. why: what keeps the row from passing."""
+
+    caught: str | None = None
+    caught_after_steps: int | None = None
+    caught_after_seconds: float | None = None
+    recovered: str | None = None
+    replayed: int | None = None
+    why: str | None = None
+
+
+def _see_incident(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+    struck = trial.injected[0]
+    incident = _first_incident(trial.ledger, struck.step)
+    seen = _Seen()
+    if incident is not None:
+        steps, seconds = incident.detection.step - struck.step, _seconds(struck.at, incident.at)
+        seen = _Seen(f"{incident.rule}: {incident.explanation}", steps, seconds)
+        if incident.restored is not None:
+            back = f"back at step {incident.restored.step} in {incident.restored.seconds:.2f} s"
+            seen = replace(seen, recovered=back)
+    if not trial.told_a_loss:
+        return replace(seen, why=_NO_LOSS)
+    if incident is not None:
+        return seen if seen.recovered else replace(seen, why=f"nothing was restored{_unless_well(trial)}")
+    if fault.expected is Expected.CAUGHT_OR_HARMLESS and (harmless := _harmless(trial, undisturbed)):
+        return _Seen(recovered=f"left alone, rightly: {harmless}")
+    traces = ", and the loss is not what it would have been" if trial.ended_well else _unless_well(trial)
+    return _Seen(why=f"it was not noticed{traces}")
+
+
+def _see_relaunch(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+    struck = trial.injected[0]
+    attempts = trial.ledger.attempts if trial.ledger else []
+    if trial.overdue and len(attempts) < 2:
+        return _Seen(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
+    if len(attempts) < 2:
+        return _Seen(why=f"there was no second attempt{_unless_well(trial)}")
+    first, second = attempts[0], attempts[1]
+    caught = first.cause or "the attempt ended without a word"
+    seen = _Seen(caught=caught, caught_after_seconds=_seconds(struck.at, first.ended_at))
+    if second.begins is None:
+        return replace(seen, why=f"the second attempt did not begin to train{_unless_well(trial)}")
+    return replace(seen, recovered=_begins(second), replayed=max(0, struck.step - second.begins.step))
+
+
+def _see_stop(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+    struck = trial.injected[0]
+    attempts = trial.ledger.attempts if trial.ledger else []
+    if trial.codes[0] != ExitCode.RESUMABLE:
+        return _Seen(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
+    first = attempts[0]
+    reached = first.reached - struck.step if first.reached is not None else None
+    seen = _Seen(f"stopped together at step {first.reached}, exit 75", reached, _seconds(struck.at, first.ended_at))
+    if len(attempts) < 2 or attempts[1].begins is None:
+        return replace(seen, why=f"the next launch did not go on{_unless_well(trial)}")
+    return replace(seen, recovered=_begins(attempts[1]))
+
+
+def _see_full_disk(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+    struck, ledger = trial.injected[0], trial.ledger
+    checkpoints = ledger.checkpoints if ledger else []
+    dropped = next((entry for entry in checkpoints if entry.status == "dropped"), None)
+    if ledger and len(ledger.attempts) > 1:
+        return _Seen(why=f"the attempt did not survive it: {ledger.attempts[0].cause}")
+    if dropped is None or dropped.step is None:
+        return _Seen(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
+    after, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
+    seen = _Seen(f"checkpoint of step {dropped.step} dropped: {dropped.reason}", after, seconds)
+    later = [entry.step for entry in checkpoints if entry.status != "dropped" and (entry.step or 0) > dropped.step]
+    if not later:
+        return replace(seen, why="no checkpoint was written once there was room again")
+    return replace(seen, recovered=f"training went on; the next checkpoint is that of step {later[0]}")
+
+
+def _see_drift(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+    struck, ledger = trial.injected[0], trial.ledger
+    incident = _first_incident(ledger, struck.step)
+    if incident is not None:
+        return _see_incident(fault, trial, undisturbed)
+    attempts = ledger.attempts if ledger else []
+    dropped = next((e for e in (ledger.checkpoints if ledger else []) if e.status == "dropped"), None)
+    if dropped is not None and dropped.step is not None:
+        steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
+        seen = _Seen(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
+    elif len(attempts) > 1:
+        seen = _Seen(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
+    else:
+        return _Seen(why="it was not noticed: that rank trains another model now, and says nothing")
+    if len(attempts) > 1 and attempts[1].begins is not None:
+        seen = replace(seen, recovered=_begins(attempts[1]))
+    return seen
+
+
+_SEE = {
+    Expected.CAUGHT: _see_incident,
+    Expected.CAUGHT_OR_HARMLESS: _see_incident,
+    Expected.FOUND: _see_drift,
+    Expected.RELAUNCHED: _see_relaunch,
+    Expected.STOPPED: _see_stop,
+    Expected.LIVED_WITH: _see_full_disk,
+}
+
+
+def _exactness(row: Row, comparison: Comparison | None) -> str | None:
+    if comparison is not None and comparison.bitwise == "no":
+        return f"the end state is not that of an undisturbed run: {'; '.join(comparison.differs)}"
+    return None
+
+
+def _first_incident(ledger: Ledger | None, step: int) -> IncidentEntry | None:
+    return next((e for e in (ledger.incidents if ledger else []) if e.detection.step >= step), None)
+
+
+def _harmless(trial: Trial, undisturbed: Trial) -> str | None:
+    """In words that the loss came back, or None if it did not."""
+    struck, steps = trial.injected[0].step, trial.exercise.steps
+    last = range(struck + (steps - struck) // 2, steps)
+    ours, theirs = mean_loss(trial, last), mean_loss(undisturbed, last)
+    if not trial.ended_well or ours is None or theirs is None:
+        return None
+    apart = abs(ours[0] - theirs[0])
+    if apart > max(_HARMLESS * abs(theirs[0]), theirs[1]):
+        return None
+    return f"mean loss of the last {len(last)} updates {ours[0]:.4g}, undisturbed {theirs[0]:.4g}"
+
+
+def _begins(attempt: AttemptEntry) -> str:
+    assert attempt.begins is not None
+    return f"went on from step {attempt.begins.step}"
+
+
+def _costs(ledger: Ledger | None) -> dict[str, int]:
+    if ledger is None:
+        return {}
+    return {"steps_replayed": ledger.totals.steps_lost, "batches_skipped": ledger.totals.skipped_batches}
+
+
+def _seconds(since: datetime, at: str | None) -> float | None:
+    """By the wall clock, of which both times are; a clock that was set in between makes this None or nonsense."""
+    try:
+        passed = (datetime.fromisoformat(at) - since).total_seconds() if at else None
+    except (ValueError, TypeError):
+        return None
+    return None if passed is None or passed < 0 else round(passed, 2)
+
+
+def _unless_well(trial: Trial) -> str:
+    """How the launch ended, where it did not end as it should have."""
+    if trial.ended_well:
+        return ""
+    if trial.overdue:
+        return f" (it was ended after {trial.seconds:.0f} s)"
+    account = trial.ledger.ending.account if trial.ledger and trial.ledger.ending else None
+    return f" (exit code {trial.codes[-1]}{': ' + account if account else ''}; see {trial.folder / 'output.txt'})"

@@ -1,0 +1,168 @@
+"""One run of the job under `rollback launch`, in a run directory of its own, and everything that it left."""
+
+from __future__ import annotations
+
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollback.audit import Ledger, compile_ledger, read_material
+from rollback.errors import ExitCode, RollbackError
+from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_metrics
+
+_MANNERS = 30.0  # seconds that a launch has to end when it is told to
+_TAIL = 12
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What a run left.
+
+    codes: exit codes of the launches, more than one where the run was resumed. seconds: of them all. overdue: whether
+    it had to be ended, since its time was up. ledger: None where it left no record. losses: of the updates that count;
+    None where the guard was told none. tail: the last lines that it printed.
+    """
+
+    name: str
+    exercise: Exercise
+    folder: Path
+    codes: tuple[int, ...]
+    seconds: float
+    overdue: bool
+    ledger: Ledger | None
+    injected: list[Injected] = field(default_factory=list)
+    ends: list[EndState] = field(default_factory=list)
+    losses: dict[int, float | None] = field(default_factory=dict)
+    tail: str = ""
+
+    @property
+    def run(self) -> Path:
+        return Path(self.exercise.run)
+
+    @property
+    def ended_well(self) -> bool:
+        """The last launch says that training is done, and every rank has said with what."""
+        return self.codes[-1] == ExitCode.DONE and bool(self.ends) and not self.overdue
+
+    @property
+    def told_a_loss(self) -> bool:
+        return any(loss is not None for loss in self.losses.values())
+
+    @property
+    def skips(self) -> bool:
+        """Whether it has windows of its own that were passed over."""
+        return self.ledger is not None and any(e.skip and e.action == "rollback" for e in self.ledger.incidents)
+
+
+class Stage:
+    """Where the trials of a drill take place. flags: of `rollback launch`; job: script and arguments; program: ours."""
+
+    def __init__(
+        self, scratch: Path, flags: Sequence[str], job: Sequence[str], program: Sequence[str] = ("-m", "rollback")
+    ) -> None:
+        self.scratch = scratch
+        self._flags, self._job = list(flags), list(job)
+        self._program = [sys.executable, *program]
+
+    def perform(
+        self,
+        name: str,
+        exercise: Exercise,
+        *,
+        limit: float,
+        flags: Sequence[str] = (),
+        keep_ring: bool = False,
+        environment: Mapping[str, str] = os.environ,
+    ) -> Trial:
+        """Run the job as the exercise says, for at most `limit` seconds a launch; resume it if it was stopped.
+
+        Blocks. The checkpoints are removed at the end unless `keep_ring`: a drill has a dozen runs of them.
+        """
+        folder = Folder(self.scratch / name)
+        folder.root.mkdir(parents=True)
+        run = folder.root / "run"
+        exercise = exercise.model_copy(update={"run": str(run.absolute())})
+        folder.write(folder.exercise, exercise)
+        output = folder.root / "output.txt"
+        command = [*self._program, "launch", "--run", str(run), *self._flags, *flags, *self._job]
+        environment = {**environment, ENV_DRILL: str(folder.root.absolute()), "NO_COLOR": "1"}
+        began, codes = time.monotonic(), []
+        while True:
+            code = _run(command, environment, output, limit)
+            codes.append(code if code is not None else -1)
+            if code != ExitCode.RESUMABLE or len(codes) == 2:
+                break
+        seconds = time.monotonic() - began
+        trial = _gather(name, exercise, folder, tuple(codes), seconds, overdue=code is None)
+        if not keep_ring:
+            shutil.rmtree(RunPaths(run).ring, ignore_errors=True)
+        return trial
+
+
+def _run(command: Sequence[str], environment: Mapping[str, str], output: Path, limit: float) -> int | None:
+    """The exit code, or None where it was ended because its time was up. Nothing of it is left on return."""
+    with output.open("ab") as file:
+        process = subprocess.Popen(command, env=dict(environment), stdout=file, stderr=file, stdin=subprocess.DEVNULL)
+        try:
+            return process.wait(limit)
+        except subprocess.TimeoutExpired:
+            return None
+        finally:
+            if process.poll() is None:
+                _end(process)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Twice the same signal means: now. A launch that is killed takes its ranks along within seconds."""
+    for _ in range(2):
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.2)
+    try:
+        process.wait(_MANNERS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+def _gather(
+    name: str, exercise: Exercise, folder: Folder, codes: tuple[int, ...], seconds: float, *, overdue: bool
+) -> Trial:
+    run = RunPaths(Path(exercise.run))
+    try:
+        ledger = compile_ledger(read_material(run.root))
+    except RollbackError:
+        ledger = None
+    losses = {metric.step: metric.loss for metric in read_metrics(run.metrics, [])} if ledger else {}
+    lines = (folder.root / "output.txt").read_text(errors="replace").splitlines()
+    return Trial(
+        name=name,
+        exercise=exercise,
+        folder=folder.root,
+        codes=codes,
+        seconds=seconds,
+        overdue=overdue,
+        ledger=ledger,
+        injected=folder.all_injected(),
+        ends=folder.all_ends(),
+        losses=losses,
+        tail="\n".join(lines[-_TAIL:]),
+    )
+
+
+def mean_loss(trial: Trial, steps: Sequence[int]) -> tuple[float, float] | None:
+    """Mean and standard deviation of the losses of these updates; None where one is missing."""
+    values = [trial.losses.get(step) for step in steps]
+    known = [value for value in values if value is not None and math.isfinite(value)]
+    if not known or len(known) < len(values):
+        return None
+    mean = sum(known) / len(known)
+    return mean, math.sqrt(sum((value - mean) ** 2 for value in known) / len(known))

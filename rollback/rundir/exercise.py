@@ -1,0 +1,122 @@
+"""What `rollback drill` and the ranks of a drilled job say to each other: one folder of small files for each exercise.
+
+    exercise.json              what is to happen (the drill, before the job starts)
+    injected-00001.json        that it has happened, written just before it does (that rank)
+    samples-00001.jsonl        what was handed out: position in the data stream and a hash of the batch (that rank)
+    end-00001.json             the state at the end, as hashes (that rank)
+
+The folder lies beside the exercise's run directory, never in it. An exercise names the run directory that it is meant
+for, so that a variable that was left in somebody's environment does nothing to another run.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from rollback.rundir.durable import read_small_file, write_file
+
+ENV_DRILL = "ROLLBACK_DRILL"
+
+FaultName = Literal[
+    "nan-loss", "gradient-x10", "gradient-x1e4", "corrupt-batch", "weight-bit",
+    "killed-rank", "hung-rank", "sigterm", "full-disk",
+]  # fmt: skip
+
+_LIMIT = 1 << 20
+_Note = TypeVar("_Note", bound="_Written")
+
+
+class _Written(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class Exercise(_Written):
+    """One run of a drill.
+
+    run: the run directory it is meant for. steps: optimizer updates after which the job ends. fault: what happens when
+    the first batch of update `step` is handed out, to `rank` where it befalls one rank; None: an undisturbed run.
+    lasts: updates after which a full disk has room again.
+    """
+
+    run: str
+    steps: int
+    fault: FaultName | None = None
+    step: int = 0
+    rank: int = 0
+    lasts: int = 0
+    seed: int = 0
+
+
+class Injected(_Written):
+    """A fault has struck on a rank. at: wall-clock time; batches: positions that it befalls; what: in words."""
+
+    rank: int
+    step: int
+    at: datetime
+    batches: tuple[int, ...]
+    what: str
+
+
+class EndState(_Written):
+    """Where a rank ended, and hashes of its state by part (`model`, `optimizer`, `random`, `data`, ...)."""
+
+    rank: int
+    step: int
+    batch: int
+    parts: dict[str, str]
+
+
+class Folder:
+    """Spells the files of one exercise."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+
+    @property
+    def exercise(self) -> Path:
+        return self.root / "exercise.json"
+
+    def injected(self, rank: int) -> Path:
+        return self.root / f"injected-{rank:05d}.json"
+
+    def samples(self, rank: int) -> Path:
+        return self.root / f"samples-{rank:05d}.jsonl"
+
+    def end(self, rank: int) -> Path:
+        return self.root / f"end-{rank:05d}.json"
+
+    def write(self, path: Path, note: _Written) -> None:
+        """Durable when it returns: the process that says so may be killed the next moment. Raises OSError."""
+        write_file(path, note.model_dump_json().encode())
+
+    def all_injected(self) -> list[Injected]:
+        """By rank."""
+        return [note for path in sorted(self.root.glob("injected-*.json")) if (note := read_note(path, Injected))]
+
+    def all_ends(self) -> list[EndState]:
+        """By rank."""
+        return [note for path in sorted(self.root.glob("end-*.json")) if (note := read_note(path, EndState))]
+
+
+def read_note(path: Path, kind: type[_Note]) -> _Note | None:
+    """What a file says, None where there is none or it cannot be read."""
+    try:
+        return kind.model_validate_json(read_small_file(path, _LIMIT))
+    except (OSError, ValueError, ValidationError):
+        return None
+
+
+def exercise_of(run: Path, environment: Mapping[str, str] = os.environ) -> tuple[Exercise, Folder] | None:
+    """The exercise that this process takes part in with that run directory; None outside of a drill."""
+    given = environment.get(ENV_DRILL)
+    if not given:
+        return None
+    folder = Folder(Path(given))
+    exercise = read_note(folder.exercise, Exercise)
+    return (exercise, folder) if exercise is not None and exercise.run == str(run.absolute()) else None

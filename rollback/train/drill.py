@@ -1,0 +1,355 @@
+"""The ranks' part of `rollback drill`: lets one planned fault strike, and says what the run ended with.
+
+Nothing of this is in the way of a job that is not drilled: the guard asks once, when it is made, whether there is an
+exercise for its run directory. If so, this module puts itself between the guard and the script, where batches are
+handed out and where the guard ends, and uses the same public means as any script would: hooks on the model's forward,
+a batch, a weight, a signal. So what a drill tests is the code that runs without it.
+
+Which update a fault strikes is the exercise's; that it has struck is on disk before it does, so that a restarted rank
+does not let it strike again. Only a corrupted batch stays corrupted, as it would in a real data set.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import errno
+import json
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping
+from datetime import datetime, timezone
+from enum import Enum
+from typing import TYPE_CHECKING, Any
+
+import torch
+import xxhash
+from torch import Tensor, nn
+
+from rollback.config import ENV_SUPERVISOR
+from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
+from rollback.train import rng, tree
+
+if TYPE_CHECKING:
+    from rollback.train.guard import Guard
+
+_SIGNAL_PATIENCE = 60.0  # seconds that a rank waits for its own SIGTERM, which comes by way of the supervisor
+_BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1 << 22), 8: (torch.int64, 1 << 51)}
+"""By size of an element: the integer type to see it as, and a bit that changes the value but leaves it finite."""
+
+
+def take_part(guard: Guard, model: nn.Module) -> None:
+    """Put the drill between this guard and its script, if it is in one. `model`: as the script calls it."""
+    found = exercise_of(guard._paths.root)
+    if found is not None:
+        _Part(guard, model, *found).begin()
+
+
+class _When(Enum):
+    """Where the drilled update is, in this process."""
+
+    AHEAD = "ahead"
+    NOW = "now"  # its batches are being handed out for the first time
+    OVER = "over"
+
+
+class _Part:
+    """One rank's part in an exercise."""
+
+    def __init__(self, guard: Guard, model: nn.Module, exercise: Exercise, folder: Folder) -> None:
+        self._guard = guard
+        self._model = model
+        self._exercise = exercise
+        self._folder = folder
+        self._rank = guard._ranks.rank
+        self._mine = self._rank == exercise.rank
+        self._struck = read_note(folder.injected(self._rank), Injected)
+        self._when = _When.OVER if self._struck else _When.AHEAD
+        self._last = -1
+        self._hooks: list[Any] = []
+        self._disk = _FullDisk(str(guard._paths.root))
+        self._strike: dict[FaultName | None, Callable[[Any], Any]] = {
+            None: lambda batch: batch,
+            "nan-loss": self._make_loss_nan,
+            "gradient-x10": lambda batch: self._multiply_gradient(batch, 10.0),
+            "gradient-x1e4": lambda batch: self._multiply_gradient(batch, 1e4),
+            "corrupt-batch": self._corrupt,
+            "weight-bit": self._flip_bit,
+            "killed-rank": self._die,
+            "hung-rank": self._hang,
+            "sigterm": self._be_told_to_stop,
+            "full-disk": self._fill_disk,
+        }
+
+    def begin(self) -> None:
+        guard = self._guard
+        take, end_pass = guard._take_batch, guard._end_pass
+        limit = self._exercise.steps
+        guard._max_steps = limit if guard._max_steps is None else min(limit, guard._max_steps)
+
+        def take_and_strike() -> Any:
+            return self._handed_out(take())
+
+        def end_for_good(*, final: bool) -> None:
+            end_pass(final=final)
+            if final:
+                self._leave()
+
+        guard._take_batch = take_and_strike  # type: ignore[method-assign]
+        guard._end_pass = end_for_good  # type: ignore[method-assign]
+
+    def _handed_out(self, batch: Any) -> Any:
+        """A batch is about to reach the script."""
+        step, position = self._guard.step, self._guard.batch
+        self._note_sample(position, batch)
+        while self._hooks:
+            self._hooks.pop().remove()
+        if step >= self._exercise.step + self._exercise.lasts:
+            self._disk.full = False
+        if self._when is not _When.OVER:
+            on = step == self._exercise.step and position > self._last
+            self._when = _When.NOW if on else self._when if self._when is _When.AHEAD else _When.OVER
+            self._last = position
+        still_corrupt = self._exercise.fault == "corrupt-batch" and self._struck and position in self._struck.batches
+        return self._strike[self._exercise.fault](batch) if self._when is _When.NOW or still_corrupt else batch
+
+    def _note(self, what: str) -> None:
+        """It strikes now. On disk when this returns."""
+        before, position = self._struck, self._guard.batch
+        batches = before.batches if before else ()
+        if position in batches:
+            return
+        self._struck = Injected(
+            rank=self._rank,
+            step=before.step if before else self._guard.step,
+            at=before.at if before else datetime.now(timezone.utc),
+            batches=(*batches, position),
+            what=what,
+        )
+        self._folder.write(self._folder.injected(self._rank), self._struck)
+
+    # What can strike -----------------------------------------------------------------------------------------------
+
+    def _make_loss_nan(self, batch: Any) -> Any:
+        def spoil(value: Tensor) -> Tensor:
+            return value * float("nan")
+
+        return self._on_output(batch, spoil, "the model's output is NaN") if self._mine else batch
+
+    def _multiply_gradient(self, batch: Any, factor: float) -> Any:
+        def tap(value: Tensor) -> Tensor:
+            if value.requires_grad:
+                value.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
+            return value
+
+        return self._on_output(batch, tap, f"the gradient of the model's output is {factor:g} times as large")
+
+    def _on_output(self, batch: Any, change: Callable[[Tensor], Tensor], what: str) -> Any:
+        """Change what the model gives for this batch. The hook goes when the next batch is handed out."""
+
+        def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
+            if not torch.is_grad_enabled():
+                return None  # the script evaluates something
+            changed, count = _mapped(output, change, lambda value: value.is_floating_point())
+            if count:
+                self._note(what)
+            return changed
+
+        self._hooks.append(self._model.register_forward_hook(hook))
+        return batch
+
+    def _corrupt(self, batch: Any) -> Any:
+        if not self._mine:
+            return batch
+        source = torch.Generator().manual_seed(self._exercise.seed + self._guard.batch)
+        changed, count = _mapped(batch, lambda value: _noise(value, source), lambda value: value.numel() > 0)
+        if count:
+            self._note(f"{count} tensors of the batch are noise")
+        return changed
+
+    def _flip_bit(self, batch: Any) -> Any:
+        weights = [p for p in self._model.parameters() if p.requires_grad and p.is_floating_point()]
+        if self._mine and self._struck is None and weights:
+            weight = max(weights, key=lambda parameter: parameter.numel())
+            kind, bit = _BIT_OF[weight.element_size()]
+            place = self._exercise.seed % weight.numel()
+            self._note(f"bit {bit.bit_length() - 1} of element {place} of a weight of {weight.numel()} is flipped")
+            with torch.no_grad():
+                seen = weight.data.view(-1)[place : place + 1].view(kind)
+                seen ^= bit
+        return batch
+
+    def _die(self, batch: Any) -> Any:
+        if self._mine and self._struck is None:
+            self._note("SIGKILL to itself")
+            os.kill(os.getpid(), signal.SIGKILL)
+        return batch
+
+    def _hang(self, batch: Any) -> Any:
+        if self._mine and self._struck is None:
+            self._note("it stands still before it uses the batch")
+            while True:
+                time.sleep(3600)
+        return batch
+
+    def _be_told_to_stop(self, batch: Any) -> Any:
+        if self._mine and self._struck is None:
+            self._note("SIGTERM to the supervisor")
+            os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
+            deadline = time.monotonic() + _SIGNAL_PATIENCE
+            while not self._guard._stop.requested and time.monotonic() < deadline:
+                time.sleep(0.01)  # else a short job could be over before the signal has come round
+        return batch
+
+    def _fill_disk(self, batch: Any) -> Any:
+        if self._struck is None:
+            self._note("every file opened for writing in the run directory is refused: no space left on device")
+            self._disk.full = True
+        return batch
+
+    # What it ends with ---------------------------------------------------------------------------------------------
+
+    def _note_sample(self, position: int, batch: Any) -> None:
+        tensors: dict[str, Tensor] = {}
+        digest = xxhash.xxh3_128()
+        _mapped(batch, lambda value: tensors.setdefault(str(len(tensors)), value), lambda value: True)
+        for value in tensors.values():
+            _add(digest, value)
+        if not tensors:
+            digest.update(repr(batch).encode())
+        with open(self._folder.samples(self._rank), "a", encoding="utf-8") as file:
+            file.write(json.dumps([position, digest.hexdigest()]) + "\n")
+
+    def _leave(self) -> None:
+        """Write down the end state and end this rank, past the code behind the script's loop."""
+        guard = self._guard
+        self._disk.full = False
+        self._folder.write(
+            self._folder.end(self._rank),
+            EndState(rank=self._rank, step=guard.step, batch=guard._state.cursor.batch, parts=self._parts()),
+        )
+        guard._ranks.barrier()
+        guard.close()
+        sys.stdout.flush()
+        raise SystemExit(0)
+
+    def _parts(self) -> dict[str, str]:
+        """Hashes of all that an exact recovery must bring back."""
+        state = self._guard._state
+        buffers = {name for name, _ in state.model.named_buffers()}
+        model = state.model.state_dict()
+        parts = {
+            "model": {name: value for name, value in model.items() if name not in buffers},
+            "buffers": {name: value for name, value in model.items() if name in buffers},
+            "optimizer": state.optimizer.state_dict(),
+            "objects": {name: item.state_dict() for name, item in state.objects.items()},
+            "counters": vars(state.counters),
+            # By stream: one that the script never seeds is another in every process, and says nothing.
+            **_flat("random", rng.capture()),
+            **_flat("cursor", state.cursor.state_dict()),
+        }
+        return {**{name: _digest(value) for name, value in parts.items()}, "data": self._data()}
+
+    def _data(self) -> str:
+        """Of the batches that count: at each position the one handed out last, without those passed over since."""
+        with open(self._folder.samples(self._rank), encoding="utf-8") as file:
+            handed_out = dict(json.loads(line) for line in file if line.endswith("\n"))
+        end, windows = self._guard._state.cursor.batch, self._guard._skips.windows
+        kept = [
+            (position, held)
+            for position, held in sorted(handed_out.items())
+            if position < end and not any(position in window for window in windows)
+        ]
+        return xxhash.xxh3_128(json.dumps(kept).encode()).hexdigest()
+
+
+class _FullDisk:
+    """Refuses to open files for writing below a directory while `full`. The interpreter itself asks, for every open
+    and mkdir, so whatever writes there is refused, by whichever way. Files that are open already can be written."""
+
+    _installed: list[_FullDisk] = []  # noqa: RUF012 - an audit hook cannot be removed: one for the process is enough
+
+    def __init__(self, root: str) -> None:
+        self._below = root.rstrip("/") + "/"
+        self._full = False
+
+    @property
+    def full(self) -> bool:
+        return self._full
+
+    @full.setter
+    def full(self, value: bool) -> None:
+        if value and self not in self._installed:
+            self._installed.append(self)
+            sys.addaudithook(self._asked)
+        self._full = value
+
+    def _asked(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if not self._full or event not in ("open", "os.mkdir"):
+            return
+        path = arguments[0]
+        if not isinstance(path, str | bytes | os.PathLike) or not os.fsdecode(path).startswith(self._below):
+            return
+        if event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fsdecode(path))
+
+
+def _mapped(value: Any, change: Callable[[Tensor], Any], which: Callable[[Tensor], bool]) -> tuple[Any, int]:
+    """The same structure with the tensors that `which` chooses changed, and how many they were."""
+    count = 0
+
+    def visit(item: Any) -> Any:
+        nonlocal count
+        if isinstance(item, Tensor):
+            if not which(item):
+                return item
+            count += 1
+            return change(item)
+        if isinstance(item, Mapping):
+            changed = {key: visit(inner) for key, inner in item.items()}
+            try:
+                return type(item)(changed)  # type: ignore[call-arg]
+            except TypeError:
+                return changed
+        if dataclasses.is_dataclass(item) and not isinstance(item, type):
+            return dataclasses.replace(item, **{f.name: visit(getattr(item, f.name)) for f in dataclasses.fields(item)})
+        if isinstance(item, tuple) and hasattr(item, "_fields"):
+            return type(item)(*(visit(inner) for inner in item))
+        return type(item)(visit(inner) for inner in item) if isinstance(item, list | tuple) else item
+
+    return visit(value), count
+
+
+def _noise(value: Tensor, source: torch.Generator) -> Tensor:
+    """Of the same shape and type, within the range of the values for whole numbers, far outside of it for others."""
+    if value.is_floating_point():
+        spread = float(value.detach().float().abs().nan_to_num().max()) or 1.0
+        noise = torch.randn(value.shape, generator=source) * (1000.0 * spread)
+        return noise.to(value.device, value.dtype)
+    if value.dtype == torch.bool or value.is_complex():
+        return value
+    low, high = int(value.min()), int(value.max())
+    return torch.randint(low, high + 1, value.shape, generator=source).to(value.device, value.dtype)
+
+
+def _flat(name: str, value: Any) -> dict[str, Any]:
+    """What is in nested mappings, each under its path."""
+    if not isinstance(value, Mapping):
+        return {name: value}
+    return {path: leaf for key, inner in value.items() for path, leaf in _flat(f"{name}/{key}", inner).items()}
+
+
+def _digest(value: Any) -> str:
+    tensors: dict[str, Tensor] = {}
+    digest = xxhash.xxh3_128(json.dumps(tree.encode(value, "", tensors)).encode())
+    for name, item in sorted(tensors.items()):
+        digest.update(name.encode())
+        _add(digest, item)
+    return digest.hexdigest()
+
+
+def _add(digest: Any, value: Tensor) -> None:
+    digest.update(f"{value.dtype}{list(value.shape)}".encode())
+    flat = value.detach().cpu().contiguous().reshape(-1)
+    digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

@@ -1,0 +1,217 @@
+"""The parts of a drill: what strikes, and what is concluded from what the runs left."""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections import OrderedDict, namedtuple
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recorded_run import RecordedRun, incident, rollback_plan
+from rollback.audit import compile_ledger, read_material
+from rollback.cli.launch_options import as_arguments
+from rollback.drill.faults import FAULTS, Fault
+from rollback.drill.judge import compare, differences, judge
+from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
+from rollback.drill.trials import Trial
+from rollback.events import Dropped, Finished, Restored
+from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
+from rollback.train.drill import _FullDisk, _mapped, _noise
+
+C1 = "c000001-s00000020"
+FAULT = {fault.name: fault for fault in FAULTS}
+Pair = namedtuple("Pair", "x y")
+
+
+# --- in the ranks -----------------------------------------------------------------------------------------------------
+
+
+def test_a_variable_left_in_the_environment_does_nothing_to_another_run(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    environment = {ENV_DRILL: str(tmp_path)}
+    folder.write(folder.exercise, Exercise(run=str(tmp_path / "scratch"), steps=60))
+    assert exercise_of(tmp_path / "scratch", environment)
+    assert exercise_of(tmp_path / "real", environment) is None
+    assert exercise_of(tmp_path / "scratch", {}) is None
+    folder.exercise.unlink()
+    assert exercise_of(tmp_path / "scratch", environment) is None
+
+
+def test_a_full_disk_refuses_what_is_below_the_run_directory_and_nothing_else(tmp_path: Path) -> None:
+    run, other = tmp_path / "run", tmp_path / "running"
+    for folder in (run, other):
+        folder.mkdir()
+    (run / "there").write_text("before")
+    disk = _FullDisk(str(run))
+    disk.full = True
+    try:
+        for act in (
+            (run / "new").touch,
+            (run / "folder").mkdir,
+            lambda: os.open(run / "there", os.O_WRONLY | os.O_APPEND),
+        ):
+            with pytest.raises(OSError, match="No space left") as caught:
+                act()
+            assert caught.value.errno == errno.ENOSPC
+        assert (run / "there").read_text() == "before"
+        (other / "new").touch()
+    finally:
+        disk.full = False
+    (run / "new").touch()
+
+
+def test_a_corrupted_batch_keeps_its_form_and_draws_from_no_stream_of_the_job() -> None:
+    tokens, weights, flag = torch.randint(0, 50, (4, 3)), torch.ones(4, dtype=torch.float16), torch.tensor([True])
+    batch = {"pair": Pair(tokens, "text"), "list": [weights, flag], "nested": OrderedDict(a=(tokens,))}
+    before = torch.get_rng_state()
+    changed, count = _mapped(batch, lambda value: _noise(value, torch.Generator().manual_seed(3)), lambda value: True)
+    assert torch.equal(before, torch.get_rng_state())
+    assert count == 4
+    assert isinstance(changed["pair"], Pair)
+    assert isinstance(changed["nested"], OrderedDict)
+    assert changed["pair"].y == "text"
+    assert not torch.equal(changed["pair"].x, tokens)
+    assert changed["pair"].x.min() >= tokens.min()  # an index out of range would crash the script, not corrupt a batch
+    assert changed["pair"].x.max() <= tokens.max()
+    assert (changed["list"][0].dtype, changed["list"][0].shape) == (weights.dtype, weights.shape)
+    assert torch.equal(weights, torch.ones(4, dtype=torch.float16)), "the data set's own memory was written to"
+
+
+# --- what is concluded ------------------------------------------------------------------------------------------------
+
+
+def trial(run: RecordedRun | None, fault: str | None = "nan-loss", **changed: Any) -> Trial:
+    name = fault or "undisturbed"
+    struck = Injected(rank=1, step=40, at=datetime(2030, 1, 1, tzinfo=timezone.utc), batches=(80,), what="struck")
+    fields: dict[str, Any] = {
+        "name": name,
+        "exercise": Exercise(run="run", steps=60, step=40, rank=1),
+        "folder": Path(name),
+        "codes": (0,),
+        "seconds": 5.0,
+        "overdue": False,
+        "ledger": compile_ledger(read_material(run.paths.root)) if run else None,
+        "injected": [struck] if fault else [],
+        "ends": [end(0), end(1)],
+        "losses": dict.fromkeys(range(60), 2.5),
+    }
+    return Trial(**{**fields, **changed})
+
+
+def end(rank: int, **parts: str) -> EndState:
+    return EndState(rank=rank, step=60, batch=120, parts={"model": "m", "random/python": "r", **parts})
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    run.commit(20, C1, 20)
+    return run
+
+
+def rewound(run: RecordedRun) -> None:
+    run.tell(42, incident(0, 40, 41))
+    run.tell(42, rollback_plan(0, C1, 20, (40, 90)))
+    run.tell(43, Restored(incident=0, checkpoint=C1, step=20, batch=40, steps_lost=22, seconds=1, route="in_process"))
+
+
+def test_an_incident_and_a_rewind_pass(run: RecordedRun) -> None:
+    rewound(run)
+    row = judge(FAULT["nan-loss"], trial(run), trial(None, None), compare(set(), set()))
+    assert (row.passed, row.bitwise, row.caught_after_steps, row.caught_after_seconds) == (True, "yes", 1, 42.0)
+    assert row.recovered == "back at step 20 in 1.00 s"
+
+
+@pytest.mark.parametrize(
+    ("fault", "changed", "words"),
+    [
+        ("nan-loss", {}, "not noticed"),
+        ("nan-loss", {"losses": dict.fromkeys(range(60))}, "never told a loss"),
+        ("nan-loss", {"injected": []}, "could not be made to happen"),
+        ("gradient-x1e4", {"losses": {step: 2.5 if step < 40 else 3.5 for step in range(60)}}, "not noticed"),
+        ("gradient-x1e4", {"ends": [], "codes": (1,)}, "not noticed (exit code 1"),
+        ("killed-rank", {}, "no second attempt"),
+        ("hung-rank", {"overdue": True, "codes": (-1,), "ends": []}, "not noticed for 5 s"),
+        ("sigterm", {}, "exited with 0 and not with 75"),
+        ("full-disk", {}, "no checkpoint fell into"),
+        ("weight-bit", {}, "says nothing"),
+    ],
+)
+def test_what_did_not_happen_fails_with_the_reason(
+    run: RecordedRun, fault: str, changed: dict[str, Any], words: str
+) -> None:
+    run.tell(60, Finished(step=60, batch=120))
+    row = judge(FAULT[fault], trial(run, fault, **changed), trial(None, None), None)  # type: ignore[index]
+    assert not row.passed
+    assert words in (row.why or "")
+
+
+def test_a_fault_that_the_loss_shrugs_off_is_harmless_where_that_is_allowed(run: RecordedRun) -> None:
+    undisturbed = trial(None, None)
+    assert judge(FAULT["gradient-x10"], trial(run, "gradient-x10"), undisturbed, None).passed
+    assert not judge(FAULT["nan-loss"], trial(run, "nan-loss"), undisturbed, None).passed
+
+
+def test_a_full_disk_passes_only_if_a_checkpoint_follows(run: RecordedRun) -> None:
+    run.tell(41, Dropped(checkpoint="c000002-s00000040", step=40, reason="No space left on device"))
+    fault: Fault = FAULT["full-disk"]
+    assert judge(fault, trial(run, "full-disk"), trial(None, None), None).why == (
+        "no checkpoint was written once there was room again"
+    )
+    run.commit(50, "c000003-s00000050", 50)
+    assert judge(fault, trial(run, "full-disk"), trial(None, None), None).passed
+
+
+def test_another_end_state_fails_unless_two_undisturbed_runs_differ_there_too(run: RecordedRun) -> None:
+    rewound(run)
+    plain = trial(None, None)
+
+    def judged(ours: list[EndState], again: list[EndState]) -> Any:
+        anyway = differences(trial(None, None, ends=again), plain)
+        row_trial = trial(run, ends=ours)
+        return judge(FAULT["nan-loss"], row_trial, plain, compare(differences(row_trial, plain), anyway))
+
+    same = [end(0), end(1)]
+    other_model, other_stream = [end(0), end(1, model="x")], [end(0), end(1, **{"random/python": "x"})]
+    assert judged(same, same).bitwise == "yes"
+    bad = judged(other_model, same)
+    assert (bad.passed, bad.bitwise, bad.differs) == (False, "no", ["rank 1: model"])
+    assert judged(other_model, other_stream).bitwise == "no"
+    assert judged(other_stream, other_stream).bitwise == "yes"
+    told = judged(other_model, other_model)
+    assert (told.passed, told.bitwise) == (True, "cannot be told")
+
+
+@given(steps=st.integers(FEWEST_STEPS, 1000), every=st.none() | st.integers(1, 200))
+def test_a_plan_strikes_inside_the_run_with_checkpoints_before_it(steps: int, every: int | None) -> None:
+    made = plan(steps, {"snapshot_every": every})
+    assert 0 <= made.strike < steps - 1
+    assert made.settings.get("snapshot_every", every) == (every or steps // 6)
+    if every is None:
+        before = made.strike // made.settings["snapshot_every"] * made.settings["snapshot_every"]
+        assert before + made.settings["probation"] <= made.strike
+
+
+@given(st.floats(0, 1e6))
+def test_the_number_of_steps_is_bounded(seconds: float) -> None:
+    assert FEWEST_STEPS <= steps_for(seconds) <= MOST_STEPS
+
+
+def test_flags_are_handed_on_as_they_were_given() -> None:
+    given_flags = {
+        "nproc_per_node": "2",
+        "standalone": False,
+        "retry_first": None,
+        "observe_only": False,
+        "skip": ["1:2", "5:6"],
+    }
+    assert as_arguments(given_flags) == ["--nproc-per-node=2", "--no-observe-only", "--skip=1:2", "--skip=5:6"]
+    assert os.sep not in "".join(as_arguments({"module": True}))
