@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from rollback.errors import UsageError
 from rollback.events import Window
@@ -65,6 +65,15 @@ class Settings(BaseModel):
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
     snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
     keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
+    ring: str | None = Field(
+        None, description="keep good checkpoints and the record at this URL too, and go on from it elsewhere",
+        json_schema_extra={"metavar": "URL"},
+    )  # fmt: skip
+    checkpoint_every: Annotated[str, BeforeValidator(str)] = Field(
+        "auto", pattern=r"^(auto|[1-9]\d{0,8}[smh]?)$", json_schema_extra={"metavar": "N|Nm|Nh|auto"},
+        description="steps or time between checkpoints for the ring at the URL; auto: at most 1/20 of the time",
+    )  # fmt: skip
+    keep_durable: int | None = Field(None, ge=3, description="capacity of the ring at the URL (default: as --keep)")
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
     accept_data_change: bool = Field(False, description="go on although the data set has another length than before")

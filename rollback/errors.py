@@ -67,6 +67,12 @@ class OutputNotWritten(RollbackError):
     exit_code = ExitCode.IO
 
 
+class RingUnavailable(RollbackError):
+    """The ring's URL cannot be reached or used."""
+
+    exit_code = ExitCode.IO
+
+
 class JournalDamaged(RunDirectoryError):
     """A journal line other than the last is not what was written."""
 

@@ -6,6 +6,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+Writer = Literal["train", "supervisor", "either"]
+"""Which journal a fact belongs to; either: that of the process in which it comes about."""
+
 
 class Window(BaseModel):
     """Inclusive range of batches, `first` to `last`."""
@@ -34,7 +37,7 @@ class Fact(BaseModel):
     """Base of all facts. `kind` names the line, `writer` the journal it belongs to."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
-    writer: ClassVar[Literal["train", "supervisor"]] = "train"
+    writer: ClassVar[Writer] = "train"
     kind: str
 
     @model_validator(mode="before")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from rollback.fact import Fact, Window
+from rollback.fact import Fact, Window, Writer
 
 Why = Literal[
     "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
@@ -16,7 +16,7 @@ Why = Literal[
 class AttemptStarted(Fact):
     """torchrun was started; where there are many `nodes`, on all of them."""
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_started"] = "attempt_started"
     command: tuple[str, ...]
     host: str
@@ -31,7 +31,7 @@ class AttemptEnded(Fact):
     rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception.
     """
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_ended"] = "attempt_ended"
     status: int
     cause: str
@@ -50,7 +50,7 @@ class Hung(Fact):
     `suspect` is the rank that the others seem to wait for, null where none stands out.
     """
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["hung"] = "hung"
     suspect: int | None
     reason: str
@@ -62,7 +62,7 @@ class Hung(Fact):
 class Blamed(Fact):
     """A rank raised the same exception twice at the same batch: the next attempt passes over `window`."""
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["blamed"] = "blamed"
     window: Window
     batch: int
@@ -76,7 +76,7 @@ class Blamed(Fact):
 class RestartScheduled(Fact):
     """The supervisor will start another attempt."""
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["restart_scheduled"] = "restart_scheduled"
     delay: float
     budget_left: int
@@ -86,7 +86,7 @@ class RestartScheduled(Fact):
 class Signalled(Fact):
     """The supervisor, or that of another `node`, was told to stop and passed it on to the ranks."""
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["signalled"] = "signalled"
     signal: str
     node: str | None = None
@@ -95,7 +95,7 @@ class Signalled(Fact):
 class RunEnded(Fact):
     """The supervisor is done with this run for now; `exit_code` is what it exited with."""
 
-    writer: ClassVar[Literal["train", "supervisor"]] = "supervisor"
+    writer: ClassVar[Writer] = "supervisor"
     kind: Literal["run_ended"] = "run_ended"
     exit_code: int
     reason: str

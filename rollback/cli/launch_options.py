@@ -89,12 +89,17 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         switch = f"{option(name)}/{option('no_' + name)}"
         declaration = typer.Option(switch, help=text, rich_help_panel=panel)
         return parameter(name, bool | None, declaration, None)
-    declaration = typer.Option(option(name), metavar=_metavar(field.annotation), help=text, rich_help_panel=panel)
+    declaration = typer.Option(option(name), metavar=_metavar_of(field), help=text, rich_help_panel=panel)
     return parameter(name, (list[str] if name == "skip" else str) | None, declaration, None)
 
 
 def _show(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
+
+
+def _metavar_of(field: FieldInfo) -> str:
+    own = field.json_schema_extra
+    return str(own["metavar"]) if isinstance(own, dict) else _metavar(field.annotation)
 
 
 def _metavar(kind: Any) -> str:

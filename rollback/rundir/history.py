@@ -115,7 +115,9 @@ def _apply(history: History, record: Record) -> None:
                 history.good.add(fact.checkpoint)
         case BecameGood() as fact:
             history.good.add(fact.checkpoint)
-        case Evicted() | Quarantined() as fact:
+        case Evicted() as fact:  # what was good stays so: it may lie in the durable ring
+            history.gone.add(fact.checkpoint)
+        case Quarantined() as fact:
             history.gone.add(fact.checkpoint)
             history.good.discard(fact.checkpoint)
         case Incident() as fact:

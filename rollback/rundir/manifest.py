@@ -14,7 +14,7 @@ from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
 from rollback.rundir.shard import Written
 
-_LIMIT = 16 << 20
+MANIFEST_LIMIT = 16 << 20
 
 
 class ShardRecord(BaseModel):
@@ -66,24 +66,33 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        body = json.loads(read_small_file(path, _LIMIT))
+        data = read_small_file(path, MANIFEST_LIMIT)
+    except OSError as error:
+        raise CheckpointDamaged(f"reading the manifest {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointDamaged(f"the manifest {path} is damaged: {error}") from error
+    return parse_manifest(data, None if in_slot else directory.name, str(path))
+
+
+def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
+    """The manifest of the checkpoint `name` (None: of any), found at `where`. Raises CheckpointDamaged."""
+    try:
+        body = json.loads(data)
         if not isinstance(body, dict):
             raise ValueError("it is not a JSON object")
         stated = body.pop("check", None)
         if stated != _check(body):
             raise ValueError("its check value does not match its content")
         manifest = Manifest.model_validate(body)
-    except OSError as error:
-        raise CheckpointDamaged(f"reading the manifest {path}: {error.strerror or error}") from error
     except (ValueError, ValidationError, RecursionError) as error:
-        raise CheckpointDamaged(f"the manifest {path} is damaged: {str(error).splitlines()[0]}") from error
+        raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
-        raise CheckpointDamaged(f"the manifest {path} has format {manifest.format}; this version reads {FORMAT}")
-    if (manifest.name != directory.name and not in_slot) or manifest.name != checkpoint_name(
-        manifest.seq, manifest.step
+        raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")
+    if name not in (None, manifest.name) or manifest.name != checkpoint_name(manifest.seq, manifest.step):
+        raise CheckpointDamaged(f"the manifest {where} is that of another checkpoint, {manifest.name!r}")
+    # Counted first: a stated world size of a billion must not be spelt out.
+    if len(manifest.shards) != manifest.world_size or any(
+        shard.file != shard_name(rank) for rank, shard in enumerate(manifest.shards)
     ):
-        raise CheckpointDamaged(f"the manifest {path} is that of another checkpoint, {manifest.name!r}")
-    expected = [shard_name(rank) for rank in range(manifest.world_size)]
-    if [shard.file for shard in manifest.shards] != expected:
-        raise CheckpointDamaged(f"the manifest {path} does not list one shard for each of {manifest.world_size} ranks")
+        raise CheckpointDamaged(f"the manifest {where} does not list one shard for each of {manifest.world_size} ranks")
     return manifest

@@ -3,13 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
 
 from rollback.rundir.history import History
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import parse_checkpoint_name
 
 
-def of_present_timeline(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+class Taken(Protocol):
+    """What tells where in a run a checkpoint was taken: a manifest does."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def timeline(self) -> int: ...
+
+
+_Taken = TypeVar("_Taken", bound=Taken)
+
+
+def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_Taken]:
     """The checkpoints that still belong to the run, oldest first.
 
     A rollback cuts off what its timeline had beyond the restored checkpoint. Those checkpoints are usually listed in

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 
 from rollback.errors import RunDirectoryError
@@ -11,7 +12,9 @@ from rollback.rundir.paths import RunPaths
 
 
 class Ledger:
-    """Notes facts of the current attempt. Until `open` is called, they stay in memory and the disk is not touched.
+    """Notes facts of the current attempt, from any thread.
+
+    Until `open` is called, they stay in memory and the disk is not touched.
 
     A journal that cannot be written does not stop the run: it is said once, and the facts are kept for the next try.
     """
@@ -24,17 +27,20 @@ class Ledger:
         self._journal: Journal | None = None
         self._held: list[tuple[int, Fact]] = []
         self._complained = False
+        self._lock = threading.Lock()
 
     def note(self, fact: Fact) -> None:
-        self._held.append((self.attempt, fact))
-        if self.opened:
-            self._write()
+        with self._lock:
+            self._held.append((self.attempt, fact))
+            if self.opened:
+                self._write()
 
     def open(self) -> None:
         """From now on facts go to the disk, those held so far first."""
-        if not self.opened:
-            self.opened = True
-            self._write()
+        with self._lock:
+            if not self.opened:
+                self.opened = True
+                self._write()
 
     def _write(self) -> None:
         try:
@@ -53,5 +59,8 @@ class Ledger:
             self._complained = False
 
     def close(self) -> None:
-        if self._journal is not None:
-            self._journal.close()
+        with self._lock:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
+            self.opened = False  # what a thread still has to say has come too late

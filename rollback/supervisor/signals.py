@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -19,6 +20,7 @@ class StopSignals:
 
     def __init__(self) -> None:
         self.received: list[signal.Signals] = []
+        self.since: float | None = None  # monotonic seconds of the first one
         self._taken = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -45,4 +47,5 @@ class StopSignals:
             signal.signal(signum, handler)
 
     def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.since = time.monotonic() if self.since is None else self.since
         self.received.append(signal.Signals(signum))

@@ -24,11 +24,14 @@ from rollback.errors import ExitCode, RollbackError, RunInUse
 from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.store import Store
 from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp
-from rollback.supervisor.claim import Claim, Past, read_past
+from rollback.supervisor.claim import Claim, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
+from rollback.supervisor.draining import Draining, reach
 from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
 from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.host import Host, Running
@@ -77,26 +80,29 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
     """
     place = place_among_nodes(order.job.flags, environment, order.node_timeout)
+    store = reach(order.settings.ring)
     with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
         host = Host(order.paths, order.job, order.settings, environment, Path(private), audience)
         if place is not None:
-            return _take_part(order, place, audience.say, host, signals)
-        past = read_past(order.paths)
-        return _lead(order, None, audience.say, host, signals, past, Claim(order.paths))
+            return _take_part(order, place, store, audience.say, host, signals)
+        read_past(order.paths)
+        return _lead(order, None, store, audience.say, host, signals, Claim(order.paths))
 
 
-def _take_part(order: Order, place: Place, say: Callable[[str], None], host: Host, signals: StopSignals) -> Result:
+def _take_part(
+    order: Order, place: Place, store: Store | None, say: Callable[[str], None], host: Host, signals: StopSignals
+) -> Result:
     """One node of many: lead if nobody does, else follow; who loses its leader is where it began."""
     follower = Follower(order.paths, place, host, order.grace, signals, say)
     while True:
-        past = read_past(order.paths)
+        read_past(order.paths)
         try:
             claim = Claim(order.paths)
         except RunInUse as in_use:
             with Membership(order.paths, place):
                 verdict = follower.follow(in_use)
         else:
-            return _lead(order, place, say, host, signals, past, claim)
+            return _lead(order, place, store, say, host, signals, claim)
         if verdict is not None and verdict.refused:
             raise verdict.as_error()
         if verdict is not None:
@@ -106,19 +112,22 @@ def _take_part(order: Order, place: Place, say: Callable[[str], None], host: Hos
 def _lead(
     order: Order,
     place: Place | None,
+    store: Store | None,
     say: Callable[[str], None],
     host: Host,
     signals: StopSignals,
-    past: Past,
     claim: Claim,
 ) -> Result:
-    """Decide about attempts, while holding the run directory, and let go of it."""
+    """Decide about attempts, while holding the run directory, and let go of it. store: where to fetch from first."""
     ledger = Ledger(order.paths, say)
     released = False
     try:
         with _all_nodes(order.paths, place, say) as nodes:
             verdict = Verdict(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
+                if store is not None:
+                    fetch(store, order.paths, say)
+                past = read_past(order.paths)
                 result = _Supervisor(order, say, host, ledger, signals, nodes).run(past.last_attempt)
                 verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
                 return result
@@ -168,6 +177,7 @@ class _Supervisor:
         self._nodes = nodes
         self._told = False
         self._journal = TrainJournal(order.paths.train_journal)
+        self._draining = Draining(order.paths, ledger, say)
 
     def run(self, last_attempt: int) -> Result:
         self._host.end_leftovers(self._say)
@@ -291,6 +301,7 @@ class _Supervisor:
     def _begin_record(self) -> None:
         """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
         self._ledger.open()
+        self._draining.follow(self._journal.records())
         self._host.output.keep()
 
     def _tell_failure(self, evidence: Evidence, account: str) -> None:
@@ -334,5 +345,12 @@ class _Supervisor:
         return self._end(EXIT_CODES[end], cause(evidence, first))
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
+        self._draining.finish(self._out_of_time)
         self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))
+        self._draining.close()
         return Result(exit_code, reason)
+
+    def _out_of_time(self) -> bool:
+        """Whether who told us to stop waits no longer: what is left of the grace is for the durable ring."""
+        since = self._signals.since
+        return self._signals.insistent or (since is not None and time.monotonic() > since + self._order.grace)

@@ -30,6 +30,7 @@ from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
+from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 from rollback.train.restoring import restore
@@ -76,9 +77,10 @@ class Reading:
 
 
 def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tuple[Reading, RunLock | None]:
-    """Collective: read the run directory and check that this job is the run's. Changes nothing.
+    """Collective: read the run directory and check that this job is the run's. Changes nothing but what is fetched.
 
-    Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it.
+    Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it; where there
+    is a ring at a URL from which nobody has fetched yet, it does that too.
     """
     lock: RunLock | None = None
     body: dict[str, Any] = {}
@@ -87,9 +89,13 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
         try:
             identity = read_identity(paths)
             if identity is not None:
+                require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
+            store = reach_ring(settings)
+            lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
+            fetch_run(store, paths)
+            if (identity := read_identity(paths)) is not None:  # once more: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
-            lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
             body = {**_read(paths, identity), "accepted": [fact.model_dump(mode="json") for fact in accepted]}
         except RollbackError as error:
             body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}

@@ -20,6 +20,7 @@ from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
 from rollback.train.cursor import cursor_for
+from rollback.train.draining import at_exit, end_draining, start_draining
 from rollback.train.evidence import Evidence
 from rollback.train.hand import StepInHand
 from rollback.train.holdings import Holdings
@@ -85,6 +86,7 @@ class Guard:
         self._closed = False
         end_with_supervisor()
         atexit.register(self.close)
+        at_exit(self.close)
         drill.take_part(self, model)  # does nothing outside of `rollback drill`
 
     def _attach(
@@ -116,6 +118,7 @@ class Guard:
                 self._lock.release()
             raise
         self._stop, self._record = StopRequest(), attached.record
+        self._drainer = start_draining(self._paths, settings, self._record) if ranks.first else None
         self._life = SignsOfLife(self._paths, ranks, attached.attempt)
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
@@ -233,6 +236,7 @@ class Guard:
         self._watch.close()
         self._state.cursor.close()
         self._stop.withdraw()
+        end_draining(self._drainer)
         if self._lock is not None:
             self._lock.release()
 

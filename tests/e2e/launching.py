@@ -23,9 +23,9 @@ LIMIT = 60.0  # a wait that is longer than this has failed
 WITHOUT_TORCHRUN = """
 import sys
 from rollback import cli
-from rollback.supervisor import supervise
+from rollback.supervisor import host
 
-supervise.torchrun_command = lambda job, environment: [sys.executable, job.script, *job.arguments]
+host.torchrun_command = lambda job, environment: [sys.executable, job.script, *job.arguments]
 cli.main()
 """
 

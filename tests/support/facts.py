@@ -35,7 +35,8 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if origin is tuple:
         return st.lists(values(args[0]), max_size=3).map(tuple)
     if origin is dict:
-        return st.dictionaries(st.text(), st.integers() | st.text(), max_size=3)
+        held = st.integers() | st.text() if args[1] is Any else values(args[1])
+        return st.dictionaries(st.text(), held, max_size=3)
     return _BY_TYPE[annotation]
 
 

@@ -97,7 +97,8 @@ def facts_table() -> str:
             if field in kind.model_fields and field != "kind"
         )
         says = " ".join((inspect.getdoc(kind) or "").split())
-        rows.append(f"| `{name}` | {kind.writer} | {fields} | {says} |")
+        writer = {"either": "train or supervisor"}.get(kind.writer, kind.writer)
+        rows.append(f"| `{name}` | {writer} | {fields} | {says} |")
     return "\n".join(rows) + "\n"
 
 

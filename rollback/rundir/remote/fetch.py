@@ -1,0 +1,190 @@
+"""From a URL into a run directory: what a start needs of the record and the checkpoints, verified on the way."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.rundir import ring
+from rollback.rundir.durable import sync_directory, write_file
+from rollback.rundir.history import fold
+from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import read_journal
+from rollback.rundir.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
+from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.rundir.remote import record
+from rollback.rundir.remote.index import Index, Kept, Piece, checkpoint_key, read_indexes
+from rollback.rundir.remote.record import Relation, read_piece
+from rollback.rundir.remote.store import Store
+from rollback.rundir.resume import candidates
+
+_JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
+_IDENTITY_LIMIT = 64 << 20
+Say = Callable[[str], None]
+
+
+def fetch(store: Store, paths: RunPaths, say: Say) -> None:
+    """Make a run directory as new as the URL, and see that it holds the checkpoint with which the run goes on.
+
+    Call it while holding the run directory, which may be empty. What is newer in it stays. Where there is nothing at
+    the URL, nothing is done.
+
+    Raises RunDoesNotFit where the URL belongs to another run or both have gone on differently; RingUnavailable where it
+    cannot be read; RunDirectoryError where the run directory cannot be written. Nothing is changed by the first.
+    """
+    indexes = read_indexes(store)
+    if not indexes:
+        return
+    try:
+        index = complete_record(store, indexes, paths, say)
+        _fetch_checkpoints(store, index, paths, say)
+        if not paths.identity.exists():
+            _download(store, index.kept("run.json"), paths)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"fetching {store.url} into {paths.root}: {error.strerror or error}",
+            hint="check the permissions and the free space of the run directory",
+        ) from error
+
+
+def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
+    """Fetch what the run directory lacks of the record, but for run.json, and return the index that it came from.
+
+    The older index serves where a piece that the newer one names cannot be believed.
+    """
+    for index, last in ((index, index is indexes[-1]) for index in indexes):
+        try:
+            _complete_record(store, index, paths, say)
+        except CheckpointDamaged as error:
+            if last:
+                raise record.in_words(store.url, error) from error
+            say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
+        else:
+            return index
+    raise AssertionError("there was no index")
+
+
+def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
+    identity = read_identity(paths)
+    if identity is None:
+        run = index.kept("run.json")
+        if run is None:
+            raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
+        record.read_kept(store, run, _IDENTITY_LIMIT)  # before anything is written: it is what would be missing
+        say(f"fetching the record of run {index.run_id} from {store.url}")
+        for kept in index.record:
+            if kept.path != "run.json":
+                record.download(store, kept, paths.root)
+        return
+    require_same_run(store.url, index, paths, identity.run_id)
+    relations = {path: _relation(store, index, paths, path) for path in _JOURNALS}
+    if "diverged" in relations.values():
+        raise RunDoesNotFit(
+            f"the run directory {paths.root} and the ring {store.url} have gone on differently from the same run",
+            hint="to go on from the ring, name a new run directory (--run DIR); to go on from the run directory, name "
+            "another URL; nothing was changed",
+        )
+    behind = [path for path, relation in relations.items() if relation == "behind"]
+    if not behind:
+        return
+    say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
+    for kept in index.record:
+        if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
+            record.download(store, kept, paths.root)
+
+
+def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> None:
+    if index.run_id != run_id:
+        raise RunDoesNotFit(
+            f"the ring {url} belongs to run {index.run_id}; the run directory {paths.root} to run {run_id}",
+            hint="every run has a ring of its own: name another URL, or the other run directory; nothing was changed",
+        )
+
+
+def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
+    """How the journals of a run directory stand to those at the URL, taken together. Raises RingUnavailable."""
+    try:
+        found = {_relation(store, index, paths, path) for path in _JOURNALS}
+    except CheckpointDamaged as error:
+        raise record.in_words(store.url, error) from error
+    order: tuple[Relation, ...] = ("diverged", "behind", "ahead")
+    return next((word for word in order if word in found), "same")
+
+
+def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relation:
+    kept = index.kept(path) or Kept(path=path, pieces=())
+    local = paths.root / path
+    sound = read_journal(local).sound_bytes
+    content = local.read_bytes()[:sound] if sound else b""
+
+    def read(key: str, piece: Piece) -> bytes:
+        return read_piece(store, key, piece)
+
+    return record.relate(content, kept, read)
+
+
+def _download(store: Store, kept: Kept | None, paths: RunPaths) -> None:
+    assert kept is not None
+    try:
+        record.download(store, kept, paths.root)
+    except CheckpointDamaged as error:
+        raise record.in_words(store.url, error) from error
+
+
+def read_manifest_at(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint at the URL; None where it does not exist. Raises CheckpointDamaged."""
+    data = store.get(checkpoint_key(name), MANIFEST_LIMIT)
+    return None if data is None else parse_manifest(data, name, f"{store.url}/{checkpoint_key(name)}")
+
+
+def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
+    """Fetch the checkpoint that the ranks will restore, and the newest good one, unless they are here."""
+    local, _ = ring.manifests(paths)
+    there: dict[str, Manifest] = {}
+    for name in index.checkpoints:
+        try:
+            if (manifest := read_manifest_at(store, name)) is not None:
+                there[name] = manifest
+        except CheckpointDamaged as error:
+            say(f"checkpoint {name} at the ring cannot be used: {error.message}")
+    history = fold(read_journal(paths.train_journal).records)
+    here = {manifest.name for manifest in local}
+    everything = sorted({**there, **{m.name: m for m in local}}.values(), key=lambda manifest: manifest.seq)
+    ranked = candidates(history, everything)
+    for wanted in (ranked, [manifest for manifest in ranked if manifest.name in history.good]):
+        for manifest in wanted:
+            if manifest.name in here or fetch_checkpoint(store, manifest, paths, say):
+                here.add(manifest.name)
+                break
+
+
+def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> bool:
+    """Fetch one checkpoint into the local ring; False, said aloud, where it is not what its manifest says.
+
+    Raises RingUnavailable, and OSError where the run directory cannot be written.
+    """
+    directory = paths.writing(manifest.name)
+    if directory.exists():
+        shutil.rmtree(directory)
+    directory.mkdir(parents=True)
+    say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
+    try:
+        download_checkpoint(store, manifest, directory)
+    except CheckpointDamaged as error:
+        say(f"checkpoint {manifest.name} at the ring cannot be used: {error.message}")
+        shutil.rmtree(directory)
+        return False
+    os.rename(directory, paths.checkpoint(manifest.name))
+    sync_directory(paths.ring)
+    sync_directory(paths.root)
+    return True
+
+
+def download_checkpoint(store: Store, manifest: Manifest, directory: Path) -> None:
+    """All files of a checkpoint into a directory, the manifest last. Raises CheckpointDamaged, OSError."""
+    for shard in manifest.shards:
+        store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
+    write_file(directory / MANIFEST, manifest.to_json())

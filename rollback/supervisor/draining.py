@@ -1,0 +1,65 @@
+"""The durable ring of a supervised run: reached before anything is started, filled beside it, completed at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from rollback.config import Settings
+from rollback.events import Attached, Record
+from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote.store import Store
+from rollback.supervisor.ledger import Ledger
+
+_PATIENCE_AT_START = 30.0
+_PATIENCE_AT_THE_END = 30.0
+_POLL = 0.1
+_LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is up already
+
+
+def reach(url: str | None) -> Store | None:
+    """The ring's URL, once it has taken and given back an object. Raises UsageError or RingUnavailable."""
+    if url is None:
+        return None
+    store = Store(url, patience=_PATIENCE_AT_START)
+    store.probe()
+    return store
+
+
+class Draining:
+    """Runs the drainer beside the attempts of a run, whose ranks say by `attached` which ring they agreed on."""
+
+    def __init__(self, paths: RunPaths, ledger: Ledger, say: Callable[[str], None]) -> None:
+        self._paths, self._ledger, self._say = paths, ledger, say
+        self._drainer: Drainer | None = None
+
+    def follow(self, records: Iterable[Record]) -> None:
+        """Begin, if the ranks have attached and name a ring; again and again, to no further effect."""
+        if self._drainer is not None:
+            return
+        attached = next((record.fact for record in reversed(list(records)) if isinstance(record.fact, Attached)), None)
+        if attached is None:
+            return
+        settings = Settings.model_validate(attached.settings)
+        self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say)
+        if self._drainer is not None:
+            self._drainer.start()
+
+    def finish(self, out_of_time: Callable[[], bool]) -> None:
+        """The ranks are gone for good: wait until what they left is copied, or cannot be, or `out_of_time`."""
+        drainer = self._drainer
+        if drainer is None:
+            return
+        drainer.finish()
+        while not drainer.wait(Phase.FINISHED, _POLL):
+            if out_of_time():
+                self._say("there is no time left to copy the newest checkpoint to the durable ring")
+                drainer.give_up()
+                drainer.wait(Phase.FINISHED, _LAST_WORDS)
+                return
+
+    def close(self) -> None:
+        """Bring the record there up to date, behind the last fact of this run, and end."""
+        if self._drainer is not None:
+            self._drainer.close()
+            self._drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)

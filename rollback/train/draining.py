@@ -1,0 +1,78 @@
+"""The ring at a URL where there is no supervisor to see to it: rank 0 fetches from it and fills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.store import Store
+from rollback.train.record import Record, say
+
+_PATIENCE_AT_START = 30.0
+_PATIENCE_AT_THE_END = 60.0
+
+
+def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) -> Store | None:
+    """Rank 0: the ring to fetch from, once it has taken and given back an object; None where there is nothing to fetch.
+
+    A supervisor that knows of the ring has fetched already. One that does not (the script names it) leaves it to us.
+    Raises UsageError or RingUnavailable.
+    """
+    if settings.ring is None or (environment.get(ENV_SUPERVISOR) and _is_the_operators(environment)):
+        return None
+    store = Store(settings.ring, patience=_PATIENCE_AT_START)
+    store.probe()
+    return store
+
+
+def fetch_run(store: Store | None, paths: RunPaths) -> None:
+    """Rank 0, which holds the run directory: make it as new as the ring. Raises as `fetch`."""
+    if store is not None:
+        fetch(store, paths, say)
+
+
+def start_draining(
+    paths: RunPaths, settings: Settings, record: Record, environment: Mapping[str, str] = os.environ
+) -> Drainer | None:
+    """Rank 0, once attached: fill the ring from a thread, unless the supervisor does."""
+    if environment.get(ENV_SUPERVISOR):
+        return None
+    drainer = drainer_for(paths, settings, record.note, say)
+    if drainer is not None:
+        drainer.start()
+    return drainer
+
+
+def end_draining(drainer: Drainer | None) -> None:
+    """Rank 0: wait until what is left is copied, or cannot be."""
+    if drainer is None:
+        return
+    drainer.finish()
+    if not drainer.wait(Phase.FINISHED, _PATIENCE_AT_THE_END):
+        say("there is no time left to copy the newest checkpoint to the durable ring")
+        drainer.give_up()
+    drainer.close()
+    drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+
+
+def at_exit(act: Callable[[], object]) -> None:
+    """Call it when the interpreter ends, while threads still work.
+
+    What `atexit` registers runs when no executor takes work any more, and asyncio, with which S3 is written, looks up
+    hosts in one.
+    """
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(act)
+
+
+def _is_the_operators(environment: Mapping[str, str]) -> bool:
+    given = environment.get(ENV_SETTINGS)
+    return bool(given and json.loads(given).get("ring"))

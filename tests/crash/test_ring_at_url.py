@@ -1,0 +1,371 @@
+"""A ring at a URL whose file system fails at any operation: never a false commit, and what was committed is found."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty import MANNERS, Bucket, Died, Manner, new_bucket
+
+from checkpoints import whole, write_checkpoint
+from recorded_run import RecordedRun
+from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
+from rollback.rundir import ring
+from rollback.rundir.journal import read_journal
+from rollback.rundir.manifest import read_manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote import store as storing
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.ring import RingAtUrl
+from rollback.rundir.remote.store import Store
+
+URL = "faulty://bucket/runs/one"
+NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "PATIENCE", 0.05)
+    monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    """A run directory with three checkpoints, all good, and a pin."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    for seq, name in enumerate(NAMES):
+        write_checkpoint(run.paths, seq, 10 * seq)
+        run.commit(10.0 * seq, name, 10 * seq)
+    run.paths.pins.mkdir()
+    run.paths.pin(NAMES[0]).write_text('{"at": "2030-01-01"}')
+    return run
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return new_bucket("bucket")
+
+
+def opened(paths: RunPaths) -> RingAtUrl:
+    at_url = RingAtUrl(paths, Store(URL))
+    at_url.open()
+    return at_url
+
+
+def put(at_url: RingAtUrl, paths: RunPaths, name: str) -> None:
+    at_url.put(read_manifest(paths.checkpoint(name)), paths.checkpoint(name))
+
+
+def fetched(root: Path) -> RunPaths:
+    """What an empty machine gets."""
+    paths = RunPaths(root)
+    paths.root.mkdir()
+    fetch(Store(URL), paths, lambda text: None)
+    return paths
+
+
+def journal(paths: RunPaths) -> list[str]:
+    return [record.model_dump_json() for record in read_journal(paths.train_journal).records]
+
+
+def test_an_empty_machine_gets_the_record_and_the_newest_checkpoint(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    new = fetched(tmp_path / "new")
+    assert ring.names(new) == NAMES[-1:]
+    assert whole(new, NAMES[-1])
+    for path in (run.paths.identity, run.paths.train_journal, run.paths.pin(NAMES[0])):
+        assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
+    assert bucket.listed == 0, "a listing may be out of date: everything is found by key"
+
+
+def change(paths: RunPaths, told: list[str]) -> None:
+    """Two checkpoints come and one goes; `told` is what was reported as done."""
+    at_url = opened(paths)
+    for name in NAMES[1:]:
+        if name not in at_url.held():
+            put(at_url, paths, name)
+        told.append(name)
+    if NAMES[0] in at_url.held():
+        at_url.evict(NAMES[0])
+    at_url.keep_record()
+
+
+def settle(act: Callable[[], object]) -> bool:
+    """Whether it went through."""
+    try:
+        act()
+    except (RollbackError, Died):
+        return False
+    return True
+
+
+@pytest.mark.parametrize("manner", MANNERS)
+def test_whatever_operation_fails_there_is_no_false_commit_and_the_next_try_completes_it(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, manner: Manner
+) -> None:
+    put(opened(run.paths), run.paths, NAMES[0])
+    before = dict(bucket.objects)
+    bucket.operations = []
+    change(run.paths, [])
+    total = len(bucket.operations)
+    assert total > 20
+    for number in range(1, total + 1):
+        bucket.objects, told = dict(before), []
+        bucket.fail(number, manner)
+        done = settle(lambda told=told: change(run.paths, told))  # type: ignore[misc]
+        assert done == (manner in ("once", "done but reported as failed")), bucket.operations[number - 1]
+        bucket.heal()
+        judge(tmp_path / f"{number}-after", told)
+        if done:
+            continue
+        change(run.paths, [])  # the same process again, or the next one
+        judge(tmp_path / f"{number}-mended", NAMES[1:])
+        assert not [key for key in bucket.objects if NAMES[0] in key and "/ring/" in key], "evicted for good"
+
+
+def judge(root: Path, told: list[str]) -> None:
+    """An empty machine finds a whole checkpoint, no older than what was reported, and a record that goes with it."""
+    new = fetched(root)
+    (newest,) = ring.names(new)
+    assert whole(new, newest)
+    assert newest >= max(told, default=NAMES[0])
+    assert newest in "".join(journal(new)), "the record tells of it"
+    shutil.rmtree(root)
+
+
+def test_a_shard_that_is_not_what_its_manifest_says_is_not_committed(run: RecordedRun, bucket: Bucket) -> None:
+    at_url = opened(run.paths)
+    shard = run.paths.checkpoint(NAMES[1]) / "rank-00001.safetensors"
+    shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+    with pytest.raises(CheckpointDamaged, match="is not what its manifest says"):
+        put(at_url, run.paths, NAMES[1])
+    assert at_url.held() == ()
+    assert not [key for key in bucket.objects if "manifest" in key or "rank-00001" in key]
+
+
+@pytest.mark.parametrize("lost", ["manifest.json", "rank-00000.safetensors"])
+def test_a_dropped_object_costs_that_checkpoint_and_the_one_before_it_is_used(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, lost: str
+) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    del bucket.objects[f"runs/one/ring/{NAMES[2]}/{lost}"]
+    new = fetched(tmp_path / "new")
+    assert ring.names(new) == NAMES[1:2]
+    assert whole(new, NAMES[1])
+
+
+def test_a_shard_that_is_acknowledged_and_dropped_is_noticed_before_the_commit(
+    run: RecordedRun, bucket: Bucket
+) -> None:
+    at_url = opened(run.paths)
+    bucket.drops = lambda key: key.endswith("rank-00001.safetensors")
+    with pytest.raises(CheckpointDamaged, match="has None bytes"):
+        put(at_url, run.paths, NAMES[1])
+    assert not [key for key in bucket.objects if "manifest" in key]
+
+
+@pytest.mark.parametrize("slot", [0, 1])
+@pytest.mark.parametrize("fault", ["dropped", "flipped", "cut"])
+def test_a_lost_index_leaves_the_other_one(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, slot: int, fault: str
+) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    key = f"runs/one/index-{slot}.json"
+    data = bytearray(bucket.objects.pop(key))
+    data[len(data) // 2] ^= 1
+    if fault != "dropped":
+        bucket.objects[key] = bytes(data) if fault == "flipped" else bytes(data[: len(data) // 2])
+    new = fetched(tmp_path / "new")
+    (newest,) = ring.names(new)
+    assert whole(new, newest)
+    assert newest == (NAMES[2] if slot == 0 else NAMES[1])
+
+
+def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    put(opened(run.paths), run.paths, NAMES[2])
+    pieces = [key for key in bucket.objects if "/record/" in key]
+    assert len(pieces) == 3
+    for key in pieces:
+        sound = bucket.objects[key]
+        bucket.objects[key] = sound[:-1] + bytes([sound[-1] ^ 1])
+        with pytest.raises(RingUnavailable, match="is not what its index says"):
+            fetched(tmp_path / key.replace("/", "-"))
+        bucket.objects[key] = sound
+
+
+def test_a_ring_of_another_run_is_refused_and_left_alone(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    put(opened(run.paths), run.paths, NAMES[0])
+    other = RecordedRun(tmp_path / "other", monkeypatch)
+    objects = dict(bucket.objects)
+    for act in (lambda: fetch(Store(URL), other.paths, print), lambda: opened(other.paths)):
+        with pytest.raises(RunDoesNotFit, match="belongs to run"):
+            act()
+    assert bucket.objects == objects
+
+
+def test_a_run_directory_that_is_ahead_stays_and_one_that_is_behind_is_completed(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    put(opened(run.paths), run.paths, NAMES[1])
+    old = fetched(tmp_path / "old")
+    run.commit(40.0, "c000003-s00000030", 30)
+    write_checkpoint(run.paths, 3, 30)
+    before = journal(run.paths)
+    fetch(Store(URL), run.paths, lambda text: None)
+    assert journal(run.paths) == before
+    put(opened(run.paths), run.paths, "c000003-s00000030")
+    said: list[str] = []
+    fetch(Store(URL), old, said.append)
+    assert journal(old) == before
+    assert ring.names(old) == [NAMES[1], "c000003-s00000030"]
+    assert "is newer than the one in" in said[0]
+
+
+def test_two_that_went_on_differently_are_both_left_alone(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    put(opened(run.paths), run.paths, NAMES[1])
+    elsewhere = fetched(tmp_path / "elsewhere")
+    other = RecordedRun.__new__(RecordedRun)
+    other.__dict__.update(run.__dict__, paths=elsewhere)
+    other.commit(50.0, "c000003-s00000040", 40)
+    run.commit(40.0, "c000003-s00000030", 30)
+    put(opened(run.paths), run.paths, NAMES[2])
+    objects, lines = dict(bucket.objects), journal(elsewhere)
+    with pytest.raises(RunDoesNotFit, match="gone on differently"):
+        fetch(Store(URL), elsewhere, lambda text: None)
+    with pytest.raises(RunDoesNotFit, match="another process goes on"):
+        opened(elsewhere)
+    assert (bucket.objects, journal(elsewhere)) == (objects, lines)
+
+
+def test_who_is_overtaken_stops_writing(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    first = opened(run.paths)
+    put(first, run.paths, NAMES[0])
+    second = fetched(tmp_path / "second")
+    opened(second).keep_record()
+    objects = dict(bucket.objects)
+    with pytest.raises(RunDoesNotFit, match="another process goes on"):
+        first.keep_record()
+    assert bucket.objects == objects
+
+
+def test_a_long_record_goes_up_in_pieces_of_which_only_the_last_is_sent_again(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.judge(0, 40_000)  # about 5 MB
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[1])
+    first = {key for key in bucket.objects if "metrics" in key}
+    run.judge(40_001, 40_010)
+    with open(run.paths.metrics, "a") as file:
+        file.write('{"torn":')
+    at_url.keep_record()
+    second = {key for key in bucket.objects if "metrics" in key}
+    assert len(first) == 2
+    assert len(first & second) == 2, "what the index before the last names is kept"
+    at_url.keep_record()
+    third = {key for key in bucket.objects if "metrics" in key}
+    assert len(third) == 2
+    assert len(first & third) == 1
+    new = fetched(tmp_path / "new")
+    assert new.metrics.read_bytes() == run.paths.metrics.read_bytes().removesuffix(b'{"torn":')
+
+
+def test_a_slow_bucket_and_one_that_shows_new_objects_late_hold_up_nothing_but_the_copy(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    bucket.delay = 0.002
+    put(opened(run.paths), run.paths, NAMES[0])
+    bucket.delay, bucket.hide_new = 0.0, 1
+    at_url = opened(run.paths)
+    with pytest.raises(CheckpointDamaged, match="has None bytes"):  # not taken for there on a promise
+        put(at_url, run.paths, NAMES[1])
+    bucket.heal()
+    new = fetched(tmp_path / "new")
+    assert ring.names(new) == NAMES[:1]
+
+
+def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
+    import json
+
+    from rollback.rundir.remote import index as indexes
+
+    put(opened(run.paths), run.paths, NAMES[1])
+    sound = dict(bucket.objects)
+    body = json.loads(sound["runs/one/index-1.json"])
+    shard = f"runs/one/ring/{NAMES[1]}/manifest.json"
+    manifest = json.loads(sound[shard])
+
+    def signed(changed: dict[str, Any]) -> bytes:
+        rest = {key: value for key, value in changed.items() if key != "check"}
+        return json.dumps({**rest, "check": indexes._check(rest)}).encode()
+
+    def index_with(**changes: Any) -> None:
+        bucket.objects = {**sound, "runs/one/index-1.json": signed({**body, **changes})}
+        bucket.objects.pop("runs/one/index-0.json", None)
+
+    piece = {"size": 1, "xxh3_128": "0" * 32}
+    for path in ("../../evil", "/etc/passwd", "journal/../../evil", "ring/x", "lock", "pins/../run.json"):
+        index_with(record=[{"path": path, "pieces": [piece]}])
+        with pytest.raises(RingUnavailable, match="is no file of a record"):
+            fetched(tmp_path / path.replace("/", "-").replace(".", "-"))
+    index_with(checkpoints=["../c000001-s00000010"])
+    with pytest.raises(RingUnavailable, match="is no name of a checkpoint"):
+        fetched(tmp_path / "name")
+    index_with(record=[{"path": "run.json", "pieces": [{**piece, "size": 1 << 40}]}])
+    with pytest.raises(RingUnavailable, match="damaged"):
+        fetched(tmp_path / "size")
+    bucket.objects = {**sound, "runs/one/index-1.json": b"[" * (17 << 20)}
+    bucket.objects.pop("runs/one/index-0.json", None)
+    with pytest.raises(RingUnavailable, match="believed"):
+        fetched(tmp_path / "large")
+
+    for changes in (
+        {"shards": [{**manifest["shards"][0], "file": "../../evil"}, manifest["shards"][1]]},
+        {"shards": [{**manifest["shards"][0], "size": 1 << 50}, manifest["shards"][1]]},
+        {"world_size": 10**9},
+    ):
+        bucket.objects = {**sound, shard: signed({**manifest, **changes})}
+        new = fetched(tmp_path / f"manifest-{len(list(tmp_path.iterdir()))}")
+        assert ring.names(new) == []
+    assert not list(tmp_path.parent.rglob("evil"))
+
+
+@pytest.mark.parametrize("error", [TimeoutError("slow"), ConnectionResetError("reset"), OSError(16, "SlowDown")])
+def test_what_may_pass_is_tried_again(run: RecordedRun, bucket: Bucket, error: Exception) -> None:
+    bucket.error = lambda: error
+    bucket.fail(3, "once")
+    put(opened(run.paths), run.paths, NAMES[0])
+
+
+def test_what_does_not_pass_is_said_at_once(run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "PATIENCE", 3600.0)
+    bucket.error = lambda: PermissionError("Access Denied")
+    bucket.fail(1, "for ever")
+    with pytest.raises(RingUnavailable, match="Access Denied"):
+        opened(run.paths)
+    with pytest.raises(RingUnavailable, match="does not exist"):
+        Store("faulty://nowhere/run").probe()
+
+
+def test_given_up_means_no_further_request(run: RecordedRun, bucket: Bucket, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "PATIENCE", 3600.0)
+    at_url = opened(run.paths)
+    bucket.fail(1, "for ever")
+    bucket.error = lambda: at_url.give_up() or OSError(5, "unreachable")  # type: ignore[func-returns-value]
+    with pytest.raises(RingUnavailable):
+        put(at_url, run.paths, NAMES[0])
+    assert len(bucket.operations) == 1

@@ -1,0 +1,120 @@
+"""Training with a ring at a URL: it never stops or changes because of it, and goes on elsewhere from the URL alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faulty import BUCKETS, Bucket, Manner, new_bucket
+from toy import Toy, facts, require_same, train
+
+from rollback.audit.verify import verify
+from rollback.errors import ExitCode, RingUnavailable
+from rollback.events import Attached, Drained, DrainFailed, Finished
+from rollback.rundir.drain import drainer
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote import store as storing
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.store import Store
+from rollback.train import draining
+
+URL = "faulty://bucket/run"
+TOY = Toy(samples=64, max_steps=14, settings={"snapshot_every": 4, "probation": 7, "ring": URL})
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "PATIENCE", 0.05)
+    monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
+    monkeypatch.setattr(drainer, "_FIRST_WAIT", 0.01)
+    monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.05)
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return new_bucket("bucket")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return train(TOY.but(settings={**TOY.settings, "ring": None}), tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def test_a_run_goes_on_from_the_url_alone_bit_for_bit(
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    log = tmp_path / "log"
+    train(TOY.but(max_steps=9), tmp_path / "lost", log=log)
+    portrait = train(TOY, tmp_path / "fresh", log=log)
+    require_same(portrait, undisturbed, "the run that went on elsewhere")
+    (attached,) = facts(tmp_path / "fresh", Attached)[1:]
+    assert attached.checkpoint == "c000002-s00000008", "the newest of all, which the end of the run had brought there"
+    assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+
+
+def fail_at_each(every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> None:
+    train(TOY, tmp_path / "counted")
+    operations = BUCKETS["bucket"].operations
+    start = next(place for place, name in enumerate(operations) if name.startswith("put") and "probe" not in name)
+    numbers = range(start, len(operations) + 1, every)
+    for number in numbers:
+        bucket = new_bucket("bucket")
+        bucket.fail(number, manner)
+        run = tmp_path / str(number)
+        portrait = train(TOY, run)
+        require_same(portrait, undisturbed, f"operation {number} fails {manner}")
+        assert facts(run, Finished)
+        reached = len(bucket.operations) >= number  # how many there are depends on which steps the thread sees
+        assert bool(facts(run, DrainFailed)) == (reached and manner == "for ever")
+        heal_and_fetch(tmp_path / f"{number}-fetched")
+    print(f"{len(numbers)} passed of {len(numbers)}")
+
+
+@pytest.mark.parametrize("manner", ["once", "for ever"])
+def test_an_operation_that_fails_does_not_touch_training(
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner
+) -> None:
+    fail_at_each(5, tmp_path, undisturbed, manner)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("manner", ["once", "for ever"])
+def test_no_operation_that_fails_touches_training(
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner
+) -> None:
+    fail_at_each(1, tmp_path, undisturbed, manner)
+
+
+def heal_and_fetch(root: Path) -> None:
+    """What is there is whole: an empty machine gets it, or nothing where nothing was committed."""
+    bucket = BUCKETS["bucket"]
+    bucket.heal()
+    paths = RunPaths(root)
+    root.mkdir()
+    fetch(Store(URL), paths, lambda text: None)
+    if [key for key in bucket.objects if key.endswith("manifest.json")]:
+        assert verify(root).exit_code == ExitCode.DONE
+
+
+def test_a_bucket_that_goes_away_is_said_once_and_used_again_when_it_is_back(
+    bucket: Bucket, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def outage(guard: object, position: int) -> None:
+        if position == 5:
+            bucket.fail(1, "for ever")
+        if position == 40:
+            bucket.heal()
+
+    toy = Toy(samples=400, max_steps=60, settings={"snapshot_every": 4, "probation": 7, "ring": URL})
+    train(toy, tmp_path / "run", hook=outage)
+    said = capsys.readouterr().err
+    assert said.count("the durable ring: ") <= 1
+    assert "c000014-s00000056" in [fact.checkpoint for fact in facts(tmp_path / "run", Drained)]
+    assert len(facts(tmp_path / "run", DrainFailed)) <= 1
+
+
+def test_a_ring_that_cannot_be_reached_is_refused_before_anything_is_touched(tmp_path: Path, bucket: Bucket) -> None:
+    bucket.fail(1, "for ever")
+    with pytest.raises(RingUnavailable, match="writing faulty://bucket/run/rollback-probe"):
+        train(TOY, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,63 @@
+"""`rollback launch --ring URL`: the supervisor fills the ring, and a machine that has nothing but the URL goes on."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+from launching import Launch, launching
+from toy import facts
+
+from rollback.audit.verify import verify
+from rollback.errors import ExitCode
+from rollback.events import Attached, Drained, Stopped
+
+TINY = Path(__file__).parent / "jobs" / "tiny.py"
+
+
+def elsewhere(launch: Launch, name: str) -> Launch:
+    """The same job on a machine that has no run directory."""
+    folder = launch.folder / name
+    folder.mkdir()
+    other = Launch(folder, False, launch.script)
+    launch.started = other.started  # they end with it
+    return other
+
+
+def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
+    url = f"file://{tmp_path}/ring"
+    with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
+        process = launch.start("--hold", "--ring", url)
+        launch.wait_for_heartbeats(1)
+        process.send_signal(signal.SIGTERM)
+        output, _ = process.communicate(timeout=60)
+        assert process.returncode == ExitCode.RESUMABLE, output
+        (stopped,) = facts(launch.run, Stopped)
+        assert stopped.checkpoint in [fact.checkpoint for fact in launch.facts(Drained)]  # type: ignore[attr-defined]
+
+        other = elsewhere(launch, "other")
+        status, output = other.finish("--hold", "--ring", url)
+        assert status == ExitCode.DONE, output
+        assert "fetching the record of run" in output
+        assert facts(other.run, Attached)[-1].step == stopped.step
+        assert verify(other.run).exit_code == ExitCode.DONE
+
+        # The first machine comes back: what it has is older, and it takes what is newer.
+        status, output = launch.finish("--hold", "--ring", url)
+        assert status == ExitCode.DONE, output
+        assert "is newer than the one in" in output
+
+
+def test_a_ring_that_cannot_be_used_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
+    with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
+        for url, status, words in (
+            ("nope://bucket/run", ExitCode.USAGE, "no file system is known"),
+            ("bucket/run", ExitCode.USAGE, "is not a URL"),
+            ("gs://bucket/run", ExitCode.USAGE, "a package that is not installed"),
+            ("s3://key:secret@bucket/run", ExitCode.USAGE, "names credentials"),
+            ("file:///proc/run", ExitCode.IO, "rollback-probe"),
+        ):
+            found, output = launch.finish("", "--ring", url)
+            assert (found, words in output) == (status, True), output
+            assert "secret" not in output
+            assert not launch.run.exists()
