@@ -17,7 +17,11 @@ from rollback.errors import ExitCode
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("**/*.md")])
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
-OTHERS = {"--help", "--version", "--nproc-per-node", "--most"}
+OTHERS = {
+    "--help", "--version", "--nproc-per-node", "--most",
+    "--now",  # systemctl
+    "--kill-on-bad-exit", "--nodes", "--open-mode", "--requeue", "--signal", "--wait",  # Slurm
+}  # fmt: skip
 
 
 def options(command: click.Command) -> set[str]:
