@@ -17,6 +17,7 @@ from rollback.cli.launch_options import LAUNCH_CONTEXT
 from rollback.cli.ring import ring
 from rollback.cli.status import status
 from rollback.cli.terminal import show_error
+from rollback.cli.track import track
 from rollback.errors import RollbackError
 
 app = typer.Typer(
@@ -33,7 +34,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
-for _command in (status, backtest):
+for _command in (status, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):
     app.command(epilog=CONTROL_CODES)(_request)

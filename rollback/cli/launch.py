@@ -30,6 +30,7 @@ from rollback.supervisor.flags import FLAGS
 from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.supervise import Order, Result, supervise
+from rollback.trackers.beside import Beside
 
 
 @declares(LAUNCH_PARAMETERS)
@@ -39,6 +40,8 @@ def launch(
     arguments: list[str] | None,
     run: Path | None,
     skips_of: Path | None,
+    tensorboard: Path | None,
+    wandb: str | None,
     restart_budget: int | None,
     grace: float | None,
     hang_after: str | None,
@@ -57,11 +60,25 @@ def launch(
     limits = hang_limits(hang_after, stall_after)
     job = Job(flags, script, arguments or [])
     order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT)
+    trackers = _tracker_flags(tensorboard, wandb)
     occupy_standard_streams()
-    with _audience(paths.root) as screen:
+    with _audience(paths.root) as screen, Beside(paths.root, trackers, screen.say):
         result = supervise(order, screen)
     say(closing_line(result, paths.root, ["rollback", *sys.argv[1:]]))
     raise typer.Exit(result.exit_code)
+
+
+def _tracker_flags(tensorboard: Path | None, wandb: str | None) -> list[str]:
+    """What `rollback track` is called with. Raises UsageError where a tracker cannot be had, before anything starts."""
+    from rollback.trackers.tensorboard import require_tensorboard
+    from rollback.trackers.wandb import require_wandb
+
+    if tensorboard is not None:
+        require_tensorboard()
+    if wandb is not None:
+        require_wandb()
+    given = {"tensorboard": tensorboard, "wandb": wandb}
+    return [f"{option(name)}={value}" for name, value in given.items() if value is not None]
 
 
 def _audience(run: Path) -> Screen:

@@ -1,0 +1,71 @@
+"""`rollback track`: a run in TensorBoard or Weights & Biases."""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollback.cli.terminal import say
+from rollback.errors import OutputNotWritten, UsageError
+
+
+def track(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    tensorboard: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="Write event files below this directory.", show_default=False)
+    ] = None,
+    wandb: Annotated[
+        str | None, typer.Option(metavar="PROJECT", help="Log to this project of W&B.", show_default=False)
+    ] = None,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on as the run does, until Ctrl-C.")] = False,
+    until_eof: Annotated[bool, typer.Option("--until-eof", hidden=True)] = False,
+    after: Annotated[int, typer.Option("--after-attempt", hidden=True)] = 0,
+) -> None:
+    """Show a run in TensorBoard or Weights & Biases: the curve of the steps that count, incidents, skip windows.
+
+    Reads the run directory and writes nothing into it; training does not wait. `rollback launch --tensorboard DIR` does
+    the same while the run goes on.
+    """
+    from rollback.audit.material import require_run_directory
+    from rollback.trackers.follow import follow as tell_on
+    from rollback.trackers.follow import group_of, name_of
+    from rollback.trackers.story import Tracker
+    from rollback.trackers.tensorboard import TensorBoard
+    from rollback.trackers.wandb import WeightsAndBiases
+
+    if tensorboard is None and wandb is None:
+        raise UsageError("there is no tracker to tell", hint="--tensorboard DIR, --wandb PROJECT, or both")
+    if not until_eof:
+        require_run_directory(run)  # beside a supervisor it may not be there yet
+    trackers: list[Tracker] = []
+    if tensorboard is not None:
+        trackers.append(TensorBoard(tensorboard, name_of(run)))
+    if wandb is not None:
+        trackers.append(WeightsAndBiases(wandb, lambda: group_of(run)))
+    over = _end_of_stdin() if until_eof else (lambda: not follow)
+    try:
+        tell_on(run, trackers, after=after, over=over)
+    except KeyboardInterrupt:
+        raise typer.Exit from None
+    except OSError as error:
+        raise OutputNotWritten(f"telling the trackers of {run}: {error}") from error
+    if tensorboard is not None and not until_eof:
+        say(f"tensorboard --logdir {tensorboard}")
+
+
+def _end_of_stdin() -> Callable[[], bool]:
+    """Becomes true when nobody holds the other end of our standard input any more."""
+    ended = threading.Event()
+
+    def wait() -> None:
+        while sys.stdin.buffer.read(1 << 12):
+            pass
+        ended.set()
+
+    threading.Thread(target=wait, daemon=True).start()
+    return ended.is_set

@@ -1,0 +1,76 @@
+"""Reading a run directory for trackers: once to its end, or on and on as it grows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import JournalTail
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import MetricTail
+from rollback.trackers.story import Story, Tracker, tell
+
+_EVERYTHING = 1 << 62
+_EVERY = 1.0  # seconds between two looks: the ranks write their metrics about as often
+
+
+class Reader:
+    """What is new in a run directory, which need not exist yet. after: attempts up to this one are passed over."""
+
+    def __init__(self, root: Path, *, after: int = 0) -> None:
+        paths = RunPaths(root)
+        self._metrics = MetricTail(paths.metrics, _EVERYTHING)
+        self._journal = JournalTail(paths.train_journal)
+        self._story = Story()
+        self._after = after
+
+    def hand_on(self, trackers: Sequence[Tracker]) -> int:
+        """Tell the trackers what is new, and how much that was.
+
+        Raises JournalDamaged or RunDirectoryError, or OSError where a tracker cannot write.
+        """
+        count = 0
+        while True:
+            records = self._journal.new()
+            metrics = self._metrics.new()
+            if not records and not metrics:
+                break
+            for leg, item in self._story.in_order(records, metrics):
+                if leg.attempt <= self._after:
+                    continue
+                count += 1
+                for tracker in trackers:
+                    tell(tracker, leg, item)
+        for tracker in trackers:
+            tracker.flush()
+        return count
+
+
+def follow(
+    root: Path, trackers: Sequence[Tracker], *, over: Callable[[], bool], after: int = 0, every: float = _EVERY
+) -> None:
+    """Tell the trackers what comes until `over`, which is asked after each look; then look once more and close them."""
+    reader = Reader(root, after=after)
+    try:
+        while True:
+            last = over()
+            reader.hand_on(trackers)
+            if last:
+                return
+            time.sleep(every)
+    finally:
+        for tracker in trackers:
+            tracker.close()
+
+
+def name_of(root: Path) -> str:
+    """What trackers call the run: its directory's name."""
+    return root.absolute().name
+
+
+def group_of(root: Path) -> str:
+    """What all legs of a run have in common: its id, or its directory's name where there is none yet."""
+    identity = read_identity(RunPaths(root))
+    return f"{name_of(root)}-{identity.run_id}" if identity else name_of(root)

@@ -1,0 +1,88 @@
+"""What a run directory tells, in the order in which a tracker should hear it. Pure.
+
+Metrics and facts come from different files, the metrics up to a second late. A *leg* is a stretch of steps without a
+way back: one attempt and one timeline in it. Within a leg steps only grow. Facts say which leg they belong to: an
+incident ends its leg, so it is told after the leg's steps; passed-over batches begin theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple, Protocol
+
+from rollback.events import Incident, PassedOver, Planned, Record, Restored
+from rollback.rundir.records import Metric
+
+
+class Leg(NamedTuple):
+    """A stretch of steps without a way back, in order."""
+
+    attempt: int
+    timeline: int
+
+
+class Tracker(Protocol):
+    """Hears a run's story, in order. Methods may raise OSError."""
+
+    def metric(self, leg: Leg, metric: Metric) -> None:
+        """A judged step. In a new leg, steps from it on that older legs had no longer count."""
+
+    def incident(self, leg: Leg, incident: Incident) -> None: ...
+
+    def planned(self, leg: Leg, plan: Planned) -> None: ...
+
+    def restored(self, leg: Leg, restored: Restored) -> None: ...
+
+    def skipped(self, leg: Leg, passed: PassedOver) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+_BEGINS, _STEPS, _ENDS = range(3)
+
+
+class Story:
+    """Puts what is new into order, piece by piece."""
+
+    def __init__(self) -> None:
+        self._timeline = 0
+
+    def in_order(self, records: Iterable[Record], metrics: Iterable[Metric]) -> list[tuple[Leg, Metric | Record]]:
+        """New facts of the ranks and new metrics in one order; facts that no tracker shows are left out.
+
+        Read the facts before the metrics: a leg's metrics are on disk before the incident that ends it is.
+        """
+        told: list[tuple[tuple[Leg, int], Metric | Record]] = []
+        for record in records:
+            match record.fact:
+                case Incident() as fact:
+                    self._timeline, place = fact.timeline, _ENDS
+                case Planned() | Restored():
+                    place = _ENDS
+                case PassedOver() as fact:
+                    self._timeline, place = fact.timeline, _BEGINS
+                case _:
+                    continue
+            told.append(((Leg(record.attempt, self._timeline), place), record))
+        told += [((Leg(metric.attempt, metric.timeline), _STEPS), metric) for metric in metrics]
+        return [(key[0], item) for key, item in sorted(told, key=lambda pair: pair[0])]
+
+
+def tell(tracker: Tracker, leg: Leg, item: Metric | Record) -> None:
+    """Hand one part of the story to a tracker."""
+    if isinstance(item, Metric):
+        tracker.metric(leg, item)
+        return
+    match item.fact:
+        case Incident() as fact:
+            tracker.incident(leg, fact)
+        case Planned() as fact:
+            tracker.planned(leg, fact)
+        case Restored() as fact:
+            tracker.restored(leg, fact)
+        case PassedOver() as fact:
+            tracker.skipped(leg, fact)
+        case _:
+            raise AssertionError(f"no tracker hears of {item.fact.kind}")

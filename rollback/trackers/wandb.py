@@ -1,0 +1,98 @@
+"""Weights & Biases: one run for each leg, all in one group.
+
+What was logged to W&B cannot be taken back, and its steps must grow. So the steps after a rollback or a restart are a
+run of their own, whose steps are the training's; the group shows the legs side by side, and the discarded steps are
+the end of an older leg. WANDB_MODE=offline and W&B's other variables mean what they always mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollback.errors import UsageError
+from rollback.events import Incident, PassedOver, Planned, Restored
+from rollback.rundir.records import Metric
+from rollback.trackers.story import Leg
+
+
+def require_wandb() -> None:
+    """Raise UsageError where wandb cannot be had."""
+    try:
+        import wandb  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"--wandb needs wandb, which cannot be imported ({error})", hint="pip install 'torch-rollback[wandb]'"
+        ) from error
+
+
+class WeightsAndBiases:
+    """A `Tracker` that logs to a project. group: gives what all legs have in common, such as the run's id; asked
+    when there is something to log, since a run that has not begun has none."""
+
+    def __init__(self, project: str, group: Callable[[], str]) -> None:
+        require_wandb()
+        self._project, self._group = project, group
+        self._leg: Leg | None = None
+        self._run: Any = None
+        self._step = 0
+        self._incidents = 0
+
+    def metric(self, leg: Leg, metric: Metric) -> None:
+        values = {"train/loss": metric.loss, "train/grad_norm": metric.grad_norm, "train/batch": metric.batch}
+        self._log(leg, metric.step, {name: value for name, value in values.items() if value is not None})
+
+    def incident(self, leg: Leg, incident: Incident) -> None:
+        self._incidents += 1
+        self._log(leg, incident.detection_step, {"incident/number": incident.incident})
+        self._note(f"incident/{incident.incident}", f"step {incident.detection_step}: {incident.explanation}")
+        self._note("incidents", self._incidents)
+
+    def planned(self, leg: Leg, plan: Planned) -> None:
+        skip = f", skip batches {plan.skip}" if plan.skip else ""
+        self._note(f"plan/{plan.incident}", f"{plan.action}: step {plan.step} ({plan.checkpoint}){skip}: {plan.reason}")
+
+    def restored(self, leg: Leg, restored: Restored) -> None:
+        self._note("steps_discarded", restored.steps_lost)
+
+    def skipped(self, leg: Leg, passed: PassedOver) -> None:
+        count = passed.last - passed.first + 1
+        self._log(leg, passed.step, {"skip/first": passed.first, "skip/last": passed.last, "skip/batches": count})
+
+    def flush(self) -> None:
+        """W&B sends by itself."""
+
+    def close(self) -> None:
+        if self._run is not None:
+            self._run.finish()
+            self._run = None
+
+    def _log(self, leg: Leg, step: int, values: dict[str, Any]) -> None:
+        self._enter(leg)
+        self._step = max(self._step, step)  # an earlier step would be refused
+        self._run.log(values, step=self._step)
+
+    def _note(self, name: str, value: Any) -> None:
+        if self._run is not None:
+            self._run.summary[name] = value
+
+    def _enter(self, leg: Leg) -> None:
+        if leg == self._leg:
+            return
+        import wandb
+
+        self.close()
+        self._leg, self._step = leg, 0
+        group = self._group()
+        name = f"attempt {leg.attempt}" + (f", after rollback {leg.timeline}" if leg.timeline else "")
+        self._run = wandb.init(
+            project=self._project,
+            group=group,
+            name=name,
+            id=f"{group}-{leg.attempt}-{leg.timeline}",
+            resume="allow",
+            config={"attempt": leg.attempt, "timeline": leg.timeline},
+            settings=wandb.Settings(
+                console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True
+            ),
+        )

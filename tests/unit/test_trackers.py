@@ -1,0 +1,239 @@
+"""Trackers, looked at with their own readers: the curve without the discarded steps, and no word that is obeyed."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.util.tensor_util import make_ndarray
+from typer.testing import CliRunner
+
+from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
+from rollback.cli import app
+from rollback.errors import UsageError
+from rollback.rundir.records import LineWriter, Metric, metric_line
+from rollback.trackers.beside import Beside
+from rollback.trackers.follow import Reader, follow
+from rollback.trackers.tensorboard import TensorBoard
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    return RecordedRun(tmp_path / "run", monkeypatch)
+
+
+def judge(run: RecordedRun, first: int, last: int, loss: float, *, attempt: int = 1, timeline: int = 0) -> None:
+    writer = LineWriter(run.paths.metrics)
+    for step in range(first, last + 1):
+        line = Metric(step=step, batch=2 * step + 1, loss=loss, grad_norm=1.0, verdict="healthy", attempt=attempt,
+                      timeline=timeline)  # fmt: skip
+        writer.write(metric_line(line))
+    writer.close()
+
+
+def track(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["track", *map(str, arguments)])
+
+
+def accumulated(directory: Path) -> EventAccumulator:
+    return EventAccumulator(str(directory), size_guidance={"scalars": 0, "tensors": 0}).Reload()
+
+
+def curve(directory: Path, tag: str = "train/loss") -> dict[int, float]:
+    events = accumulated(directory).Scalars(tag)
+    assert [event.step for event in events] == sorted({event.step for event in events}), "a step is there twice"
+    return {event.step: event.value for event in events}
+
+
+# --- TensorBoard ------------------------------------------------------------------------------------------------------
+
+
+def test_tensorboard_shows_the_curve_without_the_discarded_steps(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 49, 3.0)
+    run.tell(52, incident(0, 45, 49))
+    judge(run, 40, 59, 2.0, timeline=1)  # back to 40
+    judge(run, 50, 54, 1.0, attempt=2, timeline=1)  # killed at 60, went on from 50
+    assert track(run.paths.root, "--tensorboard", tmp_path / "tb").exit_code == 0
+    expected = {step: 3.0 if step < 40 else 2.0 if step < 50 else 1.0 for step in range(55)}
+    assert curve(tmp_path / "tb" / "run") == expected
+
+
+def test_incidents_are_text_and_skip_windows_are_scalars_and_a_rewind_does_not_take_them_away(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = eventful_run(tmp_path / "run", monkeypatch)
+    assert track(run.paths.root, "--tensorboard", tmp_path / "tb").exit_code == 0
+    found = accumulated(tmp_path / "tb" / "run" / "incidents")
+    texts = [make_ndarray(event.tensor_proto).item().decode() for event in found.Tensors("incident")]
+    assert ["loss 6.5 at step 49" in text for text in texts] == [True, True]
+    skips = {event.step: event.value for event in found.Scalars("skip/batches")}
+    assert skips == {40: 22.0, 20: 64.0}
+    assert {event.value for event in found.Scalars("skip/first_batch")} == {80.0, 40.0}
+    assert set(curve(tmp_path / "tb" / "run")) == set(range(100))
+
+
+def test_what_is_not_finite_is_in_the_curve(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 4, 3.0)
+    judge(run, 5, 5, math.nan)
+    track(run.paths.root, "--tensorboard", tmp_path / "tb")
+    assert math.isnan(curve(tmp_path / "tb" / "run")[5])
+
+
+def test_a_run_that_is_converted_twice_is_there_once(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 9, 3.0)
+    for _ in range(2):
+        track(run.paths.root, "--tensorboard", tmp_path / "tb")
+    assert len(curve(tmp_path / "tb" / "run")) == 10
+
+
+def test_a_run_that_grows_is_followed(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 9, 3.0)
+    looks: Iterator[int] = iter(range(3))
+
+    def over() -> bool:
+        look = next(looks)
+        judge(run, 10 + 5 * look, 14 + 5 * look, 2.0)
+        return look == 2
+
+    follow(run.paths.root, [TensorBoard(tmp_path / "tb", "run")], over=over, every=0.0)
+    assert set(curve(tmp_path / "tb" / "run")) == set(range(25))
+
+
+def test_attempts_that_were_told_already_can_be_left_out(run: RecordedRun, tmp_path: Path) -> None:
+    judge(run, 0, 29, 3.0)
+    run.tell(30, incident(0, 25, 29))
+    judge(run, 20, 39, 2.0, attempt=2)
+    follow(run.paths.root, [TensorBoard(tmp_path / "tb", "run")], after=1, over=lambda: True)
+    assert set(curve(tmp_path / "tb" / "run")) == set(range(20, 40))
+    assert not (tmp_path / "tb" / "run" / "incidents").exists()
+
+
+def test_a_run_that_is_not_there_yet_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = Reader(tmp_path / "run")
+    assert reader.hand_on([]) == 0
+    judge(RecordedRun(tmp_path / "run", monkeypatch), 0, 9, 3.0)
+    assert reader.hand_on([]) == 10
+
+
+def test_hostile_words_are_code_in_the_text(run: RecordedRun, tmp_path: Path) -> None:
+    hostile = "`</code><script>alert(1)</script> [x](javascript:y) \x1b[31m\n# title"
+    run.tell(1, incident(0, 45, 49, explanation=hostile))
+    run.tell(1, rollback_plan(0, "c000001-s00000020", 20, (60, 60), reason=hostile))
+    assert track(run.paths.root, "--tensorboard", tmp_path / "tb").exit_code == 0
+    found = accumulated(tmp_path / "tb" / "run" / "incidents")
+    for tag in ("incident", "plan/0"):
+        text = make_ndarray(found.Tensors(tag)[0].tensor_proto).item().decode()
+        lines = text.splitlines()
+        assert all(line.startswith("- `") and line.endswith("`") and line.count("`") == 2 for line in lines), text
+        assert all(char.isprintable() or char == "\n" for char in text)
+
+
+# --- Weights & Biases -------------------------------------------------------------------------------------------------
+
+
+def records(file: Path) -> Iterator[bytes]:
+    """Records of a `.wandb` file: seven bytes of heading, then LevelDB's log format in blocks of 32 KiB."""
+    data, at, parts = file.read_bytes(), 7, b""
+    assert data[:4] == b":W&B"
+    while at + 7 <= len(data):
+        if (1 << 15) - at % (1 << 15) < 7:
+            at += (1 << 15) - at % (1 << 15)
+            continue
+        _, length, kind = struct.unpack_from("<IHB", data, at)
+        parts += data[at + 7 : at + 7 + length]
+        at += 7 + length
+        if kind in (1, 4):  # whole, or the last part of one
+            yield parts
+            parts = b""
+
+
+def logged(folder: Path) -> dict[str, dict[str, Any]]:
+    """What W&B's offline files hold, by name of the run: its group, its history and its summary."""
+    from wandb.proto import wandb_internal_pb2
+
+    def values(items: Any) -> dict[str, Any]:
+        return {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in items}
+
+    found: dict[str, dict[str, Any]] = {}
+    for file in sorted(folder.rglob("*.wandb")):
+        run: dict[str, Any] = {"history": [], "summary": {}}
+        for data in records(file):
+            record = wandb_internal_pb2.Record()
+            record.ParseFromString(data)
+            match record.WhichOneof("record_type"):
+                case "run":
+                    run |= {"group": record.run.run_group, "name": record.run.display_name}
+                case "history":
+                    run["history"].append(values(record.history.item))
+                case "summary":
+                    run["summary"] |= values(record.summary.update)
+                case _:
+                    pass
+        found[run["name"]] = run
+    return found
+
+
+def test_wandb_has_a_run_for_each_leg_in_one_group_with_steps_that_only_grow(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = eventful_run(tmp_path / "run", monkeypatch)
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "WANDB_SILENT": "true"}
+    command = [sys.executable, "-m", "rollback", "track", str(run.paths.root), "--wandb", "project"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    legs = logged(tmp_path / "wandb")
+    names = ["attempt 1", "attempt 1, after rollback 1", "attempt 1, after rollback 2", "attempt 2, after rollback 2"]
+    assert sorted(legs) == names
+    assert len({leg["group"] for leg in legs.values()}) == 1
+    steps = {name: [row["_step"] for row in leg["history"]] for name, leg in legs.items()}
+    assert all(own == sorted(set(own)) for own in steps.values())
+    losses = {name: [row["_step"] for row in leg["history"] if "train/loss" in row] for name, leg in legs.items()}
+    assert losses[names[0]] == list(range(50))
+    assert losses[names[2]] == list(range(20, 70))
+    assert losses[names[3]] == list(range(60, 100))
+    assert [row["skip/batches"] for row in legs[names[2]]["history"] if "skip/batches" in row] == [64]
+    assert "loss 6.5 at step 49" in legs[names[0]]["summary"]["incident/1"]
+
+
+# --- how it is asked for ----------------------------------------------------------------------------------------------
+
+
+def test_what_cannot_be_tracked_is_refused_with_the_reason(run: RecordedRun, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no tracker" in str(track(run.paths.root).exception)
+    monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    for name in ("tensorboard", "wandb"):
+        for command in (["track", str(run.paths.root)], ["launch"]):
+            result = CliRunner().invoke(app, [*command, f"--{name}", "x", __file__])
+            if command[0] == "launch":
+                assert isinstance(result.exception, UsageError)
+                assert f"torch-rollback[{name}]" in (result.exception.hint or "")
+
+
+def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    said: list[str] = []
+    with Beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb"), "--no-such-flag"], said.append):
+        pass
+    assert len(said) == 1
+    assert "the run did not" in said[0]
+
+
+def test_beside_a_launch_only_its_own_attempts_are_told_and_all_of_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    judge(run, 0, 29, 3.0)
+    with Beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb")], print):
+        judge(run, 20, 39, 2.0, attempt=2)  # long before the tracker has come up
+    assert set(curve(tmp_path / "tb" / "run")) == set(range(20, 40))
