@@ -10,6 +10,7 @@ import io
 import os
 import random
 import shutil
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,6 +29,7 @@ _BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have
 _MOST_PARTS = 9000
 _FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
 PATIENCE = 60.0
+_DRAWS_PAUSES = ("botocore.retryhandler", "gcsfs.retry")
 _T = TypeVar("_T")
 _dice = random.Random()
 
@@ -101,6 +103,7 @@ class Store:
             )
         except Exception as error:
             raise self._explain("opening the ring", "", error) from error
+        _leave_random_numbers_alone()
 
     def give_up(self) -> None:
         """End what is under way, as soon as its present request has ended, and everything after it."""
@@ -263,6 +266,16 @@ class Store:
 def _pause(state: tenacity.RetryCallState) -> float:
     """Random, up to twice as long each time. tenacity's own draws from the script's random numbers."""
     return _dice.uniform(0, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(state.attempt_number, 20)))
+
+
+def _leave_random_numbers_alone() -> None:
+    """Let the libraries draw the pauses between their own tries from other random numbers than the script's.
+
+    In rank 0 they would change what the script draws. They take them from their module's `random`.
+    """
+    for name in _DRAWS_PAUSES:
+        if (module := sys.modules.get(name)) is not None:
+            module.random = _dice  # type: ignore[attr-defined]
 
 
 class _Synced:

@@ -1,0 +1,88 @@
+"""A ring in S3, as a real server speaks it: a run goes on from the URL alone, through 503s and a lost object."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import s3fs
+from s3_server import S3Server, serving_s3
+from toy import Toy, facts, require_same, train
+
+from rollback.audit.verify import verify
+from rollback.errors import ExitCode, RingUnavailable
+from rollback.events import Attached, DrainFailed
+from rollback.rundir.remote import store as storing
+from rollback.rundir.remote.store import Store
+from rollback.train import draining
+
+BUCKET = "checkpoints"
+URL = f"s3://{BUCKET}/runs/one"
+TOY = Toy(samples=64, max_steps=14, settings={"snapshot_every": 4, "probation": 7, "ring": URL})
+
+
+@pytest.fixture
+def s3(monkeypatch: pytest.MonkeyPatch) -> Iterator[S3Server]:
+    monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.05)
+    with serving_s3(monkeypatch, BUCKET) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return train(TOY.but(settings={**TOY.settings, "ring": None}), tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+def test_a_run_goes_on_from_s3_alone_through_503s_and_a_lost_object(
+    s3: S3Server, tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    log = tmp_path / "log"
+    s3.refuses = lambda request: len(s3.requests) % 7 == 0
+    train(TOY.but(max_steps=9), tmp_path / "lost", log=log)
+    assert not facts(tmp_path / "lost", DrainFailed)
+    bucket = s3fs.S3FileSystem(skip_instance_cache=True, use_listings_cache=False)
+    newest = f"{BUCKET}/runs/one/ring/c000002-s00000008"
+    s3.refuses = lambda request: False
+    assert bucket.exists(f"{newest}/manifest.json")
+    bucket.rm_file(f"{newest}/rank-00000.safetensors")
+    s3.refuses = lambda request: len(s3.requests) % 7 == 0
+
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if int(line[1:].split(",")[0]) < 4))
+    portrait = train(TOY, tmp_path / "fresh", log=log)
+    require_same(portrait, undisturbed, "the run that went on from S3")
+    assert s3.refused > 5
+    assert facts(tmp_path / "fresh", Attached)[-1].step < 8, "the newest one had lost a shard"
+    assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+
+
+def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: Path) -> None:
+    import os
+
+    import xxhash
+
+    from rollback.rundir.shard import Written
+
+    data = os.urandom((20 << 20) + 5)
+    (tmp_path / "large").write_bytes(data)
+    written = Written(len(data), xxhash.xxh3_128(data).hexdigest())
+    store = Store(URL)
+    s3.refuses = lambda request: len(s3.requests) % 2 == 0
+    store.put_file("large", tmp_path / "large", written)
+    store.get_file("large", tmp_path / "back", written)
+    assert (tmp_path / "back").read_bytes() == data
+    assert len([request for request in s3.requests if request.startswith("PUT")]) > 2
+
+
+def test_what_is_wrong_with_s3_is_said_before_anything_is_touched(
+    s3: S3Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(draining, "_PATIENCE_AT_START", 0.5)
+    with pytest.raises(RingUnavailable, match="bucket does not exist"):
+        train(TOY.with_settings(ring="s3://nowhere/run"), tmp_path / "run")
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY"):
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/dev/null")
+    with pytest.raises(RingUnavailable, match="credentials"):
+        train(TOY, tmp_path / "run")
+    assert not (tmp_path / "run").exists()

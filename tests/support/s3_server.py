@@ -1,0 +1,69 @@
+"""A real S3 protocol server on the loopback (moto), which answers some requests with 503 SlowDown."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import urllib.request
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from moto.server import DomainDispatcherApplication, create_backend_app
+from werkzeug.serving import make_server
+
+_SLOW_DOWN = (
+    b'<?xml version="1.0" encoding="UTF-8"?>\n<Error><Code>SlowDown</Code><Message>Please reduce your request rate.'
+    b"</Message><RequestId>1</RequestId></Error>"
+)
+
+
+class S3Server:
+    """`refuses`: given `METHOD PATH` of a request, whether it is answered with 503. `requests`: all of them."""
+
+    def __init__(self) -> None:
+        logging.getLogger("werkzeug").setLevel(logging.ERROR)
+        self.refuses: Callable[[str], bool] = lambda request: False
+        self.requests: list[str] = []
+        self.refused = 0
+        self._moto = DomainDispatcherApplication(create_backend_app)
+        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
+        self._thread.start()
+        self.url = f"http://127.0.0.1:{self._server.port}"
+
+    def _answer(self, environment: dict[str, Any], start: Any) -> Iterable[bytes]:
+        request = f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}"
+        self.requests.append(request)
+        if self.refuses(request):
+            self.refused += 1
+            environment["wsgi.input"].read(int(environment.get("CONTENT_LENGTH") or 0))
+            start("503 Slow Down", [("Content-Type", "application/xml"), ("Content-Length", str(len(_SLOW_DOWN)))])
+            return [_SLOW_DOWN]
+        answer: Iterable[bytes] = self._moto(environment, start)
+        return answer
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._thread.join()
+        self._server.server_close()
+
+
+@contextmanager
+def serving_s3(monkeypatch: pytest.MonkeyPatch, bucket: str) -> Iterator[S3Server]:
+    """A server with an empty bucket, and the environment by which fsspec finds it."""
+    import s3fs
+
+    server = S3Server()
+    try:
+        urllib.request.urlopen(urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")).close()
+        for name, value in {
+            "AWS_ENDPOINT_URL": server.url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret",
+            "AWS_DEFAULT_REGION": "us-east-1", "AWS_CONFIG_FILE": "/dev/null", "AWS_EC2_METADATA_DISABLED": "true",
+        }.items():  # fmt: skip
+            monkeypatch.setenv(name, value)
+        s3fs.S3FileSystem(skip_instance_cache=True).mkdir(bucket)
+        yield server
+    finally:
+        server.close()
