@@ -109,6 +109,9 @@ class RunPaths:
     def writing(self, name: str) -> Path:
         return self.ring / f"{WRITING}{name}"
 
+    def draining(self, name: str) -> Path:
+        return self.ring / f".draining-{name}"
+
     def evicting(self, name: str) -> Path:
         return self.ring / f".evicting-{name}"
 

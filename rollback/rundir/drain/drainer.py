@@ -27,6 +27,7 @@ from rollback.errors import CheckpointDamaged, RollbackError, RunDoesNotFit
 from rollback.events import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.rundir import pins, tiers
 from rollback.rundir.drain.decide import Pace, Past, Situation, next_to_drain, to_evict
+from rollback.rundir.drain.in_run import RingInRun
 from rollback.rundir.history import History, fold
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.manifest import Manifest
@@ -71,10 +72,13 @@ _NEXT = {Phase.FINISHING: Phase.FINISHED, Phase.CLOSING: Phase.CLOSED}  # when t
 def drainer_for(
     paths: RunPaths, settings: Settings, note: Callable[[Fact], None], say: Callable[[str], None]
 ) -> Drainer | None:
-    """The drainer that a run's settings ask for, not started yet; None where they name no ring. See `Drainer`."""
-    if settings.ring is None:
+    """The drainer that a run needs, not started yet; None where it needs none. See `Drainer`.
+
+    It copies to the URL that the settings name; without one, from the fast tier, where there is one, to RUN/ring.
+    """
+    if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
-    ring = RingAtUrl(paths, Store(settings.ring))
+    ring = RingInRun(paths) if settings.ring is None else RingAtUrl(paths, Store(settings.ring))
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say)
 
@@ -199,7 +203,7 @@ class Drainer:
         return Situation(self._history, held, pinned, frozenset(self._lost), self._last, ending)
 
     def _drain(self, name: str) -> None:
-        place = next((found for found in tiers.locate(self._paths) if found.name == name), None)
+        place = next((found for found in tiers.locate(self._paths) if found.name == name), None)  # in memory first
         if place is None:
             self._lost.add(name)  # it has left the ring since
             return

@@ -1,0 +1,86 @@
+"""The run directory's ring as the durable one: it is filled from the fast tier, where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import shutil
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.rundir import ring
+from rollback.rundir.direct import write_direct
+from rollback.rundir.durable import open_regular, sync_directory, write_file
+from rollback.rundir.manifest import Manifest, ShardRecord
+from rollback.rundir.paths import MANIFEST, RunPaths
+
+
+class RingInRun:
+    """Checkpoints in RUN/ring. The record is there already. Methods raise OSError; see `DurableRing`."""
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self._given_up = threading.Event()
+
+    @property
+    def place(self) -> str:
+        return str(self._paths.ring)
+
+    def open(self) -> None:
+        """Remove what an earlier drainer left half written."""
+        self._paths.ring.mkdir(parents=True, exist_ok=True)
+        for path in self._paths.ring.glob(".draining-*"):
+            shutil.rmtree(path)
+
+    def held(self) -> Sequence[str]:
+        return ring.names(self._paths)
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        """Copy a checkpoint past the page cache, which is the training's, and make it exist by a rename.
+
+        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
+        """
+        arriving = self._paths.draining(manifest.name)
+        arriving.mkdir(parents=True)
+        try:
+            for shard in manifest.shards:
+                if self._given_up.is_set():
+                    raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
+                _copy(directory / shard.file, arriving / shard.file, shard)
+            write_file(arriving / MANIFEST, manifest.to_json())
+            sync_directory(arriving)
+            os.rename(arriving, self._paths.checkpoint(manifest.name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                shutil.rmtree(arriving)
+            raise
+        sync_directory(self._paths.ring)
+        sync_directory(self._paths.root)
+
+    def evict(self, name: str) -> None:
+        """Remove a checkpoint; a pinned one stays."""
+        with contextlib.suppress(FileNotFoundError):  # put into quarantine by the ranks
+            ring.evict(self._paths, name)
+
+    def keep_record(self) -> None:
+        """Nothing: the record is in the run directory."""
+
+    def give_up(self) -> None:
+        self._given_up.set()
+
+
+def _copy(source: Path, target: Path, shard: ShardRecord) -> None:
+    try:
+        with open_regular(source) as file:
+            if os.fstat(file.fileno()).st_size != shard.size:
+                raise ValueError("it has another size")
+            content = mmap.mmap(file.fileno(), shard.size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"reading the shard {source}: {getattr(error, 'strerror', None) or error}") from error
+    with content, memoryview(content) as view:
+        written = write_direct(target, view)
+    if written != shard.written:
+        raise CheckpointDamaged(f"the shard {source} is not what its manifest says (hash {written.digest})")

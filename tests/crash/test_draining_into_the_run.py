@@ -1,0 +1,141 @@
+"""From the fast tier into the run directory's ring: whole or not at all, wherever the process dies."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from checkpoints import manifest_of, whole, write_checkpoint
+from mortal import Mortal
+from recorded_run import RecordedRun
+from rollback.config import Settings
+from rollback.errors import CheckpointDamaged
+from rollback.events import Drained, Fact
+from rollback.rundir import ring, slots, tiers
+from rollback.rundir.drain.drainer import Phase, drainer_for
+from rollback.rundir.drain.in_run import RingInRun
+from rollback.rundir.identity import read_identity
+from rollback.rundir.manifest import read_manifest
+from rollback.rundir.paths import RunPaths
+
+OLD, NEW = "c000000-s00000010", "c000001-s00000020"
+
+
+def in_memory(folder: Path, seq: int, step: int) -> tuple[RunPaths, str]:
+    """A checkpoint somewhere else, as the fast tier would hold it."""
+    other = RunPaths(folder)
+    other.root.mkdir()
+    return other, write_checkpoint(other, seq, step)
+
+
+@pytest.mark.parametrize("power", [False, True], ids=["the process dies", "the power fails"])
+def test_dying_while_a_checkpoint_is_copied_leaves_the_old_one_or_both(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, power: bool
+) -> None:
+    source, name = in_memory(tmp_path / "source", 1, 20)
+    manifest, directory = read_manifest(source.checkpoint(name)), source.checkpoint(name)
+    mortal = Mortal(monkeypatch)
+
+    def run(number: int) -> RunPaths:
+        paths = RunPaths(tmp_path / str(number))
+        paths.root.mkdir()
+        write_checkpoint(paths, 0, 10)
+        return paths
+
+    def copy(paths: RunPaths) -> Callable[[], None]:
+        at_run = RingInRun(paths)
+        at_run.open()
+        return lambda: at_run.put(manifest, directory)
+
+    total = mortal.live(copy(run(0)))
+    seen = set()
+    for number in range(1, total + 1):
+        paths = run(number)
+        mortal.die(number, copy(paths))
+        if power:
+            mortal.lose_power(paths.root)
+        RingInRun(paths).open()
+        names = ring.names(paths)
+        seen.add(len(names))
+        assert names in ([OLD], [OLD, NEW])
+        assert all(whole(paths, held) for held in names)
+        assert not list(paths.ring.glob(".*"))
+        if len(names) == 1:
+            copy(paths)()
+            assert whole(paths, NEW)
+    assert seen == {1, 2}
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut", "gone"])
+def test_a_slot_that_was_taken_meanwhile_is_not_committed(tmp_path: Path, fault: str) -> None:
+    source, name = in_memory(tmp_path / "source", 1, 20)
+    manifest = read_manifest(source.checkpoint(name))
+    shard = source.checkpoint(name) / "rank-00001.safetensors"
+    body = shard.read_bytes()
+    if fault == "gone":
+        shard.unlink()
+    else:
+        shard.write_bytes(body[:-1] + b"?" if fault == "flipped" else body[:-1])
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    at_run = RingInRun(paths)
+    at_run.open()
+    with pytest.raises(CheckpointDamaged):
+        at_run.put(manifest, source.checkpoint(name))
+    assert list(paths.ring.iterdir()) == []
+
+
+def test_good_checkpoints_go_from_the_slots_to_the_ring_which_keeps_its_capacity(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    paths, identity = run.paths, read_identity(run.paths)
+    assert identity is not None
+    tier = slots.tier_of(tmp_path / "memory", identity.run_id)
+    (tmp_path / "memory").mkdir()
+    slots.claim(tier, paths.root)
+    tiers.point_to_fast_tier(paths, tier)
+    run.attach(0, 1, None, 0)
+    facts: list[Fact] = []
+    settings = Settings(keep=3, checkpoint_every="10")
+    drainer = drainer_for(paths, settings, facts.append, print)
+    assert drainer is not None
+    drainer.start()
+    for seq in range(6):
+        name = manifest_of(seq, 10 * seq).name
+        into_slot(tier, tmp_path / f"source-{seq}", seq, 10 * seq)
+        run.commit(10.0 * seq, name, 10 * seq)
+        assert wait_for(lambda name=name: name in [fact.checkpoint for fact in facts if isinstance(fact, Drained)])
+    into_slot(tier, tmp_path / "source-6", 6, 60)
+    run.commit(100.0, manifest_of(6, 60).name, 60, good=False)
+    drainer.finish()
+    assert drainer.wait(Phase.FINISHED, 30)
+    drainer.close()
+    assert drainer.wait(Phase.CLOSED, 30)
+    assert ring.names(paths) == [manifest_of(seq, 10 * seq).name for seq in (4, 5, 6)]
+    assert all(whole(paths, name) for name in ring.names(paths))
+
+
+def into_slot(tier: slots.SlotPaths, folder: Path, seq: int, step: int) -> None:
+    """Commit a checkpoint in one of two slots, which takes the place of what was there."""
+    source, name = in_memory(folder, seq, step)
+    number = seq % 2
+    while not slots.uncommit(tier, number):
+        pass
+    tier.slot(number).mkdir(mode=0o700, exist_ok=True)
+    manifest = read_manifest(source.checkpoint(name))
+    for shard in manifest.shards:
+        os.replace(source.checkpoint(name) / shard.file, tier.slot(number) / shard.file)
+    slots.commit(tier, number, manifest)
+
+
+def wait_for(condition: Callable[[], bool]) -> bool:
+    import time
+
+    deadline = time.monotonic() + 30
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
