@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shlex
 import shutil
+import signal
 import sys
 from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
@@ -47,6 +48,7 @@ def launch(
     hang_after: str | None,
     stall_after: float | None,
     node_timeout: float | None,
+    no_hangup: bool,
     **given: Any,
 ) -> None:
     """Run a training job under torchrun, and keep it going.
@@ -61,6 +63,8 @@ def launch(
     job = Job(flags, script, arguments or [])
     order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT)
     trackers = _tracker_flags(tensorboard, wandb)
+    if no_hangup:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
     occupy_standard_streams()
     with _audience(paths.root) as screen, Beside(paths.root, trackers, screen.say):
         result = supervise(order, screen)

@@ -155,6 +155,12 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         f"many nodes: how long one that is missing or lost is waited for (default: {NODE_TIMEOUT:g})",
         1.0,
     ),
+    parameter(
+        "no_hangup",
+        bool,
+        typer.Option("--no-hangup", help="go on when the terminal is gone, as under nohup", rich_help_panel="The run"),
+        False,
+    ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *(_torchrun_parameter(flag) for flag in FLAGS),
 )

@@ -15,6 +15,7 @@
     budget    whether and when another attempt follows
     ledger    the supervisor's journal
     signals   being told to stop, and how urgently
+    asked     being told so by a request in the run directory
     supervise the loop that ties these together
 
 flags, command, outcome, classify, hang and budget are pure.

@@ -26,6 +26,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.fetch import fetch
 from rollback.rundir.remote.store import Store
+from rollback.supervisor.asked import StopRequests
 from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp
 from rollback.supervisor.claim import Claim, read_past
@@ -175,6 +176,7 @@ class _Supervisor:
         self._ledger = ledger
         self._signals = signals
         self._nodes = nodes
+        self._requests = StopRequests(order.paths)
         self._told = False
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say)
@@ -292,6 +294,7 @@ class _Supervisor:
     def _hear_signals(self) -> list[str]:
         """Stop signals that came since the last call, here or on other nodes, by name."""
         facts = [Signalled(signal=signum.name) for signum in self._signals.take()]
+        facts += [Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
         facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
         for fact in facts:
             self._ledger.note(fact)

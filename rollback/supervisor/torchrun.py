@@ -1,8 +1,9 @@
-"""What runs in torchrun's process: torchrun as it is, and around it the three things that it does not do.
+"""What runs in torchrun's process: torchrun as it is, and around it the four things that it does not do.
 
 `python -m rollback.supervisor.torchrun ARGS` is `python -m torch.distributed.run ARGS`, except that
 
 - it ends when its supervisor does. torchrun has its own session, so nothing else would tell it;
+- it leaves stopping to its supervisor;
 - it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose;
 - it knows a value for `--logs-specs` that sends the output of the ranks to the supervisor.
 """
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from rollback.rundir.durable import write_file
@@ -39,6 +41,25 @@ def end_with(supervisor: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGTERM), 0, 0, 0)
     if os.getppid() != supervisor:  # it died before the line above
         sys.exit(1)
+
+
+def leave_stopping_to(supervisor: int) -> None:
+    """torchrun takes no stop signal while its supervisor lives.
+
+    A scheduler may signal every process of a job step. torchrun would end its ranks within seconds, while the
+    supervisor has told them to save; and of SIGUSR1 and SIGUSR2 it would die, and so would ranks that have no guard
+    yet, which inherit that these are ignored.
+    """
+    for number in (signal.SIGUSR1, signal.SIGUSR2):
+        signal.signal(number, signal.SIG_IGN)
+    api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    end = api._terminate_process_handler
+
+    def heed(number: int, frame: FrameType | None) -> None:
+        if os.getppid() != supervisor:
+            end(number, frame)
+
+    api._terminate_process_handler = heed
 
 
 class LogsSpecsFinder(DistributionFinder):
@@ -120,6 +141,7 @@ def _message(recorded: object) -> str | None:
 def main() -> None:
     supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
     end_with(int(supervisor))
+    leave_stopping_to(int(supervisor))
     sys.meta_path.append(LogsSpecsFinder())
     sent = note_whom_torchrun_ends()
     try:

@@ -377,10 +377,7 @@ class Guard:
             account=halt.account,
         )
         self._record.note(stopped, f"stopped at step {self.step}: {halt.account}")
-        if halt.request is not None:
-            self._requests.answer(
-                halt.request, True, f"stopped at step {self.step}; the same command goes on from there"
-            )
+        self._requests.note_stop(self.step)
         self._ranks.barrier()
         self.close()
         code = ExitCode.STRUCTURAL if halt.structural else ExitCode.RESUMABLE

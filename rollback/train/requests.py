@@ -72,12 +72,23 @@ class Requests:
                 self.answer(name, True, taken.done)
             elif request.order == "stop":
                 account = _by(f"asked to stop by {request.who}", request)
-                return Halt(structural=False, account=account, save=True, request=name) if may_stop else None
+                return Halt(structural=False, account=account, save=True) if may_stop else None
             elif request.order == "skip":
                 self._skip(name, request)
             elif (decision := self._rewind(name, request, step)) is not None:
                 return decision
         return None
+
+    def note_stop(self, step: int) -> None:
+        """The ranks have stopped: because of a request or of a signal, whoever asked for it has it. Not collective."""
+        for name in list(self._inbox.open(now=True)) if self._inbox is not None else []:
+            try:
+                request = read_request(self._paths, name)
+            except (OSError, ValueError):
+                continue
+            if request.order == "stop" and request.launch in (None, self._launch):
+                self._begin(name, request, step)
+                self.answer(name, True, f"stopped at step {step}; the same command goes on from there")
 
     def answer(self, name: str, carried_out: bool, text: str) -> None:
         """Note what became of a request. Not collective."""

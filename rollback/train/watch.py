@@ -72,12 +72,11 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Halt:
-    """Decision: stop together. `account` is for people. request: whose, where an operator asked for it."""
+    """Decision: stop together. `account` is for people."""
 
     structural: bool
     account: str
     save: bool
-    request: str | None = None
 
 
 @dataclass(frozen=True)

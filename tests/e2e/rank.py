@@ -125,6 +125,16 @@ def broken() -> None:
     raise ValueError("this script never worked")
 
 
+def talk_until_there_is_a_file() -> None:
+    """Print all the while, also behind the moment at which the test makes the file."""
+    attach()
+    deadline, lines = time.monotonic() + 60, 0
+    while lines < 20 and time.monotonic() < deadline:
+        lines += Path(os.environ["NOTES"], "go-on").exists()
+        print("still here", flush=True)
+        time.sleep(0.01)
+
+
 def sleep() -> None:
     """No guard, no heartbeat."""
     Path(os.environ["NOTES"], f"rank-{RANK}").write_text(str(os.getpid()))

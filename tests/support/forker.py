@@ -4,10 +4,10 @@ Reads requests from stdin, a JSON object a line, and answers each on stdout with
 itself: autograd does not survive a fork.
 
 Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
-(stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
-end at once around the n-th such fact), `signal` (`[batch, number]`: send itself a signal at that batch), `raise_at`
-(a batch), `ask` (`[batch, request]`: hand in that request there, see asking.py). Answer:
-`status`, the exit code or minus the signal.
+(stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `signal_after` (`[seconds, number]`: until
+that signal), `die` (`[before | after, kind of fact, n]`: end at once around the n-th such fact), `signal` (`[batch,
+number]`: send itself a signal at that batch), `raise_at` (a batch), `ask` (`[batch, request]`: hand in that request
+there, see asking.py). Answer: `status`, the exit code or minus the signal.
 """
 
 from __future__ import annotations
@@ -40,6 +40,10 @@ def main() -> None:
         if (delay := request.get("kill_after")) is not None:
             time.sleep(delay)
             os.kill(child, signal.SIGKILL)
+        if "signal_after" in request:
+            delay, number = request["signal_after"]
+            time.sleep(delay)
+            os.kill(child, number)
         _, status = os.waitpid(child, 0)
         print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
 

@@ -31,6 +31,7 @@ from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
 from rollback.train.cursor.workers import Keyed, KeyedDataset
+from rollback.train.workers import LeavesStoppingToTheRank, shut_down
 
 
 class MapStyleCursor(Cursor):
@@ -75,8 +76,8 @@ class MapStyleCursor(Cursor):
         }
 
     def close(self) -> None:
-        if self._clone is not None and self._clone._iterator is not None:
-            self._clone._iterator._shutdown_workers()  # type: ignore[attr-defined]
+        if self._clone is not None:
+            shut_down(self._clone._iterator)
         self._clone = self._reader = None
 
     def _open(self) -> None:
@@ -232,7 +233,7 @@ class MapStyleCursor(Cursor):
             pin_memory=loader.pin_memory,
             pin_memory_device=loader.pin_memory_device,
             timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
+            worker_init_fn=LeavesStoppingToTheRank(loader.worker_init_fn),
             generator=torch.Generator(),  # the seed it draws for itself is not used, and costs no one a draw
             **batches,
             **in_workers,

@@ -11,6 +11,7 @@ from rollback.errors import RunDoesNotFit
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
+from rollback.train.workers import leave_stopping_to_the_rank, shut_down
 
 
 class ReiteratedCursor(Cursor):
@@ -30,6 +31,7 @@ class ReiteratedCursor(Cursor):
     def __init__(self, loader: Any) -> None:
         super().__init__()
         self._loader = loader
+        leave_stopping_to_the_rank(loader)
         self._epoch_setters = EpochSetters([loader, getattr(loader, "dataset", None)])
         self._opening: dict[str, Any] | None = None
         self._iterator: Iterator[Any] | None = None
@@ -92,5 +94,8 @@ class ReiteratedCursor(Cursor):
         return {"kind": self.kind, "loader": type(self._loader).__name__, "batches": batches}
 
     def close(self) -> None:
-        """Lets go of the loader's iterator, which ends its workers."""
+        """Lets go of the loader's iterator, and ends its workers."""
+        shut_down(self._iterator)
+        if getattr(self._loader, "_iterator", None) is self._iterator is not None:
+            self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
         self._iterator = None

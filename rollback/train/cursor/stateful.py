@@ -8,6 +8,7 @@ from typing import Any
 
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
+from rollback.train.workers import leave_stopping_to_the_rank, shut_down
 
 
 class StatefulCursor(Cursor):
@@ -24,6 +25,7 @@ class StatefulCursor(Cursor):
     def __init__(self, loader: Any) -> None:
         super().__init__()
         self._loader = loader
+        leave_stopping_to_the_rank(loader)
         self._opening: dict[str, Any] | None = None
         self._iterator: Iterator[Any] | None = None
         self._beginning: Any = None
@@ -71,5 +73,8 @@ class StatefulCursor(Cursor):
         return {"kind": self.kind, "loader": type(self._loader).__name__}
 
     def close(self) -> None:
-        """Lets go of the loader's iterator, which ends its workers."""
+        """Lets go of the loader's iterator, and ends its workers."""
+        shut_down(self._iterator)
+        if getattr(self._loader, "_iterator", None) is self._iterator is not None:
+            self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
         self._iterator = None

@@ -1,0 +1,172 @@
+"""Stop signals at random moments, to one process, to all of a job, and from a terminal that goes away."""
+
+from __future__ import annotations
+
+import os
+import pty
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+from attempts import Forker
+from job_results import JOB, Scenarios
+from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
+from toy import Toy, facts, require_same
+
+from rollback.events import Attached, RunEnded, Signalled, Stopped
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+SEED = 7
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as forker:
+        yield forker
+
+
+def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) -> None:
+    """Each stop signal, in training, in evaluation between two epochs and while a checkpoint is written."""
+    toy = Toy(samples=600, epochs=2, loop="epochs", between=True, workers=2, augment=True, patient=False)
+    toy = toy.with_settings(snapshot_every=3)
+    moments = random.Random(SEED)
+    forker.finish(toy, tmp_path / "warm-up")
+    began = time.monotonic()
+    undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
+    takes = time.monotonic() - began
+    run, log, stops = tmp_path / "run", tmp_path / "log", []
+    for number in SIGNALS:
+        stops.append((number.name, delay := moments.uniform(0.3, 0.6) * takes))
+        status = forker.status(toy, run, log=str(log), signal_after=[delay, number])
+        # Before there is a guard, and when all is over, a signal means what it always meant.
+        assert status in (75, 0, -number, 1), Path(f"{run}.txt").read_text()
+    ended = forker.finish(toy, run, log=log)
+    require_same(ended, undisturbed, f"seed {SEED}, stopped {stops}")
+    assert facts(run, Stopped), f"seed {SEED}: none of the signals {stops} came while training"
+    for stopped, attached in zip(facts(run, Stopped), facts(run, Attached)[1:], strict=False):
+        assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"{stopped.step:08d}") or attached.step
+
+
+LONG = Toy(samples=1600, sampler="distributed", workers=1, augment=True, patient=False)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, number: signal.Signals) -> None:
+    """Supervisor, torchrun, both ranks and their loader workers at once."""
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("told", LONG)
+    run = scenarios.run("told")
+    job = launch(scenarios.path, run)
+    wait_for(lambda: is_training(run))
+    supervisor = psutil.Process(job.pid)
+    everybody = [supervisor, *supervisor.children(recursive=True)]
+    assert len(everybody) >= 6
+    for process in everybody:
+        process.send_signal(number)
+    output, _ = job.communicate(timeout=LIMIT)
+    assert job.returncode == 75, output
+    (stopped,) = facts(run, Stopped)
+    assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}"), "it was not saved there"
+    if number == signal.SIGUSR1:
+        return
+    assert launch(scenarios.path, run).wait(timeout=LIMIT) == 0
+    assert facts(run, Attached)[-1].step == stopped.step
+    undisturbed = Scenarios(tmp_path / "undisturbed")
+    undisturbed.folder.mkdir()
+    undisturbed.add("told", LONG)
+    undisturbed.torchrun(2)
+    for rank in range(2):
+        require_same(scenarios.portrait("told", rank), undisturbed.portrait("told", rank), f"rank {rank}")
+
+
+def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("told", LONG.but(samples=40_000))  # there is time to start the command
+    run = scenarios.run("told")
+    job = launch(scenarios.path, run)
+    wait_for(lambda: is_training(run))
+    command = [sys.executable, "-m", "rollback", "stop", str(run), "--why", "maintenance", "--who", "ann@site"]
+    asked = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT, check=False)
+    assert asked.returncode == 0, asked.stderr
+    assert "; the same command goes on from there" in asked.stderr
+    output, _ = job.communicate(timeout=LIMIT)
+    assert job.returncode == 75, output
+    (stopped,) = facts(run, Stopped)
+    assert f"stopped at step {stopped.step}" in asked.stderr
+    assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}")
+    told = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, Signalled)]
+    assert [fact.signal for fact in told] in ([], ["rollback stop by ann@site"])  # the ranks may have been faster
+
+
+def is_training(run: Path) -> bool:
+    beats = read_heartbeats(RunPaths(run).ranks).values()
+    return len(beats) == 2 and min(beat.step for beat in beats) > 20
+
+
+def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, "what the test waits for did not happen"
+        time.sleep(0.01)
+
+
+# --- the terminal -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def job(tmp_path: Path) -> Iterator[Launch]:
+    with launching(tmp_path, with_torchrun=False) as launch:
+        yield launch
+
+
+def in_a_terminal(job: Launch, behaviour: str, *flags: str) -> tuple[int, int]:
+    """Start `rollback launch` as the foreground of a new terminal: its pid, and our end of the terminal."""
+    arguments = [sys.executable, "-c", WITHOUT_TORCHRUN, "launch", *flags, str(job.script), behaviour]
+    environment = {**os.environ, "NOTES": str(job.folder), "RANK": "0", "WORLD_SIZE": "1"}
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.chdir(job.folder)
+        os.execve(sys.executable, arguments, environment)
+    return pid, terminal
+
+
+def exit_code(pid: int) -> int:
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def supervisor_facts(job: Launch, kind: type) -> list[object]:
+    records = read_journal(job.paths.supervisor_journal).records
+    return [record.fact for record in records if isinstance(record.fact, kind)]
+
+
+def test_a_terminal_that_goes_away_stops_the_job_resumably(job: Launch) -> None:
+    pid, terminal = in_a_terminal(job, "stop_when_told")
+    job.wait_for_heartbeats(1)
+    os.close(terminal)
+    assert exit_code(pid) == 75
+    assert [fact.signal for fact in supervisor_facts(job, Signalled)] == ["SIGHUP"]  # type: ignore[attr-defined]
+
+
+def test_a_job_that_is_to_go_on_without_its_terminal_does(job: Launch) -> None:
+    pid, terminal = in_a_terminal(job, "talk_until_there_is_a_file", "--no-hangup")
+    job.wait_for_heartbeats(1)
+    os.close(terminal)
+    (job.folder / "go-on").touch()
+    assert exit_code(pid) == 0
+    assert not supervisor_facts(job, Signalled)
+    assert [fact.exit_code for fact in supervisor_facts(job, RunEnded)] == [0]  # type: ignore[attr-defined]

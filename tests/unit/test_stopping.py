@@ -1,0 +1,173 @@
+"""What a signal means to a rank with a guard, and to its loader workers."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import psutil
+import pytest
+from torch.utils.data import DataLoader, Dataset
+
+from rollback.config import ENV_SUPERVISOR
+from rollback.train.stopping import StopRequest
+from rollback.train.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+LIMIT = 30.0
+
+
+@pytest.fixture(autouse=True)
+def dispositions() -> Iterator[None]:
+    """As at the start of a script, whatever the test does with them."""
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    for number in SIGNALS:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.mark.parametrize("number", SIGNALS)
+def test_each_of_them_is_a_stop_until_the_request_is_withdrawn(number: signal.Signals) -> None:
+    before = signal.getsignal(number)
+    stop = StopRequest()
+    assert not stop.requested
+    signal.raise_signal(number)
+    assert stop.requested
+    stop.withdraw()
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_interrupt_is_an_interrupt() -> None:
+    StopRequest()
+    signal.raise_signal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2])
+def test_a_signal_that_the_script_uses_itself_is_no_stop(number: signal.Signals) -> None:
+    told: list[int] = []
+    signal.signal(number, lambda number, frame: told.append(number))
+    stop = StopRequest()
+    signal.raise_signal(number)
+    assert told == [number]
+    assert not stop.requested
+
+
+def test_sigterm_is_a_stop_and_the_script_is_told_too() -> None:
+    told: list[int] = []
+    signal.signal(signal.SIGTERM, lambda number, frame: told.append(number))
+    stop = StopRequest()
+    signal.raise_signal(signal.SIGTERM)
+    assert told == [signal.SIGTERM]
+    assert stop.requested
+
+
+def test_a_hang_up_that_was_ignored_from_the_start_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(ENV_SUPERVISOR, "1:0.0")
+    for number in (signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)
+    stop = StopRequest()
+    signal.raise_signal(signal.SIGHUP)
+    assert not stop.requested
+    signal.raise_signal(signal.SIGUSR1)  # the supervisor has it ignored, for as long as there is no guard
+    assert stop.requested
+
+
+def test_an_ignored_signal_of_an_unsupervised_job_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(ENV_SUPERVISOR, raising=False)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    stop = StopRequest()
+    signal.raise_signal(signal.SIGUSR1)
+    assert not stop.requested
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_process_that_was_forked_off_can_still_be_ended(number: signal.Signals) -> None:
+    StopRequest()
+    child = os.fork()
+    if child == 0:
+        os.kill(os.getpid(), number)
+        time.sleep(LIMIT)
+        os._exit(0)
+    _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == -number
+
+
+# --- loader workers ---------------------------------------------------------------------------------------------------
+
+
+class Pids(Dataset[int]):
+    def __len__(self) -> int:
+        return 1000
+
+    def __getitem__(self, index: int) -> int:
+        return os.getpid()
+
+
+def initialised(worker: int) -> None:
+    assert worker in (0, 1)
+
+
+@pytest.mark.parametrize("context", ["fork", "spawn"])
+def test_workers_outlive_the_signals_that_stop_their_rank(context: str) -> None:
+    loader: DataLoader[Any] = DataLoader(
+        Pids(), batch_size=None, num_workers=2, worker_init_fn=initialised, multiprocessing_context=context
+    )
+    leave_stopping_to_the_rank(loader)
+    leave_stopping_to_the_rank(loader)
+    assert isinstance(loader.worker_init_fn, LeavesStoppingToTheRank)
+    assert loader.worker_init_fn.then is initialised
+    reading = iter(loader)
+    workers = {next(reading) for _ in range(10)}
+    for pid in workers:
+        for number in SIGNALS:
+            os.kill(pid, number)
+    assert {next(reading) for _ in range(100)} == workers
+    ended = [psutil.Process(pid) for pid in workers]
+    reading._shutdown_workers()  # type: ignore[attr-defined]
+    _, alive = psutil.wait_procs(ended, timeout=LIMIT)
+    assert not alive
+
+
+STUCK = """
+import atexit, os, time
+from torch.utils.data import DataLoader
+from rollback.train.workers import leave_stopping_to_the_rank, shut_down
+
+class Stuck(list):
+    def __getitem__(self, index):
+        while index:
+            time.sleep(0.05)
+        return os.getpid()
+
+loader = DataLoader(Stuck(range(100)), batch_size=None, num_workers=1)
+leave_stopping_to_the_rank(loader)
+reading = iter(loader)
+atexit.register(shut_down, reading)
+print(next(reading), flush=True)
+input()
+"""
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_stuck_worker_ends_with_its_rank(killed: bool) -> None:
+    """At the rank's exit, and when it is killed and the supervisor then ends what is left of it."""
+    rank = subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert rank.stdout is not None
+    worker = psutil.Process(int(rank.stdout.readline()))
+    if killed:
+        rank.kill()
+        rank.wait()
+        worker.terminate()
+    else:
+        rank.communicate("\n", timeout=LIMIT)
+    _, alive = psutil.wait_procs([worker], timeout=LIMIT)
+    assert not alive
