@@ -33,6 +33,7 @@ from rollback.events import (
     AttemptEnded,
     AttemptStarted,
     Committed,
+    DrainFailed,
     Dropped,
     Evicted,
     Fact,
@@ -98,6 +99,10 @@ def compile_ledger(material: Material) -> Ledger:
         troubles=[
             Message(at=record.at, attempt=record.attempt, subject=fact.doing, text=fact.error)
             for record, fact in _each(records, Trouble)
+        ]
+        + [
+            Message(at=record.at, attempt=record.attempt, subject="filling the durable ring", text=fact.error)
+            for record, fact in _each(records, DrainFailed)
         ],
         ending=ending_of(records),
         notices=notices,

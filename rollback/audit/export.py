@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from rollback.audit.at_url import ReadableRun
 from rollback.audit.checkpoints import choose, read_listing
 from rollback.audit.verify import misfits
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError
@@ -31,7 +32,7 @@ class Exported:
     left_out: list[str]
 
 
-def export(root: Path, word: str, output: Path, *, force: bool = False) -> Exported:
+def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = False) -> Exported:
     """Write the model of a checkpoint: parameters, and rank 0's buffers, under the names of `model.state_dict()`.
 
     The checkpoint is verified first. Tensors are copied one by one, so memory stays small. `output`
@@ -39,12 +40,14 @@ def export(root: Path, word: str, output: Path, *, force: bool = False) -> Expor
 
     Raises UsageError, NoUsableCheckpoint, CheckpointDamaged, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
-    paths = RunPaths(root)
-    name = choose(read_listing(root), word)
+    run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
+    paths = RunPaths(run.root)
+    name = choose(read_listing(run.root), word)
     identity = read_identity(paths)
     _require_place(paths, output, force)
     with ExitStack() as stack:
         try:
+            stack.enter_context(run.shards(name))
             manifest = read_manifest(paths.checkpoint(name))
             shards = ring.open_shards(paths, manifest)
             for shard in shards:

@@ -14,6 +14,8 @@ from rollback.events import (
     AttemptEnded,
     AttemptStarted,
     Committed,
+    Drained,
+    DrainFailed,
     Finished,
     PassedOver,
     Record,
@@ -32,7 +34,7 @@ class Past:
 
     point: where the last fact saw the run. begun: the line that began the present stretch of training. waiting: the
     line that scheduled an attempt that has not been started. lost: the steps that were undone and are to be done again.
-    began: time of the first fact.
+    began: time of the first fact. drained: the last copy to the durable ring. undrained: why it takes none now.
     """
 
     history: History = field(default_factory=History)
@@ -44,6 +46,8 @@ class Past:
     waiting: Record | None = None
     lost: Window | None = None
     began: str | None = None
+    drained: Record | None = None
+    undrained: str | None = None
     _reached: int | None = None
     _turns: tuple[list[Record], list[Record]] = field(default_factory=lambda: ([], []))
 
@@ -81,6 +85,10 @@ class Past:
                 self._reached = fact.step
             case RestartScheduled():
                 self.waiting = record
+            case Drained():
+                self.drained, self.undrained = record, None
+            case DrainFailed() as fact:
+                self.undrained = fact.error
             case _:
                 pass
 

@@ -24,7 +24,7 @@ from rollback.audit.ledger import Ending, Entry, Point
 from rollback.audit.material import merge, require_run_directory, torn_notice
 from rollback.audit.past import Past
 from rollback.errors import RunDirectoryError
-from rollback.events import Attached, Record, RestartScheduled, Restored
+from rollback.events import Attached, Drained, Record, RestartScheduled, Restored
 from rollback.rundir.durable import open_regular
 from rollback.rundir.history import History
 from rollback.rundir.identity import read_identity
@@ -73,6 +73,16 @@ class Held(Entry):
     tiers: list[TierName] = Field(description="where it lies, as this host sees it")
 
 
+class Durable(Entry):
+    """The durable ring: a URL, or the run directory's own where it is filled from memory."""
+
+    place: str | None = Field(description="null: not known, nothing was copied yet")
+    checkpoint: str | None = Field(description="the one copied last, as are the next two")
+    step: int | None
+    at: str | None
+    trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")
+
+
 class Work(Entry):
     """Something that takes a while, and how far it is."""
 
@@ -108,6 +118,7 @@ class Status(Entry):
     last_good_age: int | None = Field(description="steps done since it was taken")
     candidates: list[str]
     ring: list[Held] = Field(description="oldest first")
+    durable: Durable | None = Field(description="null: nothing was copied to one yet")
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
     incidents: int
@@ -229,6 +240,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
             )
             for name in held
         ],
+        durable=_durable(past),
         work=_work(paths, past, state, point, now),
         began=past.began,
         incidents=len(history.cases),
@@ -240,6 +252,14 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
         ending=past.ending,
         notices=notices,
     )
+
+
+def _durable(past: Past) -> Durable | None:
+    if past.drained is None or not isinstance(past.drained.fact, Drained):
+        nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
+        return nothing if past.undrained else None
+    fact, at = past.drained.fact, past.drained.at
+    return Durable(place=fact.place, checkpoint=fact.checkpoint, step=fact.step, at=at, trouble=past.undrained)
 
 
 def _work(paths: RunPaths, past: Past, state: State, point: Point | None, now: Now) -> Work | None:

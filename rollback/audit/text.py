@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from rollback.audit.ledger import AttemptEntry, EvidenceEntry, IncidentEntry, Ledger, Message, SkippedBatchEntry, Span
-from rollback.audit.status import Status
+from rollback.audit.status import Durable, Status
 from rollback.audit.terminal import printable, quoted
 
 SHOWN_BATCHES = 12
@@ -302,6 +302,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         yield "last good", "no good checkpoint yet"
     if status.candidates:
         yield "candidates", quoted(" ".join(status.candidates))
+    if status.durable:
+        yield "durable", _durable(status.durable)
     yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
     yield from _open_rows(status)
     for code, text in status.advice.items():
@@ -309,6 +311,11 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.ending:
         step = f" at step {status.ending.step}" if status.ending.step is not None else ""
         yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
+
+
+def _durable(ring: Durable) -> Text:
+    text = quoted(f"{ring.checkpoint} at {ring.place}" if ring.checkpoint else "nothing was copied yet")
+    return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
 
 
 def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:

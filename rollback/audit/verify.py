@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from rollback.audit.at_url import ReadableRun
 from rollback.audit.checkpoints import Status, choose, read_listing
 from rollback.audit.ledger import Entry
 from rollback.errors import CheckpointDamaged, ExitCode
@@ -61,13 +62,14 @@ class Verification(Entry):
         return ExitCode.DONE if self.intact == len(self.checkpoints) else ExitCode.FAILED
 
 
-def verify(root: Path, words: Sequence[str] = ()) -> Verification:
+def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     """Verify the checkpoints that the words mean (see `choose`), by default all in the ring. Changes nothing.
 
     Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
     """
-    listing = read_listing(root)
-    paths = RunPaths(root)
+    run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
+    listing = read_listing(run.root)
+    paths = RunPaths(run.root)
     identity = read_identity(paths)
     notices = list(listing.notices)
     if identity is None:
@@ -78,7 +80,7 @@ def verify(root: Path, words: Sequence[str] = ()) -> Verification:
         if entry.checkpoint not in chosen:
             continue
         directory = paths.checkpoint(entry.checkpoint)
-        faults = find_faults(directory, identity.job if identity else None)
+        faults = _faults(run, entry.checkpoint, identity.job if identity else None)
         if faults and not directory.exists():
             notices.append(f"{entry.checkpoint} left the ring while it was looked at")
             continue
@@ -94,13 +96,21 @@ def verify(root: Path, words: Sequence[str] = ()) -> Verification:
         )
     return Verification(
         schema=1,
-        directory=str(root),
+        directory=run.name,
         checkpoints=verified,
         intact=sum(entry.intact for entry in verified),
         usable=sum(entry.intact and entry.status != "discarded" for entry in verified),
         leftovers=listing.leftovers,
         notices=notices,
     )
+
+
+def _faults(run: ReadableRun, checkpoint: str, job: Job | None) -> list[Fault]:
+    try:
+        with run.shards(checkpoint):
+            return find_faults(RunPaths(run.root).checkpoint(checkpoint), job)
+    except CheckpointDamaged as error:
+        return [Fault(file=None, fault=error.message)]
 
 
 def find_faults(directory: Path, job: Job | None) -> list[Fault]:

@@ -16,6 +16,7 @@ from rollback.errors import RunDirectoryError
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
 
 _Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
+_RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 _NAMES = "A checkpoint's name, `newest-good`, or `newest` (good or not)."
 _VERIFY_CODES = (
@@ -24,16 +25,18 @@ _VERIFY_CODES = (
 
 
 @ring.command("list")
-def list_checkpoints(run: _Run, json: _Json = False) -> None:
+def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     """Show all checkpoints, oldest first: step, batch, age, size, and whether they are good.
 
     Reads manifests only, and writes nothing; a running run is not disturbed.
     """
+    from rollback.audit.at_url import readable
     from rollback.audit.checkpoints import read_listing
     from rollback.audit.ring_text import print_listing
     from rollback.audit.terminal import console_for
 
-    listing = read_listing(run)
+    with readable(run) as place:
+        listing = read_listing(place.root).model_copy(update={"directory": place.name})
     if json:
         print(listing.to_json())
     else:
@@ -43,7 +46,7 @@ def list_checkpoints(run: _Run, json: _Json = False) -> None:
 
 @ring.command(epilog=_VERIFY_CODES)
 def verify(
-    run: _Run,
+    run: _RunOrUrl,
     names: Annotated[list[str] | None, typer.Argument(help=f"{_NAMES} Default: all.", show_default=False)] = None,
     json: _Json = False,
 ) -> None:
@@ -51,11 +54,13 @@ def verify(
 
     What is wrong is named. Reads every byte, and writes nothing; a running run is not disturbed.
     """
+    from rollback.audit.at_url import readable
     from rollback.audit.ring_text import print_verification
     from rollback.audit.terminal import console_for
     from rollback.audit.verify import verify as verify_checkpoints
 
-    verification = verify_checkpoints(run, names or ())
+    with readable(run) as place:
+        verification = verify_checkpoints(place, names or ())
     if json:
         print(verification.to_json())
     else:
@@ -66,7 +71,7 @@ def verify(
 
 @ring.command()
 def export(
-    run: _Run,
+    run: _RunOrUrl,
     name: Annotated[str, typer.Argument(help=_NAMES)] = "newest-good",
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("model.safetensors"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
@@ -75,10 +80,12 @@ def export(
 
     Parameters, and the buffers of rank 0. The checkpoint is verified first.
     """
+    from rollback.audit.at_url import readable
     from rollback.audit.export import export as export_model
     from rollback.audit.ring_text import size
 
-    done = export_model(run, name, output, force=force)
+    with readable(run) as place:
+        done = export_model(place, name, output, force=force)
     say(f"{output}: {done.tensors} tensors, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
     if done.left_out:
         say(f"notice: left out, since they are not tensors: {', '.join(map(str, done.left_out))}")

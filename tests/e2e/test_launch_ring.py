@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import signal
 from pathlib import Path
 
 from launching import Launch, launching
+from safetensors.numpy import load_file
 from toy import facts
+from typer.testing import CliRunner
 
 from rollback.audit.verify import verify
+from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.events import Attached, Drained, Stopped
 
@@ -42,10 +46,25 @@ def test_a_preempted_run_goes_on_from_the_url_alone(tmp_path: Path) -> None:
         assert facts(other.run, Attached)[-1].step == stopped.step
         assert verify(other.run).exit_code == ExitCode.DONE
 
+        runner = CliRunner()
+        listed = json.loads(runner.invoke(app, ["ring", "list", url, "--json"]).stdout)
+        assert listed["directory"] == url
+        assert stopped.checkpoint in [entry["checkpoint"] for entry in listed["checkpoints"]]
+        assert runner.invoke(app, ["ring", "verify", url]).exit_code == ExitCode.DONE
+        output_file = tmp_path / "model.safetensors"
+        exported = runner.invoke(app, ["ring", "export", url, "newest", "-o", str(output_file)])
+        assert exported.exit_code == ExitCode.DONE, exported.output
+        assert len(load_file(output_file)) == 2
+
         # The first machine comes back: what it has is older, and it takes what is newer.
         status, output = launch.finish("--hold", "--ring", url)
         assert status == ExitCode.DONE, output
         assert "is newer than the one in" in output
+        shard = max((tmp_path / "ring" / "ring").glob("*/rank-00000.safetensors"))
+        shard.write_bytes(shard.read_bytes()[:-1] + b"?")
+        damaged = runner.invoke(app, ["ring", "verify", url])
+        assert damaged.exit_code == ExitCode.FAILED
+        assert shard.parent.name in damaged.stdout
 
 
 def test_a_ring_that_cannot_be_used_is_refused_before_anything_is_touched(tmp_path: Path) -> None:
