@@ -47,7 +47,8 @@ class AttemptEnded(Fact):
 class Hung(Fact):
     """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
 
-    `suspect` is the rank that the others seem to wait for, null where none stands out.
+    `suspect` is the rank that the others seem to wait for, null where none stands out; `raised` the ranks that had
+    raised and not ended.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -57,6 +58,7 @@ class Hung(Fact):
     silent: float
     limit: float
     stacks: tuple[int, ...]
+    raised: tuple[int, ...] = ()
 
 
 class Blamed(Fact):

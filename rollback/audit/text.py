@@ -72,7 +72,7 @@ def _print_head(console: Console, ledger: Ledger) -> None:
         rows.append(("ended", quoted(f"{ledger.ending.how.replace('_', ' ')}{step}: {ledger.ending.account}")))
     else:
         rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
-    _print_rows(console, rows, indent=0)
+    print_rows(console, rows, indent=0)
 
 
 def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:
@@ -82,7 +82,7 @@ def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) 
     title.append(": ")
     title.append_text(quoted(f"{entry.cause} {_VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
-    _print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
 
 
 def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
@@ -190,7 +190,7 @@ def _indices(indices: list[int] | None, everything: bool) -> str:
 def _print_windows(console: Console, ledger: Ledger) -> None:
     if ledger.user_windows:
         _section(console, "skip windows that the user gave")
-        _print_rows(
+        print_rows(
             console, [(str(w.span.first), quoted(f"{_span(w.span)} by {w.who}: {w.why}")) for w in ledger.user_windows]
         )
 
@@ -214,7 +214,7 @@ def _print_left_alone(console: Console, ledger: Ledger) -> None:
 def _print_phases(console: Console, ledger: Ledger) -> None:
     if ledger.phases:
         _section(console, "phases that the script announced")
-        _print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
+        print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
 
 
 def _print_requests(console: Console, ledger: Ledger) -> None:
@@ -229,13 +229,13 @@ def _print_requests(console: Console, ledger: Ledger) -> None:
         at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
         answer = f"; {entry.answer}" if entry.answer else ""
         text = f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
-        _print_rows(console, [(entry.request.partition("-")[0], quoted(text))])
+        print_rows(console, [(entry.request.partition("-")[0], quoted(text))])
 
 
 def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
     _section(console, "attempts")
     for entry in attempts:
-        _print_rows(console, [(str(entry.attempt), quoted(_attempt(entry)))])
+        print_rows(console, [(str(entry.attempt), quoted(_attempt(entry)))])
 
 
 def _attempt(entry: AttemptEntry) -> str:
@@ -261,18 +261,18 @@ def _print_checkpoints(console: Console, ledger: Ledger) -> None:
     sound = len(ledger.checkpoints) - sum(entry.status == "dropped" for entry in ledger.checkpoints)
     _section(console, f"checkpoints: {sound} taken")
     for entry in odd:
-        _print_rows(console, [(entry.checkpoint, quoted(f"{entry.status}: {entry.reason}"))])
+        print_rows(console, [(entry.checkpoint, quoted(f"{entry.status}: {entry.reason}"))])
 
 
 def _print_messages(console: Console, title: str, messages: Sequence[Message]) -> None:
     if messages:
         _section(console, title)
-        _print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
+        print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
 
 
 def print_status(console: Console, status: Status) -> None:
     """Print a status: a few lines."""
-    _print_rows(console, list(_status_rows(status)), indent=0)
+    print_rows(console, list(_status_rows(status)), indent=0)
 
 
 def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
@@ -331,7 +331,7 @@ def _section(console: Console, title: str) -> None:
     console.print(Text(title, style="bold"))
 
 
-def _print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], indent: int = 2) -> None:
+def print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], indent: int = 2) -> None:
     grid = Table.grid(padding=(0, 2, 0, 0))
     grid.add_column(style="dim", no_wrap=True, min_width=9)
     grid.add_column(overflow="fold")

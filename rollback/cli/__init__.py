@@ -18,6 +18,7 @@ from rollback.cli.ring import ring
 from rollback.cli.status import status
 from rollback.cli.terminal import show_error
 from rollback.cli.track import track
+from rollback.cli.why import why
 from rollback.errors import RollbackError
 
 app = typer.Typer(
@@ -34,7 +35,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
-for _command in (status, backtest, track):
+for _command in (status, why, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):
     app.command(epilog=CONTROL_CODES)(_request)

@@ -49,6 +49,7 @@ def launch(
     stall_after: float | None,
     node_timeout: float | None,
     no_hangup: bool,
+    preload: bool | None,
     **given: Any,
 ) -> None:
     """Run a training job under torchrun, and keep it going.
@@ -61,7 +62,10 @@ def launch(
     budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
     limits = hang_limits(hang_after, stall_after)
     job = Job(flags, script, arguments or [])
-    order = Order(paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT)
+    preloads = preload is not False
+    order = Order(
+        paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT, preloads
+    )
     trackers = _tracker_flags(tensorboard, wandb)
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)

@@ -161,6 +161,17 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         typer.Option("--no-hangup", help="go on when the terminal is gone, as under nohup", rich_help_panel="The run"),
         False,
     ),
+    parameter(
+        "preload",
+        bool | None,
+        typer.Option(
+            "--preload/--no-preload",
+            help="fork ranks from a process that has imported torch, and keep the next one ready: restarts are seconds "
+            "faster (default: on)",
+            rich_help_panel="The run",
+        ),
+        None,
+    ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *(_torchrun_parameter(flag) for flag in FLAGS),
 )

@@ -171,12 +171,23 @@ def first_cause(evidence: Evidence, ends: Iterable[RankEnd]) -> FirstCause | Non
 def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]]) -> FirstCause:
     """What the supervisor called. What ranks left after that is the work of the kill, except that the suspect may have
     raised before, and have hung on its way out."""
+    raised = [(why, end) for why, end in classed if end.rank in hung.raised]
+    if raised:
+        why, first = raised[0]
+        followed = tuple(sorted(end.rank for _, end in classed if end is not first))
+        return FirstCause(why, f"{_describe(why, first)}, and did not end", first.rank, first.record, followed)
     followed = tuple(sorted(end.rank for _, end in classed if end.rank != hung.suspect))
-    why, suspect = next((item for item in classed if item[1].rank == hung.suspect), (None, None))
-    if suspect is not None and why in ("hardware", "out_of_memory", "exception"):
-        text = f"{_describe(why, suspect)} and did not end"
-        return FirstCause(why, text, suspect.rank, suspect.record, followed)
-    return FirstCause("stopped" if why == "stopped" else "hang", f"hang: {hung.reason}", hung.suspect, None, followed)
+    stopped = any(end.stopped for _, end in classed if end.rank == hung.suspect)
+    return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed)
+
+
+def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """What ranks raised, the first cause first."""
+    classed = [(why_of(RankEnd(record.rank, None, record)), record) for record in records]
+    return [
+        record
+        for why, record in sorted(classed, key=lambda item: (_PRECEDENCE[item[0] or "exception"], item[1].seconds))
+    ]
 
 
 def cause(evidence: Evidence, first: FirstCause | None) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.supervisor.flags import names_a_rendezvous
-from rollback.supervisor.torchrun import ENV_TORCHRUN
+from rollback.supervisor.torchrun import ENV_PRELOAD, ENV_TORCHRUN, MODULE
 
 _SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 
@@ -38,7 +38,7 @@ def torchrun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
     options = [
         f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not False
     ]
-    return [sys.executable, "-m", "rollback.supervisor.torchrun", *options, job.script, *job.arguments]
+    return [sys.executable, "-m", MODULE, *options, job.script, *job.arguments]
 
 
 def rank_environment(
@@ -50,11 +50,13 @@ def rank_environment(
     supervisor: str,
     refusal: Path,
     failures: Path,
+    preload: bool = False,
 ) -> dict[str, str]:
     """The environment of torchrun and, through it, of every rank.
 
     supervisor: its `pid:create_time`. run: made absolute, since a script may change its working directory.
-    refusal, failures: where rank 0 and torchrun's process leave word, outside of the run directory.
+    refusal, failures: where rank 0 and torchrun's process leave word, outside of the run directory. preload: ranks are
+    forked from a process that has imported torch.
     """
     return {
         # When a rank fails, its peers are ended by torchrun. They have nothing to save that the next attempt could
@@ -67,4 +69,12 @@ def rank_environment(
         ENV_SUPERVISOR: supervisor,
         ENV_REFUSAL: str(refusal),
         ENV_TORCHRUN: f"{supervisor.partition(':')[0]}:{failures}",
+        **({ENV_PRELOAD: "1"} if preload else {}),
     }
+
+
+def threads_of_ranks(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+    """What torchrun adds to the environment of several ranks on a node; what is preloaded must find it there."""
+    ranks = str(job.flags.get("nproc-per-node") or environment.get("PET_NPROC_PER_NODE", ""))
+    several = ranks.isdigit() and int(ranks) > 1
+    return {"OMP_NUM_THREADS": "1"} if several and "OMP_NUM_THREADS" not in environment else {}

@@ -90,6 +90,11 @@ class HangWatch:
             return Silence(idle, self.limits.stall, True, mute)
         return None
 
+    @property
+    def trains(self) -> bool:
+        """Whether a step has been done."""
+        return bool(self._steps)
+
     def limit(self) -> float | None:
         """Seconds of silence that are allowed now; None: any."""
         if self.limits.after != "auto":
@@ -140,10 +145,10 @@ def suspect(
     beats: Mapping[int, Heartbeat], states: Mapping[int, str], raised: Mapping[int, str], mute: Collection[int]
 ) -> Suspicion:
     """Whom to suspect of a hang. states: of processes as in /proc (`T`: stopped), where known. raised: what ranks
-    raised that are still there. mute: see `Silence`."""
+    raised that are still there, the first cause first. mute: see `Silence`."""
     if not beats:
         return Suspicion(None, "no rank has come as far as making its Guard")
-    for rank, error in sorted(raised.items()):
+    for rank, error in raised.items():
         return Suspicion(rank, f"rank {rank} raised {error} and did not end")
     for rank, state in sorted(states.items()):
         if state in ("T", "t"):

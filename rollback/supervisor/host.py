@@ -12,7 +12,7 @@ import psutil
 
 from rollback.config import Settings
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.command import Job, rank_environment, torchrun_command
+from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
 from rollback.supervisor.memory import OomCounters
 from rollback.supervisor.outcome import Left
@@ -28,6 +28,7 @@ from rollback.supervisor.processes import (
     send,
     start,
 )
+from rollback.supervisor.spare import Spare
 from rollback.supervisor.stacks import state_of, take_stacks
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
@@ -96,6 +97,7 @@ class Host:
     """Runs attempts here, one at a time.
 
     private: a directory where ranks and torchrun leave word, not in the run. audience: who sees what the ranks print.
+    preload: ranks are forked from a process that has imported torch, and the next attempt's is kept ready. `close` it.
     """
 
     def __init__(
@@ -106,7 +108,12 @@ class Host:
         environment: Mapping[str, str],
         private: Path,
         audience: Audience,
+        *,
+        preload: bool = False,
     ) -> None:
+        self._preload = preload
+        self._spare = Spare()
+        self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
@@ -128,18 +135,21 @@ class Host:
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
-        environment = rank_environment(
-            self._environment,
+        threads = threads_of_ranks(self._job, self._environment) if self._preload else {}
+        environment = self._rank_environment = rank_environment(
+            {**self._environment, **threads},
             run=self._paths.root,
             attempt=number,
             settings=self._settings,
             supervisor=name_process(psutil.Process()),
             refusal=self._refusal,
             failures=self._failures,
+            preload=self._preload,
         )
         with self.output.of_attempt(number, self._job, self._environment) as output:
             command = torchrun_command(output.job, self._environment)
-            torchrun = start(command, environment, output.stdout, output.stderr)
+            streams = output.stdout, output.stderr
+            torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
             running = Running(self._paths, number, tuple(command), torchrun)
             try:
                 yield running
@@ -148,8 +158,17 @@ class Host:
                 torchrun.kill()
                 torchrun.wait()
                 patience = 0.0 if running.hopeless else _PATIENCE
-                end_all(lambda: descendants(apart_from=self._before_us), patience=patience)
+                end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
                 reap()
+
+    def keep_spare(self) -> None:
+        """See to it that the next attempt's torchrun waits, its imports done. Call it once this one trains."""
+        if self._preload:
+            self._spare.prepare(self._rank_environment)
+
+    def close(self) -> None:
+        """No other attempt will follow."""
+        self._spare.drop()
 
     def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended here with torchrun's `status` left behind."""

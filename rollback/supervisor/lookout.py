@@ -8,6 +8,7 @@ from rollback.events import Hung
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
+from rollback.supervisor.classify import in_order_of_blame
 from rollback.supervisor.hang import HangLimits, HangWatch, suspect
 from rollback.supervisor.host import Running
 
@@ -22,6 +23,11 @@ class Lookout:
         self._watch = HangWatch(limits, time.monotonic())
         self._next = 0.0
 
+    @property
+    def trains(self) -> bool:
+        """Whether the attempt has got as far as doing steps."""
+        return self._watch.trains
+
     def look(self) -> Hung | None:
         """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had."""
         now = time.monotonic()
@@ -34,8 +40,8 @@ class Lookout:
         silence = self._watch.look(now, beats)
         if silence is None:
             return None
-        records = read_failures(self._paths.failures(attempt))
-        raised = {rank: f"{record.error}" for rank, record in records.items()}
+        records = in_order_of_blame(read_failures(self._paths.failures(attempt)).values())
+        raised = {record.rank: record.error for record in records}
         suspicion = suspect(beats, states, raised, silence.mute)
         reason = suspicion.reason
         if silence.stalled:
@@ -45,5 +51,6 @@ class Lookout:
         except OSError as error:
             stacks, reason = (), f"{reason} (stacks could not be taken: {error})"
         return Hung(
-            suspect=suspicion.rank, reason=reason, silent=round(silence.silent, 3), limit=silence.limit, stacks=stacks
-        )
+            suspect=suspicion.rank, reason=reason, silent=round(silence.silent, 3), limit=silence.limit, stacks=stacks,
+            raised=tuple(sorted(raised)),
+        )  # fmt: skip

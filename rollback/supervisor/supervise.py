@@ -15,7 +15,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -55,6 +55,7 @@ class Order:
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
     hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
+    preload: see `rollback.supervisor.nursery`.
     """
 
     paths: RunPaths
@@ -64,6 +65,7 @@ class Order:
     grace: float
     hang: HangLimits
     node_timeout: float = NODE_TIMEOUT
+    preload: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,11 +85,12 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     place = place_among_nodes(order.job.flags, environment, order.node_timeout)
     store = reach(order.settings.ring)
     with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-        host = Host(order.paths, order.job, order.settings, environment, Path(private), audience)
-        if place is not None:
-            return _take_part(order, place, store, audience.say, host, signals)
-        read_past(order.paths)
-        return _lead(order, None, store, audience.say, host, signals, Claim(order.paths))
+        host = Host(order.paths, order.job, order.settings, environment, Path(private), audience, preload=order.preload)
+        with closing(host):
+            if place is not None:
+                return _take_part(order, place, store, audience.say, host, signals)
+            read_past(order.paths)
+            return _lead(order, None, store, audience.say, host, signals, Claim(order.paths))
 
 
 def _take_part(
@@ -285,6 +288,8 @@ class _Supervisor:
                 self._ledger.note(hung)
                 self._say(f"hang: {hung.reason}; nothing moved for {hung.silent:.0f} s; ending all ranks")
                 running.kill(hopeless=True)
+            elif lookout.trains:
+                self._host.keep_spare()
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
         status = running.poll()

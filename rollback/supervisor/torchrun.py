@@ -4,6 +4,7 @@
 
 - it ends when its supervisor does. torchrun has its own session, so nothing else would tell it;
 - it leaves stopping to its supervisor;
+- it has its ranks forked from a process that has imported torch, and may have waited with that done for its turn;
 - it writes down which ranks failed and how. torchrun exits with 1 whatever happened and tells the rest in prose;
 - it knows a value for `--logs-specs` that sends the output of the ranks to the supervisor.
 """
@@ -16,7 +17,9 @@ import json
 import os
 import runpy
 import signal
+import socket
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
@@ -24,10 +27,15 @@ from types import FrameType
 from typing import Any
 
 from rollback.rundir.durable import write_file
+from rollback.supervisor.nursery import Nursery, import_ahead, start_ranks_from
 
 # `pid of the supervisor:path to write the account of failed ranks to`. Meant for this process, not for the ranks.
 # It is read here and not in `rollback.config` because every restart waits for the imports of this module.
 ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
+# Set where ranks are to be forked (`rollback.supervisor.nursery`), and where this process is to wait for an order at a
+# descriptor (`rollback.supervisor.spare`).
+ENV_PRELOAD, ENV_SPARE = "ROLLBACK_PRELOAD", "ROLLBACK_SPARE"
+MODULE = "rollback.supervisor.torchrun"
 # The value of --logs-specs that means `rollback.train.streams`.
 LOGS_SPECS = "rollback-streams"
 _PR_SET_PDEATHSIG = 1
@@ -138,9 +146,46 @@ def _message(recorded: object) -> str | None:
     return recorded if isinstance(recorded, str) and recorded != "<NONE>" else None
 
 
+def wait_for_order(descriptor: int) -> None:
+    """Import what will be needed, then wait until the supervisor wants an attempt from this process; take its
+    arguments, environment and streams from the order. Ends with the supervisor.
+
+    The imports have a thread of their own, of the lowest priority: that of a thread cannot be raised again, and the
+    main thread has work to do later.
+    """
+
+    def import_at_leisure() -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        import_ahead()
+        importlib.import_module("torch.distributed.run")
+
+    thread = threading.Thread(target=import_at_leisure)
+    thread.start()
+    body, streams, _, _ = socket.recv_fds(socket.socket(fileno=descriptor), 1 << 20, 2)
+    if not body:
+        os._exit(0)
+    order = json.loads(body)
+    for number, stream in zip((1, 2), streams, strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    os.chdir(order["folder"])
+    os.environ.clear()
+    os.environ.update(order["environment"])
+    sys.argv[1:] = order["arguments"]
+    thread.join()
+
+
 def main() -> None:
+    waits_at = os.environ.pop(ENV_SPARE, None)
+    if waits_at is not None:
+        wait_for_order(int(waits_at))
     supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
     end_with(int(supervisor))
+    if os.environ.pop(ENV_PRELOAD, None):
+        # torchrun copies the error of its first failed rank there; without, it complains that there is no such place.
+        os.environ.setdefault("TORCHELASTIC_ERROR_FILE", f"{account}.first")
+        import_ahead()
+        start_ranks_from(Nursery())  # before anything starts a thread
     leave_stopping_to(int(supervisor))
     sys.meta_path.append(LogsSpecsFinder())
     sent = note_whom_torchrun_ends()

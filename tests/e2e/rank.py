@@ -84,6 +84,21 @@ def die_once() -> None:
         until_told()
 
 
+def train_until_the_next_one_waits() -> None:
+    """Do steps until the supervisor has a second process that waits for the next attempt, note its pid, and die."""
+    attach()
+    if ATTEMPT > 1:
+        return
+    supervisor = psutil.Process(int(os.environ["ROLLBACK_SUPERVISOR"].partition(":")[0]))
+    torchrun = os.getppid()
+    for step in range(1, 600):
+        beat(step)
+        if others := [child.pid for child in supervisor.children() if child.pid != torchrun]:
+            Path(os.environ["NOTES"], "waits").write_text(str(others[0]))
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
+
+
 def die_always() -> None:
     attach()
     beat(3)

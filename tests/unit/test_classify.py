@@ -147,10 +147,20 @@ def test_a_hang_that_was_called_is_the_cause_and_what_the_kill_left_is_not() -> 
 
 
 def test_a_rank_that_raised_and_did_not_end_hangs_because_of_what_it_raised() -> None:
-    found = first_cause(evidence(-9, hung=HANG), [raised(1, "ValueError", "bad sample")])
+    after_the_kill = first_cause(evidence(-9, hung=HANG), [raised(1, "ValueError", "bad sample")])
+    assert after_the_kill is not None
+    assert after_the_kill.why == "hang"
+    before = HANG.model_copy(update={"raised": (1,)})
+    found = first_cause(evidence(-9, hung=before), [raised(1, "ValueError", "bad sample")])
     assert found is not None
     assert (found.why, found.rank) == ("exception", 1)
     assert found.text.endswith("and did not end")
+    both = HANG.model_copy(update={"suspect": 0, "raised": (0, 1)})
+    found = first_cause(
+        evidence(-9, hung=both), [raised(0, "RuntimeError", GLOO, at=4), raised(1, "ValueError", "bad")]
+    )
+    assert found is not None
+    assert (found.why, found.rank, found.followed) == ("exception", 1, (0,))
 
 
 @pytest.mark.parametrize("why", ["MemoryError", "torch.OutOfMemoryError", "rollback.errors.UsageError"])

@@ -1,0 +1,37 @@
+"""Says what a script can see of how it was started: `mirror.py FOLDER [ERROR]`; with ERROR it raises that."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+rank = os.environ["RANK"]
+seen = {
+    "argv": sys.argv[2:],
+    "file": __file__,
+    "name": __name__,
+    "main": sys.modules["__main__"].__dict__ is globals(),
+    "spec": str(__spec__),
+    "path": sys.path[0],
+    "folder": os.getcwd(),
+    "threads": torch.get_num_threads(),
+    "leads its session": os.getsid(0) == os.getpid(),
+    "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+    "unbuffered": sys.stdout.write_through,
+    "niceness": os.nice(0),
+    "cuda": torch.cuda.is_initialized(),
+    "environment": sorted(name for name in os.environ if name.startswith(("RANK", "LOCAL", "WORLD", "ROLLBACK"))),
+}
+draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
+atexit.register(lambda: Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"seen": seen, "draws": draws})))
+print(f"rank {rank} speaks", end="")
+if len(sys.argv) > 2:
+    raise ValueError(sys.argv[2])

@@ -1,0 +1,43 @@
+"""Ranks that are forked from a process with torch in it see what ranks see that are started from nothing."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from launching import launching
+
+from rollback.events import AttemptStarted
+
+MIRROR = Path(__file__).parent / "jobs" / "mirror.py"
+
+
+def seen(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[Any], str]:
+    """What the ranks saw, what they drew without a seed, and what was printed."""
+    folder.mkdir()
+    with launching(folder, with_torchrun=True, script=MIRROR) as job:
+        code, output = job.finish(f"{folder} --planned", "--restart-budget", "0", *flags, ranks=2)
+    assert code == 1, output
+    told = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
+    draws = [value for rank in told for value in rank["draws"]]
+    views = [json.loads(json.dumps(rank["seen"]).replace(str(folder), "FOLDER")) for rank in told]
+    return views, draws, output
+
+
+def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path) -> None:
+    forked, draws, output = seen(tmp_path / "forked")
+    started, _, _ = seen(tmp_path / "started", "--no-preload")
+    assert forked == started
+    assert len(set(draws)) == len(draws), "ranks that nobody seeded draw alike"
+    assert "ValueError: --planned" in output
+    assert "nursery" not in output, "the traceback shows frames that are not the script's"
+
+
+def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path) -> None:
+    with launching(tmp_path, with_torchrun=True) as job:
+        code, output = job.finish("train_until_the_next_one_waits")
+        assert code == 0, output
+        first, second = job.facts(AttemptStarted)
+        assert second.pid == int((tmp_path / "waits").read_text())
+        assert first.pid != second.pid
