@@ -14,8 +14,9 @@ from rollback.events import AttemptStarted, Incident, Record
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
+from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import SkippedBatch, read_metrics, read_skipped
+from rollback.rundir.records import SkippedBatch, read_skipped
 
 _Line = TypeVar("_Line")
 
@@ -26,6 +27,7 @@ class Material:
 
     records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
     and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
+    metrics: all judged steps.
     """
 
     directory: str
@@ -35,6 +37,7 @@ class Material:
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
+    metrics: MetricColumns | None = None
 
 
 def require_run_directory(root: Path) -> RunPaths:
@@ -75,12 +78,10 @@ def read_material(root: Path) -> Material:
         rank: list(readable(paths.skip_record(rank), read_skipped, notices))
         for rank in sorted(ranks_with_skips(paths, notices))
     }
-    progress: dict[int, tuple[int, int]] = {}
-    for metric in readable(paths.metrics, read_metrics, notices):
-        progress[metric.attempt] = max(progress.get(metric.attempt, (0, 0)), (metric.timeline, metric.step))
+    metrics = _metrics(paths, notices)
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
     evidence = {number: _evidence(paths, number, notices) for number in incidents}
-    return Material(str(root), identity, records, skipped, progress, notices, evidence)
+    return Material(str(root), identity, records, skipped, last_steps(metrics), notices, evidence, metrics)
 
 
 def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
@@ -109,6 +110,17 @@ def merge(train: Iterable[Record], supervisor: Iterable[Record]) -> list[Record]
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
 
 
+def _metrics(paths: RunPaths, notices: list[str]) -> MetricColumns:
+    damaged: list[str] = []
+    try:
+        metrics = read_metric_columns(paths.metrics, damaged)
+    except (OSError, ValueError) as error:
+        damaged.append(f"{paths.metrics}: {getattr(error, 'strerror', None) or error}")
+        metrics = read_metric_columns(paths.root / "nothing", [])
+    _note_damage(damaged, notices)
+    return metrics
+
+
 def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
     """The sound lines of a record beside the journal, and at the end at most one notice about the others."""
     damaged: list[str] = []
@@ -116,6 +128,11 @@ def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], not
         yield from read(path, damaged)
     except (OSError, ValueError) as error:
         damaged.append(f"{path}: {getattr(error, 'strerror', None) or error}")
+    _note_damage(damaged, notices)
+
+
+def _note_damage(damaged: list[str], notices: list[str]) -> None:
+    """At most one notice about the damaged lines of a file."""
     if damaged:
         more = f" (and {len(damaged) - 1} more)" if len(damaged) > 1 else ""
         notices.append(f"{damaged[0]}{more}; what it held is missing here")

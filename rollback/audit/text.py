@@ -20,7 +20,7 @@ _SHOWN_VALUES = 12  # of the window before an incident
 _SHOWN_FILES = 4
 _SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
 
-_OUTCOMES = {
+OUTCOMES = {
     "recovered": ("recovered", "green"),
     "repeated": ("came back", "yellow"),
     "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
@@ -30,7 +30,7 @@ _OUTCOMES = {
     "open": ("open", "yellow"),
 }
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
-_VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
+VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
 
@@ -80,7 +80,7 @@ def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) 
     title.append(f"incident {entry.incident}", style="bold")
     title.append(", the same trouble again" if continued else "")
     title.append(": ")
-    title.append_text(quoted(f"{entry.cause} {_VERDICTS[entry.verdict]}", style="bold"))
+    title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
     console.print(title)
     print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
 
@@ -107,12 +107,12 @@ def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
 
 
 def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
-    yield "answer", quoted(_answer(entry))
+    yield "answer", quoted(answer_in_words(entry))
     if entry.reason:
         yield "reason", quoted(entry.reason)
     if entry.restored:
         yield "lost", f"{_or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
-    words, style = _OUTCOMES[entry.outcome]
+    words, style = OUTCOMES[entry.outcome]
     if entry.repeated_by is not None:
         words += f" as incident {entry.repeated_by}"
     at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
@@ -135,12 +135,12 @@ def _evidence_rows(evidence: EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
         yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 
 
-def _answer(entry: IncidentEntry) -> str:
+def answer_in_words(entry: IncidentEntry) -> str:
     if entry.action is None:
         return "none on record: a crash came before the plan"
     if entry.action == "stop":
         return "stop the run"
-    skip = f", skip batches {_span(entry.skip)}" if entry.skip else ""
+    skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
     if entry.action == "observe":
         return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
     verb = "replay" if entry.action == "retry" else "roll back"
@@ -152,7 +152,7 @@ def _answer(entry: IncidentEntry) -> str:
     return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
 
 
-def _span(span: Span) -> str:
+def span_in_words(span: Span) -> str:
     rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
     return f"{span.first}:{span.last} ({span.batches} batches, {rest})"
 
@@ -168,14 +168,14 @@ def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], every
     shown = skipped if everything else skipped[:SHOWN_BATCHES]
     for entry in shown:
         why = ", ".join([*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])])
-        cells = [_indices(entry.indices.get(rank), everything) for rank in ranks]
+        cells = [indices_in_words(entry.indices.get(rank), everything) for rank in ranks]
         table.add_row(str(entry.batch), str(entry.epoch), str(entry.offset), why, *cells)
     console.print(Padding(table, (0, 0, 0, 2)))
     if len(shown) < len(skipped):
         console.print(f"  and {len(skipped) - len(shown)} more (to {skipped[-1].batch}): --all or --json shows them")
 
 
-def _indices(indices: list[int] | None, everything: bool) -> str:
+def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     """Evenly spaced indices as a range, as a sampler that does not shuffle gives them; others one by one."""
     if indices is None:
         return "-"
@@ -190,9 +190,8 @@ def _indices(indices: list[int] | None, everything: bool) -> str:
 def _print_windows(console: Console, ledger: Ledger) -> None:
     if ledger.user_windows:
         _section(console, "skip windows that the user gave")
-        print_rows(
-            console, [(str(w.span.first), quoted(f"{_span(w.span)} by {w.who}: {w.why}")) for w in ledger.user_windows]
-        )
+        windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
+        print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
 
 
 def _print_left_alone(console: Console, ledger: Ledger) -> None:

@@ -14,6 +14,7 @@ from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
 from rollback.cli.drill import DRILL_CODES, drill
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
+from rollback.cli.report import report
 from rollback.cli.ring import ring
 from rollback.cli.status import status
 from rollback.cli.terminal import show_error
@@ -35,7 +36,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
-for _command in (status, why, backtest, track):
+for _command in (status, why, report, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):
     app.command(epilog=CONTROL_CODES)(_request)

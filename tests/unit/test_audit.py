@@ -19,7 +19,7 @@ from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.audit import Ledger, Material, compile_ledger, read_material
 from rollback.audit.cost import Charged
 from rollback.audit.terminal import console_for, printable, quoted
-from rollback.audit.text import _indices, print_ledger
+from rollback.audit.text import indices_in_words, print_ledger
 from rollback.cli import app
 from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
 from rollback.events import (
@@ -174,7 +174,7 @@ def test_the_command_prints_the_whole_story_as_text(eventful: RecordedRun) -> No
     ],
 )  # fmt: skip
 def test_indices_are_shown_as_a_range_where_they_are_one(indices: list[int] | None, shown: str) -> None:
-    assert _indices(indices, everything=False) == shown
+    assert indices_in_words(indices, everything=False) == shown
 
 
 @pytest.mark.parametrize("no_color", [True, False])

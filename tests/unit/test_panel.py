@@ -16,7 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.text import Text
@@ -47,6 +47,7 @@ def text_of(status: Status | None, curves: Curves | None = None, width: int = 80
 # Curves ---------------------------------------------------------------------------------------------------------------
 
 
+@settings(deadline=None)
 @given(st.lists(st.floats(allow_nan=True, allow_infinity=True, width=32), max_size=300), st.integers(1, 16))
 def test_a_curve_in_few_buckets_keeps_extremes_and_what_is_not_finite(values: list[float], capacity: int) -> None:
     curve = Curve(capacity)
@@ -59,6 +60,7 @@ def test_a_curve_in_few_buckets_keeps_extremes_and_what_is_not_finite(values: li
     assert any(column.nonfinite for column in columns) == (len(finite) < len(values))
 
 
+@settings(deadline=None)
 @given(st.lists(st.integers(0, 5000), min_size=1, max_size=60), st.integers(2, 32), st.integers(1, 40))
 def test_a_curve_takes_steps_in_any_order_and_stays_small(steps: list[int], capacity: int, width: int) -> None:
     curve = Curve(capacity)
@@ -190,6 +192,7 @@ def test_hostile_names_are_shown_and_not_obeyed(run: RecordedRun) -> None:
     assert not {char for char in shown if not char.isprintable() and char != "\n"}
 
 
+@settings(deadline=None)
 @given(st.text(alphabet=st.characters() | st.sampled_from("\x1b[]0;m\r\t\x07"), max_size=80))
 def test_nothing_that_a_script_prints_moves_the_cursor(line: str) -> None:
     file = io.StringIO()

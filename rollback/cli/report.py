@@ -1,0 +1,35 @@
+"""`rollback report`: a run as a page."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollback.cli.terminal import say
+from rollback.errors import OutputNotWritten
+
+
+def report(
+    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
+) -> None:
+    """Make one HTML file of a run: its curve, incidents with their evidence, checkpoints, and where the time went.
+
+    The file needs no network and no other file. Reads the run directory and writes nothing into it; a running run is
+    not disturbed.
+    """
+    from rollback.report.page import make_page
+    from rollback.rundir.durable import write_file
+
+    began = time.monotonic()
+    page = make_page(run).encode()
+    try:
+        write_file(output, page, durable=False)
+    except OSError as error:
+        raise OutputNotWritten(
+            f"writing the report {output}: {error.strerror or error}", hint="name a file that can be written with -o"
+        ) from error
+    say(f"{output}: {len(page) / 1e6:.2f} MB, made in {time.monotonic() - began:.1f} s")

@@ -1,0 +1,158 @@
+"""The report as one HTML file, from a run directory.
+
+Nothing in a run directory is trusted. Every text passes through `printable` (no control, bidirectional or ANSI
+characters) and is escaped by the template; what the script reads is JSON in which no character can end its element;
+the policy in the page's head allows this page's own style and script, by their hashes, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import json
+from datetime import datetime, timezone
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from rollback import __version__
+from rollback.audit.compile import compile_ledger
+from rollback.audit.ledger import Ledger
+from rollback.audit.material import Material, read_material
+from rollback.audit.terminal import printable
+from rollback.audit.text import duration
+from rollback.report.account import Account, account
+from rollback.report.cards import cards
+from rollback.report.chart import chart
+from rollback.report.tables import blocks
+from rollback.rundir.paths import RunPaths
+
+_ENDINGS = {"finished": "good", "preempted": "warn", "structural": "bad", "gave_up": "bad", "asked": "calm"}
+_NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}
+
+
+def make_page(root: Path) -> str:
+    """The report of a run. Raises as `read_material`."""
+    material = read_material(root)
+    return render(compile_ledger(material), material)
+
+
+def render(ledger: Ledger, material: Material) -> str:
+    """The page of a ledger and what it was made from."""
+    picture = chart(ledger, material.records, material.metrics) if material.metrics is not None else None
+    drawn, around = picture or (None, None)
+    tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
+    spent = account(ledger, material.records)
+    style, script = _asset("report.css"), _asset("report.js")
+    sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
+    environment = Environment(
+        autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True, finalize=_printable
+    )
+    return environment.from_string(_asset("report.html")).render(
+        policy=Markup(_policy(style, script)),
+        style=Markup(style),
+        script=Markup(script),
+        data=Markup(_embedded(drawn)),
+        name=Path(ledger.run.directory).resolve().name,
+        directory=ledger.run.directory,
+        ending=_ending(ledger),
+        facts=_facts(ledger),
+        sections=[*sections, *((block.anchor, block.title) for block in tables)],
+        notices=ledger.notices,
+        chart=around,
+        account=_shares(spent) if spent else None,
+        incidents=cards(ledger, material),
+        tables=tables,
+        version=__version__,
+        made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),
+    )
+
+
+def _printable(value: Any) -> Any:
+    """What every expression of the template passes through before it is escaped."""
+    if isinstance(value, str) and not isinstance(value, Markup):
+        return "\n".join(map(printable, value.split("\n")))
+    return value
+
+
+def _asset(name: str) -> str:
+    return files("rollback.report").joinpath("assets", name).read_text(encoding="utf-8")
+
+
+def _policy(style: str, script: str) -> str:
+    """Nothing is loaded, sent or embedded; the two texts of ours are allowed by what they are."""
+    hashes = {text: base64.b64encode(hashlib.sha256(text.encode()).digest()).decode() for text in (style, script)}
+    return (
+        f"default-src 'none'; style-src 'sha256-{hashes[style]}'; script-src 'sha256-{hashes[script]}'; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _embedded(drawn: dict[str, Any] | None) -> str:
+    """JSON in ASCII, without the characters that mean something to an HTML parser."""
+    text = json.dumps(_made_printable(drawn), ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+    return text.replace("&", "\\u0026").replace("<", "\\u003c").replace(">", "\\u003e")
+
+
+def _made_printable(value: Any) -> Any:
+    if isinstance(value, str):
+        return printable(value)
+    if isinstance(value, dict):
+        return {key: _made_printable(item) for key, item in value.items()}
+    return [_made_printable(item) for item in value] if isinstance(value, list) else value
+
+
+def _ending(ledger: Ledger) -> dict[str, str]:
+    if ledger.ending is None:
+        return _NO_ENDING
+    ending = ledger.ending
+    at = f" at step {ending.step:,}" if ending.step is not None else ""
+    return {
+        "tone": _ENDINGS.get(ending.how, "calm"),
+        "badge": ending.how.replace("_", " ") + at,
+        "text": ending.account,
+    }
+
+
+def _facts(ledger: Ledger) -> list[tuple[str, str]]:
+    totals = ledger.totals
+    return [
+        ("steps that count", f"{totals.steps:,}"),
+        ("steps undone", f"{totals.steps_lost:,}"),
+        ("goodput", "-" if totals.goodput is None else f"{totals.goodput:.1%}"),
+        ("incidents", f"{totals.incidents:,}"),
+        ("batches skipped", f"{totals.skipped_batches:,}"),
+        ("attempts", f"{totals.attempts:,}"),
+        ("ranks", "-" if ledger.run.world_size is None else f"{ledger.run.world_size:,}"),
+        ("on record", duration(totals.seconds)),
+    ]
+
+
+def _shares(spent: Account) -> dict[str, Any]:
+    """The account with what the bar needs: places from 0 to 1000."""
+    parts, x = [], 0.0
+    for part in spent.parts:
+        width = 1000 * part.seconds / spent.seconds if spent.seconds else 0.0
+        parts.append(
+            {
+                "key": part.key,
+                "what": part.what,
+                "time": duration(part.seconds),
+                "share": f"{width / 10:.1f}%",
+                "steps": "" if part.steps is None else f"{part.steps:,}",
+                "x": round(x, 2),
+                "width": round(width, 2),
+            }
+        )
+        x += width
+    unknown = f"The price of {spent.unknown} events is not on record; it stands under what counts."
+    return {
+        "parts": parts,
+        "time": duration(spent.seconds),
+        "steps": f"{sum(part.steps or 0 for part in spent.parts):,}",
+        "label": "; ".join(f"{part['what']} {part['share']}" for part in parts),
+        "note": unknown if spent.unknown else "",
+    }

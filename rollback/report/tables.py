@@ -1,0 +1,155 @@
+"""The report's tables of attempts, checkpoints, skip windows and messages. Pure but for the stacks, which it reads."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollback.audit.ledger import AttemptEntry, CheckpointEntry, Ledger
+from rollback.audit.text import duration, number
+from rollback.events import Record
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.stacks import read_processes, read_stacks
+from rollback.supervisor_facts import Hung
+
+_MOST = 200  # rows of a table
+_STACK = 1 << 15  # bytes of the stacks of one process
+_STACKS = 12
+
+
+@dataclass(frozen=True)
+class Block:
+    """A section of the page: a table and texts below it. numbers: headings of the columns that hold numbers."""
+
+    anchor: str
+    title: str
+    heads: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    count: str | None = None
+    note: str = ""
+    numbers: Sequence[str] = ()
+    texts: Sequence[tuple[str, str]] = field(default_factory=list)
+
+
+def blocks(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Iterator[Block]:
+    """All sections that have something to say."""
+    yield _attempts(ledger, records, paths)
+    yield _checkpoints(ledger.checkpoints)
+    if ledger.user_windows or ledger.requests:
+        yield _asked(ledger)
+    if ledger.noticed or ledger.phases or ledger.scaler_skipped:
+        yield _left_alone(ledger)
+    messages = [("advice", m) for m in ledger.advice] + [("trouble", m) for m in ledger.troubles]
+    if messages:
+        rows = [[kind, m.subject, m.text, str(m.attempt)] for kind, m in messages]
+        yield _cut("advice", "Advice and troubles", ["kind", "about", "what", "attempt"], rows, numbers=["attempt"])
+
+
+def _cut(anchor: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[str]], **more: Any) -> Block:
+    """A block whose table is not longer than people read."""
+    note = more.pop("note", "")
+    if len(rows) > _MOST:
+        note = f"{note} The last {_MOST} of {len(rows):,}; rollback audit --json has all of them.".strip()
+    return Block(anchor, title, heads, rows[-_MOST:], count=f"{len(rows):,}", note=note, **more)
+
+
+def _attempts(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Block:
+    hung = {record.attempt: record.fact for record in records if isinstance(record.fact, Hung)}
+    texts = [text for attempt in list(hung)[-5:] for text in _stacks(paths, attempt)]
+    return _cut(
+        "attempts",
+        "Attempts",
+        ["attempt", "started", "steps", "how it ended", "undone", "what followed"],
+        [_attempt(entry) for entry in ledger.attempts],
+        numbers=["attempt"],
+        texts=texts[:_STACKS],
+    )
+
+
+def _attempt(entry: AttemptEntry) -> list[str]:
+    begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {_or_unknown(entry.reached)}"
+    ended = entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else "")
+    lost = f"{entry.steps_lost:,} steps, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
+    followed = ""
+    if entry.restart_delay is not None:
+        followed = f"restarted after {duration(entry.restart_delay)}: {entry.restart_reason}"
+    return [str(entry.attempt), entry.started[:19].replace("T", " "), begins, ended, lost, followed]
+
+
+def _stacks(paths: RunPaths, attempt: int) -> Iterator[tuple[str, str]]:
+    """The stacks of a hanging attempt's processes."""
+    try:
+        seen = read_processes(paths.processes(attempt))
+    except (OSError, ValueError):
+        return
+    for process in seen:
+        if process.offset is None:
+            continue
+        try:
+            text = read_stacks(paths.rank_stacks(attempt, process.rank), process.offset, min(process.size, _STACK))
+        except (OSError, ValueError):
+            continue
+        what = "rank" if process.is_rank else f"{process.command}, below rank"
+        yield f"Attempt {attempt}: stacks of {what} {process.rank} (pid {process.pid})", text
+
+
+def _checkpoints(entries: Sequence[CheckpointEntry]) -> Block:
+    """Those that are there, and of the others those that did not leave by age."""
+    fates = Counter(entry.status for entry in entries)
+    shown = [entry for entry in entries if entry.status != "evicted"]
+    counts = ", ".join(f"{count:,} {fate}" for fate, count in fates.most_common())
+    note = f"{counts}. Those that were evicted when newer ones came are not listed." if entries else "None was taken."
+    block = _cut(
+        "checkpoints",
+        "Checkpoints",
+        ["checkpoint", "step", "batch", "fate", "taken", "size", "seconds", "why"],
+        [_checkpoint(entry) for entry in shown],
+        numbers=["step", "batch", "size", "seconds"],
+        note=note,
+    )
+    return Block(**{**block.__dict__, "count": f"{len(entries):,}"})
+
+
+def _checkpoint(entry: CheckpointEntry) -> list[str]:
+    size = "" if entry.bytes is None else f"{entry.bytes / 2**20:,.1f} MiB"
+    seconds = "" if entry.seconds is None else f"{entry.seconds:.2f}"
+    step, batch = ("-" if value is None else f"{value:,}" for value in (entry.step, entry.batch))
+    taken = entry.at[:19].replace("T", " ")
+    return [entry.checkpoint, step, batch, entry.status, taken, size, seconds, entry.reason or ""]
+
+
+def _asked(ledger: Ledger) -> Block:
+    rows = [
+        [f"skip batches {w.span.first:,} to {w.span.last:,}", w.who, w.why, f"{w.span.passed_over:,} passed over"]
+        for w in ledger.user_windows
+    ]
+    for entry in ledger.requests:
+        to = f" to step {entry.to:,}" if entry.to is not None else ""
+        skip = f", skip batches {entry.skip}" if entry.skip else ""
+        state = entry.state.replace("_", " ") + (f": {entry.answer}" if entry.answer else "")
+        rows.append([f"{entry.order or 'unreadable'}{to}{skip}", entry.who or "", entry.why or "", state])
+    return _cut("asked", "What people asked for", ["what", "who", "why", "what became of it"], rows)
+
+
+def _left_alone(ledger: Ledger) -> Block:
+    rows = [
+        [
+            f"{e.first_step:,}" + (f" to {e.last_step:,}" if e.last_step > e.first_step else ""),
+            e.rule,
+            f"peak {number(e.peak)}, threshold {number(e.threshold)}",
+            e.fate,
+        ]
+        for e in ledger.noticed
+    ]
+    rows += [[f"{p.step:,}", "announced", p.phase or "", "the sentinel learns afresh"] for p in ledger.phases]
+    if ledger.scaler_skipped:
+        steps = ", ".join(f"{point.step:,}" for point in ledger.scaler_skipped[-12:])
+        dropped = f"{len(ledger.scaler_skipped):,} updates dropped by the gradient scaler"
+        rows.append([steps, "scaler", dropped, "no incident"])
+    return _cut("noticed", "Seen and left alone", ["steps", "rule", "what", "what became of it"], rows)
+
+
+def _or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else f"{value:,}"

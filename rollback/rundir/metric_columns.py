@@ -1,0 +1,112 @@
+"""All judged steps of a run as columns: a million lines are read in seconds, and take 40 bytes each."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from rollback.rundir.durable import open_regular
+from rollback.rundir.records import Metric
+
+_LINES_AT_ONCE = 1 << 13
+_LINE_LIMIT = 1 << 16
+
+Floats = npt.NDArray[np.float64]
+Integers = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class MetricColumns:
+    """One row for each line of metrics/train.jsonl, in the order of writing.
+
+    loss and grad_norm are NaN also where a line has null; `no_loss` and `no_grad_norm` tell these apart.
+    """
+
+    step: Integers
+    batch: Integers
+    attempt: Integers
+    timeline: Integers
+    loss: Floats
+    grad_norm: Floats
+    no_loss: npt.NDArray[np.bool_]
+    no_grad_norm: npt.NDArray[np.bool_]
+
+    def __len__(self) -> int:
+        return len(self.step)
+
+
+def read_metric_columns(path: Path, damaged: list[str]) -> MetricColumns:
+    """The sound lines; others are described in `damaged` and passed over. A torn tail is dropped, an absent file empty.
+
+    Raises OSError, or ValueError where `path` is not a regular file.
+    """
+    parts: list[tuple[Any, ...]] = []
+    number = 0
+    try:
+        with open_regular(path) as file:
+            lines = iter(lambda: file.readline(_LINE_LIMIT), b"")
+            while block := list(itertools.islice(lines, _LINES_AT_ONCE)):
+                rows = [row for row in _rows(block, path, number, damaged) if row is not None]
+                number += len(block)
+                parts.append(_columns(rows))
+    except FileNotFoundError:
+        pass
+    parts = parts or [_columns([])]
+    return MetricColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
+
+
+def _rows(block: list[bytes], path: Path, before: int, damaged: list[str]) -> Iterable[tuple[Any, ...] | None]:
+    if not block[-1].endswith(b"\n"):
+        block.pop()
+    try:
+        # One call for thousands of lines is several times as fast as a call for each.
+        return [_row(body) for body in json.loads(b"[" + b",".join(block) + b"]")]
+    except (ValueError, TypeError, KeyError, OverflowError):
+        return list(_one_by_one(block, path, before, damaged))
+
+
+def _row(body: dict[str, Any]) -> tuple[Any, ...]:
+    """The values of a line. Raises TypeError, KeyError, ValueError or OverflowError where it is not one of ours."""
+    whole = tuple(body[name] for name in ("step", "batch", "attempt", "timeline"))
+    if any(type(value) is not int or not 0 <= value < 1 << 62 for value in whole):
+        raise ValueError("not a number of a step")
+    loss, grad_norm = body["loss"], body["grad_norm"]
+    return (
+        *whole,
+        float("nan") if loss is None else float(loss),
+        float("nan") if grad_norm is None else float(grad_norm),
+        loss is None,
+        grad_norm is None,
+    )
+
+
+def _one_by_one(block: list[bytes], path: Path, before: int, damaged: list[str]) -> Iterator[tuple[Any, ...] | None]:
+    for place, line in enumerate(block, start=before + 1):
+        try:
+            yield _row(Metric.model_validate_json(line).model_dump())
+        except ValueError as error:
+            damaged.append(f"{path}: line {place} is damaged: {str(error).splitlines()[0]}")
+            yield None
+
+
+def _columns(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
+    columns = list(zip(*rows, strict=True)) if rows else [()] * 8
+    kinds = [np.int64] * 4 + [np.float64] * 2 + [np.bool_] * 2
+    return tuple(np.array(column, dtype=kind) for column, kind in zip(columns, kinds, strict=True))
+
+
+def last_steps(columns: MetricColumns) -> dict[int, tuple[int, int]]:
+    """By attempt, the timeline and step of its last judged step."""
+    found: dict[int, tuple[int, int]] = {}
+    for attempt in np.unique(columns.attempt):
+        rows = columns.attempt == attempt
+        timeline = int(columns.timeline[rows].max())
+        found[int(attempt)] = (timeline, int(columns.step[rows & (columns.timeline == timeline)].max()))
+    return found
