@@ -11,6 +11,7 @@ from rollback import __version__
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
+from rollback.cli.doctor import DOCTOR_CODES, doctor
 from rollback.cli.drill import DRILL_CODES, drill
 from rollback.cli.launch import launch
 from rollback.cli.launch_options import LAUNCH_CONTEXT
@@ -36,6 +37,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
+app.command(epilog=DOCTOR_CODES)(doctor)
 for _command in (status, why, report, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):

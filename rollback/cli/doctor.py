@@ -1,0 +1,66 @@
+"""`rollback doctor`: can this machine keep the promises?"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rollback.cli.launch import default_run
+from rollback.cli.launch_options import GRACE
+from rollback.cli.terminal import say
+from rollback.errors import UsageError
+
+DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+
+def doctor(
+    script: Annotated[
+        str | None, typer.Argument(help="Training script: names the run directory as rollback launch would.")
+    ] = None,
+    run: Annotated[Path | None, typer.Option(help="Run directory; it need not exist.", show_default=False)] = None,
+    ring: Annotated[str | None, typer.Option(metavar="URL", help="Ring elsewhere.", show_default=False)] = None,
+    state_bytes: Annotated[
+        str | None,
+        typer.Option(
+            metavar="SIZE", help="Of a checkpoint, as 12GiB; default: as in the run directory.", show_default=False
+        ),
+    ] = None,
+    nproc: Annotated[int | None, typer.Option(min=1, help="Ranks on this host.", show_default=False)] = None,
+    keep: Annotated[int | None, typer.Option(min=3, help="Checkpoints in the ring.", show_default="6")] = None,
+    grace: Annotated[float, typer.Option(min=0.0, help="Seconds that a preempted job has.")] = GRACE,
+    json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON (top-level `schema`: 1).")] = False,
+) -> None:
+    """Look whether this machine can keep the promises: memory, disks, a ring elsewhere, torch, cores, limits, clock.
+
+    Takes some seconds. What is written to be measured is removed again; a run directory is not made.
+    """
+    from rollback.audit.terminal import console_for
+    from rollback.doctor.examine import Question, examine
+    from rollback.doctor.text import print_report
+
+    if script is not None and not Path(script).exists():
+        raise UsageError(f"there is no training script {script!r}")
+    chosen = run or (default_run(script, {}) if script else Path("runs"))
+    wanted = None if state_bytes is None else parse_size(state_bytes)
+    report = examine(Question(chosen, ring, wanted, nproc, keep, grace), lambda what: say(f"looking at {what}"))
+    if json:
+        print(report.to_json())
+    else:
+        print_report(console_for(sys.stdout), report)
+    raise typer.Exit(report.exit_code)
+
+
+def parse_size(text: str) -> int:
+    """Bytes from `12GiB`, `12G`, `12e9`. Raises UsageError."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        if match is None or match[2] not in _UNITS:
+            raise ValueError("no size")
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"--state-bytes: {text!r} is not a size", hint="such as 12GiB, 800MB or 1.5e9") from error

@@ -1,0 +1,79 @@
+"""Everything that is looked at, for one run."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.config import Settings
+from rollback.doctor.findings import Finding, Report
+from rollback.doctor.machine import cores, judge_cores, look_at_clock, look_at_limits, look_at_torch
+from rollback.doctor.memory import look_at_fast_tier
+from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
+from rollback.errors import RollbackError
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.sizing import bytes_of
+from rollback.rundir.slots import DEFAULT_BASE
+from rollback.rundir.tiers import fast_tier_of, locate
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is to be examined. run: its directory, which need not exist. state_bytes, ranks: None where not known."""
+
+    run: Path
+    ring: str | None
+    state_bytes: int | None
+    ranks: int | None
+    keep: int | None
+    grace: float
+    base: Path = DEFAULT_BASE
+
+
+def examine(question: Question, tell: Callable[[str], None] = lambda text: None) -> Report:
+    """Look at everything; takes some seconds. Writes to the disk and the ring, and removes it again. Never raises for
+    what it finds: that becomes a finding."""
+    paths = RunPaths(question.run)
+    findings: list[Finding] = []
+    state_bytes, ranks = question.state_bytes, question.ranks
+    try:
+        identity = read_identity(paths)
+        ranks = ranks or (identity.job.world_size if identity else None)
+        state_bytes = state_bytes or _state_bytes(paths)
+        tier = fast_tier_of(paths)
+        held = bytes_of(tier.root) if tier else 0
+    except (RollbackError, OSError) as error:
+        held = 0
+        findings.append(Finding(topic="run", level="fail", found=str(error), fix="name another one with --run DIR"))
+    keep = question.keep or Settings().keep
+    tell("torch")
+    findings.append(look_at_torch())
+    findings.append(look_at_fast_tier(question.base, state_bytes, keep, held=held))
+    tell("the run directory's disk")
+    about_disk, rate = look_at_disk(question.run, state_bytes, keep)
+    findings += about_disk
+    saves = [judge_save(state_bytes, rate, question.grace, "disk")]
+    if question.ring is not None:
+        tell("the ring")
+        about_ring, ring_rate = look_at_ring(question.ring)
+        findings.append(about_ring)
+        saves.append(judge_save(state_bytes, ring_rate, question.grace, "ring"))
+    findings += [finding for finding in saves if finding is not None]
+    findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_clock()]
+    return Report(
+        schema=1,
+        host=socket.gethostname(),
+        run=str(question.run),
+        state_bytes=state_bytes,
+        ranks=ranks,
+        findings=findings,
+    )
+
+
+def _state_bytes(paths: RunPaths) -> int | None:
+    """Of the newest checkpoint; None where there is none."""
+    found = locate(paths)
+    return sum(shard.size for shard in found[-1].manifest.shards) if found else None

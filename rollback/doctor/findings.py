@@ -1,0 +1,45 @@
+"""What a finding is."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.audit.ledger import Entry
+from rollback.errors import ExitCode
+
+Level = Literal["ok", "warn", "fail"]
+
+
+class Finding(Entry):
+    """One thing that was looked at."""
+
+    topic: str
+    level: Level = Field(description="warn: a promise is weaker than it could be; fail: it cannot be kept")
+    found: str
+    fix: str | None = Field(None, description="what to do about it")
+
+
+class Report(Entry):
+    """Schema of `rollback doctor --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    host: str
+    run: str = Field(description="the run directory that it is about; it need not exist")
+    state_bytes: int | None = Field(description="of a checkpoint, all ranks together; null: not known")
+    ranks: int | None = Field(description="on this host; null: not known")
+    findings: list[Finding]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        return ExitCode.FAILED if any(finding.level == "fail" for finding in self.findings) else ExitCode.DONE
+
+
+def size(count: float) -> str:
+    """Bytes for people: `1.5 GiB`."""
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"

@@ -1,0 +1,134 @@
+"""torch, cores, limits and the clock of this machine."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rollback.doctor.findings import Finding, size
+
+_OLDEST_TORCH = (2, 10)
+_FILES = 4096
+_TIME_ERROR = 5  # adjtimex(2): the clock is not synchronised
+_PROBE_LIMIT = 180.0
+_SIZE_OF_TIMEX = 512  # it has 208 bytes
+
+# Runs in a process of its own: importing torch takes seconds and memory, and may fail.
+_PROBE = """
+import json, torch
+import torch.distributed as dist
+cuda = torch.cuda.is_available()
+print(json.dumps({
+    "torch": torch.__version__, "cuda": torch.version.cuda, "hip": getattr(torch.version, "hip", None),
+    "devices": [[torch.cuda.get_device_name(i), torch.cuda.get_device_properties(i).total_memory]
+                for i in range(torch.cuda.device_count())] if cuda else [],
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if cuda and dist.is_nccl_available() else None,
+    "distributed": dist.is_available(), "gloo": dist.is_available() and dist.is_gloo_available(),
+}))
+"""
+
+
+def look_at_torch() -> Finding:
+    """Import torch elsewhere and say what it has."""
+    command = [sys.executable, "-c", _PROBE]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        found = f"importing torch takes more than {_PROBE_LIMIT:.0f} s"
+        return Finding(
+            topic="torch", level="fail", found=found, fix="see what python -X importtime -c 'import torch' waits for"
+        )
+    try:
+        return judge_torch(json.loads(done.stdout.splitlines()[-1]))
+    except (ValueError, IndexError):
+        why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+        return Finding(
+            topic="torch", level="fail", found=f"torch cannot be imported: {why}", fix="install torch 2.10 or later"
+        )
+
+
+def judge_torch(told: dict[str, Any]) -> Finding:
+    devices = told["devices"]
+    gpus = f"{len(devices)} x {devices[0][0]} ({size(devices[0][1])})" if devices else "no GPU"
+    parts = [f"torch {told['torch']}", gpus]
+    parts += [f"{name} {told[key]}" for name, key in (("CUDA", "cuda"), ("ROCm", "hip"), ("NCCL", "nccl")) if told[key]]
+    found = ", ".join(parts)
+    version = tuple(int(part) for part in re.findall(r"\d+", told["torch"])[:2])
+    if version < _OLDEST_TORCH:
+        fix = "install torch 2.10 or later: what is older was not tested"
+        return Finding(topic="torch", level="fail", found=found, fix=fix)
+    if not told["distributed"]:
+        return Finding(topic="torch", level="warn", found=f"{found}; built without torch.distributed: one rank only",
+                       fix="install a build with torch.distributed")  # fmt: skip
+    if devices and not told["nccl"]:
+        fix = "install a build with NCCL: gloo copies through the host"
+        return Finding(topic="torch", level="warn", found=f"{found}; GPUs, but no NCCL", fix=fix)
+    return Finding(topic="torch", level="ok", found=found)
+
+
+def cores() -> float:
+    """Processors that this process may use: its affinity, and the container's quota."""
+    allowed = float(len(os.sched_getaffinity(0)))
+    try:
+        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return min(allowed, int(quota) / int(period))
+    except (OSError, ValueError):  # no such group, or no limit ("max")
+        return allowed
+
+
+def judge_cores(count: float, ranks: int | None) -> Finding:
+    found = f"{count:g} processors"
+    if ranks is None:
+        return Finding(topic="cores", level="ok", found=f"{found}; --nproc would tell whether that suffices")
+    found = f"{found} for {ranks} ranks and the supervisor"
+    if count < ranks:
+        fix = "fewer ranks, or more processors for the container; OMP_NUM_THREADS=1 keeps ranks out of each other's way"
+        return Finding(topic="cores", level="warn", found=found, fix=fix)
+    return Finding(topic="cores", level="ok", found=found)
+
+
+def look_at_limits() -> Finding:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    return judge_limits(soft, hard, resource.getrlimit(resource.RLIMIT_FSIZE)[0])
+
+
+def judge_limits(soft: int, hard: int, largest_file: int) -> Finding:
+    """soft, hard: of open files; largest_file: bytes; each may be RLIM_INFINITY."""
+    unlimited = resource.RLIM_INFINITY
+    if largest_file != unlimited:
+        found = f"a file may have {size(largest_file)} at most (ulimit -f): larger shards fail"
+        return Finding(topic="limits", level="fail", found=found, fix="ulimit -f unlimited")
+    found = f"{'unlimited' if soft == unlimited else soft} open files"
+    if soft != unlimited and soft < _FILES:
+        more = f"ulimit -n {_FILES}" if hard in (unlimited,) or hard >= _FILES else "raise the hard limit of open files"
+        return Finding(topic="limits", level="warn", found=f"{found}: loader workers and sockets add up", fix=more)
+    return Finding(topic="limits", level="ok", found=found)
+
+
+def look_at_clock() -> Finding:
+    """Ask the kernel whether something keeps the clock right. Needs no privilege."""
+    buffer = ctypes.create_string_buffer(_SIZE_OF_TIMEX)
+    try:
+        state = ctypes.CDLL(None, use_errno=True).adjtimex(buffer)
+    except (OSError, AttributeError):
+        state = -1
+    return judge_clock(state)
+
+
+def judge_clock(state: int) -> Finding:
+    """state: what adjtimex(2) returns; -1: it cannot be asked."""
+    if state == -1:
+        return Finding(
+            topic="clock", level="ok", found="whether it is synchronised cannot be asked here; no order depends on it"
+        )
+    if state == _TIME_ERROR:
+        found = "not synchronised: no order or deadline depends on it, but people will compare the times in the record"
+        return Finding(topic="clock", level="warn", found=found, fix="run chrony or systemd-timesyncd on the host")
+    return Finding(topic="clock", level="ok", found="synchronised")

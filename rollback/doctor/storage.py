@@ -1,0 +1,227 @@
+"""The run directory's disk and a ring at a URL: can they be written, how fast, and does a sync mean what it says."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.doctor.findings import Finding, size
+from rollback.errors import RollbackError
+from rollback.rundir.direct import write_direct
+from rollback.rundir.region import Region
+from rollback.rundir.remote.store import Store
+
+_FIRST, _LARGEST = 16 << 20, 256 << 20  # bytes that are written to see how fast it goes
+_ENOUGH = 1.0  # seconds of writing after which more would tell nothing new
+_SYNCS = 15
+_IMPLAUSIBLE = 30e-6  # seconds; no device has made anything durable in less
+_SLOW_SYNC = 0.1
+_OBJECT = 4 << 20
+_OBJECTS = 4
+_RING_PATIENCE = 10.0
+_IN_MEMORY = {"tmpfs", "ramfs"}
+_IN_A_CONTAINER = {"overlay", "aufs"}
+_NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "glusterfs", "9p", "afs", "wekafs"}
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file system. source: its device or server."""
+
+    point: str
+    kind: str
+    source: str
+
+
+@dataclass(frozen=True)
+class Disk:
+    """What was measured in a directory. rate: bytes a second, synced. syncs: seconds of small writes with a sync."""
+
+    directory: Path
+    mount: Mount
+    free: int
+    rate: float
+    syncs: tuple[float, ...]
+
+
+def mount_of(path: Path, table: str) -> Mount:
+    """The file system of a path, by the text of /proc/self/mountinfo. The last mount on a point is the one in force."""
+    best = Mount("/", "unknown", "unknown")
+    for line in table.splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if not separator or len(fields) < 5 or len(rest) < 2:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        if path.is_relative_to(point) and len(point) >= len(best.point):
+            best = Mount(point, rest[0], rest[1])
+    return best
+
+
+def nearest_existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(parent for parent in (path, *path.parents) if parent.exists())
+
+
+def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Finding], float | None]:
+    """Findings about the disk of a run directory, which need not exist, and its rate; None: it cannot be written."""
+    directory = nearest_existing(run)
+    try:
+        disk = measure(directory)
+    except OSError as error:
+        fix = "name another run directory with --run, or mend its permissions and free space"
+        found = f"{directory} cannot be written: {error.strerror or error}"
+        return [Finding(topic="run directory", level="fail", found=found, fix=fix)], None
+    return [judge_kind(disk), judge_room(disk, state_bytes, keep), judge_syncs(disk)], disk.rate
+
+
+def measure(directory: Path) -> Disk:
+    """Write a few files below a directory, for a second or two, and remove them. Raises OSError."""
+    mount = mount_of(directory.resolve(), Path("/proc/self/mountinfo").read_text())
+    status = os.statvfs(directory)
+    free = status.f_bavail * status.f_frsize
+    with _scratch(directory) as scratch:
+        return Disk(directory, mount, free, _rate(scratch, free), _syncs(scratch))
+
+
+@contextmanager
+def _scratch(directory: Path) -> Iterator[Path]:
+    made = Path(tempfile.mkdtemp(prefix=".rollback-doctor-", dir=directory))
+    try:
+        yield made
+    finally:
+        shutil.rmtree(made, ignore_errors=True)
+
+
+def _rate(scratch: Path, free: int) -> float:
+    """Of files as checkpoints are written; larger ones until it has taken long enough to mean something."""
+    length, rate = min(_FIRST, free // 16), 0.0
+    while length > 0:
+        data = Region(length).view
+        data[:] = os.urandom(length)  # a file system that compresses is not flattered
+        began = time.perf_counter()
+        write_direct(scratch / f"shard-{length}", data)
+        took = time.perf_counter() - began
+        rate = length / max(took, 1e-9)
+        if took > _ENOUGH or length >= _LARGEST or 4 * length > free // 8:
+            break
+        length = min(4 * length, _LARGEST)
+    return rate
+
+
+def _syncs(scratch: Path) -> tuple[float, ...]:
+    """As a journal does: append a line, sync it."""
+    fd = os.open(scratch / "journal", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    took = []
+    try:
+        for _ in range(_SYNCS):
+            os.write(fd, b"x" * 200)
+            began = time.perf_counter()
+            os.fsync(fd)
+            took.append(time.perf_counter() - began)
+    finally:
+        os.close(fd)
+    return tuple(took)
+
+
+def judge_kind(disk: Disk) -> Finding:
+    """What kind of file system it is, and what that means for a checkpoint in it."""
+    mount = disk.mount
+    found = f"{disk.directory} is on {mount.kind} ({mount.source}), which takes {size(disk.rate)} a second"
+    if mount.kind in _IN_MEMORY:
+        fix = "put it on a disk (--run DIR), or give a ring elsewhere (--ring URL)"
+        return Finding(
+            topic="run directory", level="warn", found=f"{found}: a restart of the machine empties it", fix=fix
+        )
+    if mount.kind in _IN_A_CONTAINER:
+        fix = "mount a volume and put it there (--run DIR), or give a ring elsewhere (--ring URL)"
+        return Finding(topic="run directory", level="warn", found=f"{found}: it goes with the container", fix=fix)
+    if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
+        fix = "see that the server syncs (NFS: no `async` export) and that locks work (NFS: no `nolock`)"
+        return Finding(
+            topic="run directory", level="warn", found=f"{found}: what a sync means is its server's affair", fix=fix
+        )
+    return Finding(topic="run directory", level="ok", found=found)
+
+
+def judge_room(disk: Disk, state_bytes: int | None, keep: int) -> Finding:
+    """Whether the ring fits."""
+    found = f"{size(disk.free)} free"
+    if state_bytes is None:
+        return Finding(topic="disk space", level="ok", found=f"{found}; --state-bytes would tell whether that suffices")
+    need = (keep + 1) * state_bytes
+    found = f"{found}; {keep} checkpoints of {size(state_bytes)}, and one being written, take {size(need)}"
+    if disk.free >= need:
+        return Finding(topic="disk space", level="ok", found=found)
+    fix = "make room, keep fewer (--keep), or put the run directory elsewhere (--run DIR)"
+    level = "fail" if disk.free < 2 * state_bytes else "warn"
+    return Finding(topic="disk space", level=level, found=found, fix=fix)
+
+
+def judge_syncs(disk: Disk) -> Finding:
+    """Whether a sync seems to reach a device. Only what is impossible can be told: a slow lie looks like the truth."""
+    median = statistics.median(disk.syncs)
+    slowest = f"slowest of {len(disk.syncs)}: {max(disk.syncs) * 1000:.1f} ms"
+    found = f"a line of the journal is synced in {median * 1000:.2f} ms ({slowest})"
+    if disk.mount.kind in _IN_MEMORY:
+        return Finding(topic="sync", level="ok", found=f"{found}, in memory, where it means nothing")
+    if median < _IMPLAUSIBLE:
+        fix = "look for eatmydata, a virtual disk with cache=unsafe, libeatmydata, a mount with barrier=0"
+        return Finding(
+            topic="sync", level="warn", found=f"{found}: faster than a device can be; it is not durable", fix=fix
+        )
+    if median > _SLOW_SYNC:
+        fix = "a faster disk for the run directory; its journal is synced at every checkpoint, incident and skip"
+        return Finding(topic="sync", level="warn", found=found, fix=fix)
+    return Finding(topic="sync", level="ok", found=found)
+
+
+def look_at_ring(url: str) -> tuple[Finding, float | None]:
+    """Write, read and delete objects below a ring's URL: the finding, and the rate; None where it cannot be used."""
+    try:
+        store = Store(url, patience=_RING_PATIENCE)
+        began = time.perf_counter()
+        store.probe()
+        answer = time.perf_counter() - began
+        rate = _rate_of_ring(store)
+    except RollbackError as error:
+        return Finding(
+            topic="ring", level="fail", found=error.message, fix=error.hint or "mend it, or leave --ring out"
+        ), None
+    found = f"{url} takes {size(rate)} a second; writing, reading and deleting an object took {answer * 1000:.0f} ms"
+    return Finding(topic="ring", level="ok", found=found), rate
+
+
+def _rate_of_ring(store: Store) -> float:
+    data = os.urandom(_OBJECT)
+    began, written = time.perf_counter(), 0
+    key = "rollback-doctor"
+    try:
+        for _ in range(_OBJECTS):
+            store.put(key, data)
+            written += len(data)
+            if time.perf_counter() - began > _ENOUGH:
+                break
+    finally:
+        store.delete(key)
+    return written / max(time.perf_counter() - began, 1e-9)
+
+
+def judge_save(state_bytes: int | None, rate: float | None, grace: float, where: str) -> Finding | None:
+    """Whether a checkpoint can be saved in the time that a preempted job has. None where it cannot be told."""
+    if state_bytes is None or rate is None:
+        return None
+    seconds = state_bytes / rate
+    found = f"a checkpoint of {size(state_bytes)} takes about {seconds:.1f} s to {where}; the grace is {grace:g} s"
+    fix = "a longer --grace, if the scheduler allows one; a faster disk; more ranks (each writes its share)"
+    level = "fail" if seconds > grace else "warn"
+    if seconds <= grace / 2:
+        return Finding(topic=f"saving to {where}", level="ok", found=found)
+    return Finding(topic=f"saving to {where}", level=level, found=found, fix=fix)

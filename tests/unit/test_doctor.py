@@ -1,0 +1,233 @@
+"""`rollback doctor`: what it measures it removes, and what it concludes follows from what it measured."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from recorded_run import RecordedRun
+from rollback.cli import app
+from rollback.cli.doctor import parse_size
+from rollback.doctor import machine, storage
+from rollback.doctor.examine import Question, examine
+from rollback.doctor.findings import Report
+from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_torch
+from rollback.doctor.memory import judge_fast_tier, look_at_fast_tier
+from rollback.doctor.storage import (
+    Disk,
+    Mount,
+    judge_kind,
+    judge_room,
+    judge_save,
+    judge_syncs,
+    look_at_disk,
+    look_at_ring,
+    measure,
+    mount_of,
+)
+from rollback.errors import UsageError
+
+GIB = 1 << 30
+SHM = Path("/dev/shm")
+
+
+def disk(**changed: Any) -> Disk:
+    fields: dict[str, Any] = {
+        "directory": Path("/data"), "mount": Mount("/data", "ext4", "/dev/sda"), "free": 100 * GIB, "rate": GIB,
+        "syncs": (0.004,),
+    }  # fmt: skip
+    return Disk(**{**fields, **changed})
+
+
+def on(kind: str) -> Disk:
+    return disk(mount=Mount("/data", kind, "source"))
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Importing torch in a process of its own takes seconds, which one test pays; so does writing a quarter GiB."""
+    monkeypatch.setattr(storage, "_FIRST", 1 << 20)
+    monkeypatch.setattr(storage, "_LARGEST", 4 << 20)
+    monkeypatch.setattr(storage, "_OBJECT", 1 << 16)
+    told = '{"torch": "2.10.0", "devices": [], "cuda": null, "hip": null, "nccl": null, "distributed": true}'
+    monkeypatch.setattr(machine, "_PROBE", f"print({told!r})")
+
+
+# --- what is concluded ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("finding", "level", "words"),
+    [
+        (judge_fast_tier(SHM, 100 * GIB, GIB, 6), "ok", "7 slots"),
+        (judge_fast_tier(SHM, 10 * GIB, GIB, 6), "warn", "5 slots of the 7"),
+        (judge_fast_tier(SHM, 7 * GIB, GIB, 6), "warn", "straight to the disk"),
+        (judge_fast_tier(SHM, 64 << 20, None, 6), "warn", "64.0 MiB"),
+        (judge_fast_tier(SHM, 64 * GIB, None, 6), "ok", "64.0 GiB"),
+        (judge_kind(on("ext4")), "ok", "ext4"),
+        (judge_kind(on("tmpfs")), "warn", "restart of the machine"),
+        (judge_kind(on("overlay")), "warn", "goes with the container"),
+        (judge_kind(on("nfs4")), "warn", "server"),
+        (judge_kind(on("fuse.s3fs")), "warn", "server"),
+        (judge_room(disk(free=8 * GIB), GIB, 6), "ok", "take 7.0 GiB"),
+        (judge_room(disk(free=5 * GIB), GIB, 6), "warn", "5.0 GiB free"),
+        (judge_room(disk(free=GIB), GIB, 6), "fail", "1.0 GiB free"),
+        (judge_syncs(disk(syncs=(0.004, 0.2, 0.004))), "ok", "4.00 ms"),
+        (judge_syncs(disk(syncs=(5e-6,))), "warn", "faster than a device can be"),
+        (judge_syncs(disk(syncs=(0.5,))), "warn", "500.00 ms"),
+        (judge_save(60 * GIB, GIB, 60.0, "disk"), "warn", "about 60.0 s"),
+        (judge_save(61 * GIB, GIB, 60.0, "disk"), "fail", "about 61.0 s"),
+        (judge_save(GIB, GIB, 60.0, "disk"), "ok", "about 1.0 s"),
+        (judge_cores(8, 4), "ok", "8 processors for 4 ranks"),
+        (judge_cores(1.5, 4), "warn", "1.5 processors"),
+        (judge_cores(8, None), "ok", "--nproc"),
+        (judge_limits(1024, 1 << 20, -1), "warn", "1024 open files"),
+        (judge_limits(65536, 65536, -1), "ok", "65536"),
+        (judge_limits(-1, -1, 1 << 30), "fail", "1.0 GiB at most"),
+        (judge_clock(5), "warn", "not synchronised"),
+        (judge_clock(0), "ok", "synchronised"),
+        (judge_clock(-1), "ok", "cannot be asked"),
+    ],
+)
+def test_what_was_measured_is_judged(finding: Any, level: str, words: str) -> None:
+    assert finding.level == level, finding
+    assert words in finding.found
+    assert (finding.fix is None) == (level == "ok")  # whoever is warned is told what to do
+
+
+def test_torch_is_judged_by_what_it_says_of_itself() -> None:
+    told: dict[str, Any] = {
+        "torch": "2.13.0+cu130", "cuda": "13.0", "hip": None, "devices": [["NVIDIA H100", 80 * GIB]] * 8,
+        "nccl": "2.27.3", "distributed": True,
+    }  # fmt: skip
+    assert judge_torch(told).level == "ok"
+    assert "8 x NVIDIA H100 (80.0 GiB), CUDA 13.0, NCCL 2.27.3" in judge_torch(told).found
+    assert judge_torch({**told, "torch": "2.9.1"}).level == "fail"
+    assert judge_torch({**told, "nccl": None}).level == "warn"
+    assert judge_torch({**told, "distributed": False}).level == "warn"
+
+
+def test_what_is_not_known_is_not_guessed() -> None:
+    assert judge_save(None, GIB, 60.0, "disk") is None
+    assert judge_save(GIB, None, 60.0, "disk") is None
+
+
+MOUNTS = """\
+22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
+30 22 0:25 / /mnt/with\\040space rw shared:2 - nfs4 server:/export rw
+31 22 0:26 / /mnt rw - xfs /dev/sdb rw
+32 31 0:27 / /mnt rw - tmpfs over rw
+not a mount
+"""
+
+
+def test_a_path_is_on_the_last_mount_of_the_longest_point() -> None:
+    assert mount_of(Path("/home/x"), MOUNTS).kind == "ext4"
+    assert mount_of(Path("/mnt/with space/runs"), MOUNTS).source == "server:/export"
+    assert mount_of(Path("/mnt/other"), MOUNTS).kind == "tmpfs"
+    assert mount_of(Path("/mnts"), MOUNTS).kind == "ext4"
+
+
+@pytest.mark.parametrize(
+    ("text", "count"), [("12GiB", 12 << 30), ("800MB", 800_000_000), ("1.5e9", 1_500_000_000), ("4k", 4000), ("7", 7)]
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "big", "1.2.3G", "-5G", "1e999", "5XB"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(UsageError, match="not a size"):
+        parse_size(text)
+
+
+# --- what is measured -------------------------------------------------------------------------------------------------
+
+
+def test_a_disk_is_measured_and_left_as_it_was(tmp_path: Path) -> None:
+    measured = measure(tmp_path)
+    assert measured.rate > 0
+    assert all(seconds >= 0 for seconds in measured.syncs)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_directory_that_cannot_be_written_fails(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    [finding], rate = look_at_disk(tmp_path / "file" / "run", None, 6)
+    assert (finding.level, rate) == ("fail", None)
+    assert finding.fix
+
+
+def test_a_tmpfs_that_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    assert look_at_fast_tier(tmp_path / "missing", None, 6).level == "warn"
+
+
+def test_a_ring_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    finding, rate = look_at_ring(f"file://{tmp_path}")
+    assert finding.level == "ok", finding
+    assert rate
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+@pytest.mark.parametrize("url", ["not-a-url", "nosuch://bucket/x", "file:///proc/nothing/here"])
+def test_a_ring_that_cannot_be_used_fails_with_what_to_do(url: str) -> None:
+    finding, rate = look_at_ring(url)
+    assert (finding.level, rate) == ("fail", None)
+    assert finding.fix
+
+
+def test_the_whole_examination_makes_no_run_directory(tmp_path: Path) -> None:
+    question = Question(tmp_path / "runs" / "x", None, GIB, os.cpu_count(), None, 60.0, base=tmp_path)
+    report = examine(question)
+    assert {finding.topic for finding in report.findings} >= {
+        "torch", "fast tier", "run directory", "disk space", "sync", "saving to disk", "cores", "limits", "clock"
+    }  # fmt: skip
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_directory_tells_need_not_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = RecordedRun(tmp_path / "run", monkeypatch, world_size=3)
+    assert examine(Question(run.paths.root, None, None, None, None, 60.0)).ranks == 3
+    run.paths.identity.write_text("{")
+    report = examine(Question(run.paths.root, None, None, None, None, 60.0))
+    assert [finding.topic for finding in report.findings if finding.level == "fail"] == ["run"]
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+def doctor(*arguments: object) -> Any:
+    return CliRunner().invoke(app, ["doctor", *map(str, arguments)])
+
+
+def test_the_exit_code_is_1_only_if_something_fails(tmp_path: Path) -> None:
+    good = doctor("--run", tmp_path, "--json")
+    assert Report.model_validate_json(good.stdout).exit_code == good.exit_code == 0
+    bad = doctor("--run", tmp_path, "--ring", "nosuch://x/y", "--json")
+    assert bad.exit_code == 1
+    assert [found["topic"] for found in json.loads(bad.stdout)["findings"] if found["level"] == "fail"] == ["ring"]
+    assert "→" in doctor("--run", tmp_path, "--ring", "nosuch://x/y").stdout
+    assert isinstance(doctor("missing.py").exception, UsageError)
+
+
+def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
+    place = tmp_path / "\x1b[31m[bold]x"
+    place.mkdir()
+    shown = doctor("--run", place).stdout
+    assert "\x1b[31m" not in shown
+    assert "\\x1b[31m[bold]x" in "".join(shown.split())
+
+
+@pytest.mark.parametrize(("code", "level"), [("raise OSError('no libtorch')", "fail"), (None, "ok")])
+def test_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch, code: str | None, level: str) -> None:
+    monkeypatch.undo()
+    if code:
+        monkeypatch.setattr(machine, "_PROBE", code)
+    finding = machine.look_at_torch()
+    assert finding.level == level, finding
+    assert ("no libtorch" in finding.found) == bool(code)
