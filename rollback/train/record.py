@@ -18,12 +18,18 @@ _FLUSH_SECONDS = 1.0
 _T = TypeVar("_T")
 
 
+class _Unheard:
+    """How many lines of this process nobody could be shown."""
+
+    lines = 0
+
+
 def say(text: str) -> None:
-    """A line for people, on stderr. A closed or full stderr must not end the training."""
+    """A line for people, on stderr. A closed or full stderr must not end the training: what is not shown is counted."""
     try:
         print(f"rollback: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
-        return
+        _Unheard.lines += 1
 
 
 class Record:
@@ -35,6 +41,7 @@ class Record:
         self._metrics: LineWriter | None = None
         self._flushed = time.monotonic()
         self._failing: set[str] = set()
+        self._unheard_before = _Unheard.lines
         self._lock = threading.RLock()
         if first:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
@@ -83,6 +90,9 @@ class Record:
 
     def close(self) -> None:
         self.flush()
+        unheard, self._unheard_before = _Unheard.lines - self._unheard_before, _Unheard.lines
+        if unheard:
+            self.note(Trouble(doing="telling people on stderr", error=f"{unheard} lines could not be shown"))
 
     def _try(self, doing: str, act: Callable[[], _T]) -> _T | None:
         """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write."""

@@ -19,13 +19,14 @@ from job_results import JOB, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from toy import Toy, facts, require_same
 
-from rollback.events import Attached, RunEnded, Signalled, Stopped
+from rollback.events import Attached, Committed, RunEnded, Signalled, Stopped
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 SEED = 7
+TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
 
 @pytest.fixture(scope="module")
@@ -123,6 +124,23 @@ def wait_for(condition: Callable[[], object]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "what the test waits for did not happen"
         time.sleep(0.01)
+
+
+def test_an_evaluation_that_is_longer_than_the_grace_costs_the_steps_since_the_last_checkpoint(
+    tmp_path: Path,
+) -> None:
+    with launching(tmp_path, with_torchrun=False, script=TINY) as job:
+        supervisor = job.start("--evaluate --samples 2000", "--grace", "0.5")
+        job.wait_for((job.folder / "evaluating").exists)
+        supervisor.send_signal(signal.SIGTERM)
+        output, _ = supervisor.communicate(timeout=LIMIT)
+        assert supervisor.returncode == 75, output
+        assert not facts(job.run, Stopped)
+        newest = facts(job.run, Committed)[-1].step
+        assert newest > 0
+        code, output = job.finish("--evaluate --samples 2000")
+        assert code == 0, output
+        assert facts(job.run, Attached)[-1].step >= newest
 
 
 # --- the terminal -----------------------------------------------------------------------------------------------------
