@@ -65,8 +65,9 @@ class Settings(BaseModel):
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
     snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
     keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
-    ring: str | None = Field(
-        None, description="keep good checkpoints and the record at this URL too, and go on from it elsewhere",
+    ring: Annotated[str | None, BeforeValidator(lambda url: url or None)] = Field(
+        None, description="keep good checkpoints and the record at this URL too, and go on from it elsewhere; "
+        "empty: at none, whatever the script says",
         json_schema_extra={"metavar": "URL"},
     )  # fmt: skip
     checkpoint_every: Annotated[str, BeforeValidator(str)] = Field(

@@ -17,8 +17,11 @@ from rollback.supervisor.flags import FLAGS
 
 _PANEL = "The drill"
 _RUN = ("arguments", "restart_budget", "grace", "hang_after")
-# Of launch's parameters those that a drill hands on. Others (the run directory, a remote ring) are the real run's.
-_PASSED_ON = {*_RUN, *Settings.model_fields, *(flag.parameter for flag in FLAGS)}
+# Of launch's parameters those that a drill hands on. Others (the run directory, the trackers, the ring at a URL) are
+# the real run's, and so is a ring that the script names.
+_OF_THE_REAL_RING = {"ring", "checkpoint_every", "keep_durable"}
+_PASSED_ON = {*_RUN, *(Settings.model_fields.keys() - _OF_THE_REAL_RING), *(flag.parameter for flag in FLAGS)}
+_NO_RING = "--ring="
 DRILL_CODES = "Exit codes: 0 all rows passed; 1 a row failed, or the job does not run by itself; 2 usage."
 
 DRILL_PARAMETERS = (
@@ -96,9 +99,9 @@ def drill(
     require_script(script, flags)
     if flags.get("nnodes", "1") not in ("1", "1:1"):
         raise UsageError("--nnodes: a drill runs on one node", hint="what a lost node does is not drilled")
-    settings = {name: given[name] for name in Settings.model_fields}
+    settings = {name: given[name] for name in Settings.model_fields if name in given}
     read_settings(settings, None)  # a setting that cannot be is refused before anything is started
-    stage = Stage(scratch_for(script, scratch), as_arguments(given), [script, *(arguments or [])])
+    stage = Stage(scratch_for(script, scratch), [*as_arguments(given), _NO_RING], [script, *(arguments or [])])
     request = Request(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
     report = run_drill(request, say)
     if json:

@@ -28,6 +28,8 @@ _LEAST_LIMIT = 120.0
 _LEAST_HANG = 20.0  # seconds
 _LIMIT_OF_UNDISTURBED = 4.0  # a run may replay half of itself, and start twice
 _SEED = 20240229
+_LEAVES_ITS_TRACE = (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS, Expected.FOUND)
+"""Unless something was done about them."""
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,12 @@ class _Drill:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]
 
     def _compare(self, fault: Fault, trial: Trial) -> Comparison | None:
-        """Beside a run that nothing befell. None where that says nothing: a harmless fault leaves its trace."""
+        """Beside a run that nothing befell. None where that says nothing: a fault leaves a trace."""
         if not trial.ended_well:
             return None
         acted = trial.ledger is not None and any(entry.restored for entry in trial.ledger.incidents)
-        if fault.expected in (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS) and not acted:
+        relaunched = trial.ledger is not None and len(trial.ledger.attempts) > 1
+        if fault.expected in _LEAVES_ITS_TRACE and not acted and not relaunched:
             return None
         differs = differences(trial, self._reference(trial))
         return compare(differs, self._anyway() if differs else set())

@@ -216,6 +216,8 @@ def _see_drift(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
     if dropped is not None and dropped.step is not None:
         steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
         seen = _Seen(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
+        sound = max((e.step or 0 for e in ledger.checkpoints if e.status != "dropped"), default=0) if ledger else 0
+        seen = replace(seen, recovered=f"no checkpoint has it; a start goes on from step {sound}")
     elif len(attempts) > 1:
         seen = _Seen(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
     else:

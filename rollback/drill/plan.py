@@ -39,8 +39,9 @@ def plan(steps: int, given: Mapping[str, Any]) -> Plan:
     """
     every = steps // _PARTS
     settings = {"snapshot_every": every, "probation": _PROBATION, "rewind": 5, "skip_after": 3}
-    chosen = {name: value for name, value in settings.items() if given.get(name) is None}
-    every = int(given.get("snapshot_every") or every)
+    chosen = {name: value for name, value in settings.items() if given.get(name) in (None, "auto")}
+    every = int(given["snapshot_every"]) if "snapshot_every" not in chosen else every
+    every = every or steps
     late = 4 * steps // _PARTS
     at = late // every * every or late
     return Plan(steps=steps, strike=at - 1, lasts=max(2, every // 2), settings=chosen)

@@ -18,6 +18,7 @@ from rollback.errors import ExitCode, RollbackError
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
+from rollback.rundir.tiers import fast_tier_of
 
 _MANNERS = 30.0  # seconds that a launch has to end when it is told to
 _TAIL = 12
@@ -80,12 +81,11 @@ class Stage:
         *,
         limit: float,
         flags: Sequence[str] = (),
-        keep_ring: bool = False,
         environment: Mapping[str, str] = os.environ,
     ) -> Trial:
         """Run the job as the exercise says, for at most `limit` seconds a launch; resume it if it was stopped.
 
-        Blocks. The checkpoints are removed at the end unless `keep_ring`: a drill has a dozen runs of them.
+        Blocks. The checkpoints are removed at the end: a drill has a dozen runs of them.
         """
         folder = Folder(self.scratch / name)
         folder.root.mkdir(parents=True)
@@ -103,9 +103,14 @@ class Stage:
                 break
         seconds = time.monotonic() - began
         trial = _gather(name, exercise, folder, tuple(codes), seconds, overdue=code is None)
-        if not keep_ring:
-            shutil.rmtree(RunPaths(run).ring, ignore_errors=True)
+        _remove_checkpoints(RunPaths(run))
         return trial
+
+
+def _remove_checkpoints(run: RunPaths) -> None:
+    if tier := fast_tier_of(run):
+        shutil.rmtree(tier.root, ignore_errors=True)
+    shutil.rmtree(run.ring, ignore_errors=True)
 
 
 def _run(command: Sequence[str], environment: Mapping[str, str], output: Path, limit: float) -> int | None:

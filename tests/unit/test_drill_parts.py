@@ -13,14 +13,19 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, incident, rollback_plan
 from rollback.audit import compile_ledger, read_material
+from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
+from rollback.config import ENV_SETTINGS, Settings, settings_from
+from rollback.drill import drill as drilling
 from rollback.drill.faults import FAULTS, Fault
 from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
+from rollback.errors import UsageError
 from rollback.events import Dropped, Finished, Restored
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
 from rollback.train.drill import _FullDisk, _mapped, _noise
@@ -198,6 +203,33 @@ def test_a_plan_strikes_inside_the_run_with_checkpoints_before_it(steps: int, ev
     if every is None:
         before = made.strike // made.settings["snapshot_every"] * made.settings["snapshot_every"]
         assert before + made.settings["probation"] <= made.strike
+
+
+def test_checkpoints_by_their_cost_are_checkpoints_by_the_drill_s_plan() -> None:
+    assert plan(60, {"snapshot_every": "auto"}) == plan(60, {})
+    assert plan(60, {"snapshot_every": "0"}).strike == 39
+
+
+def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[drilling.Request] = []
+
+    def note(request: drilling.Request, tell: Any) -> Any:
+        asked.append(request)
+        raise UsageError("enough")
+
+    monkeypatch.setattr(drilling, "drill", note)
+    monkeypatch.chdir(tmp_path)
+    Path("x.py").touch()
+    runner = CliRunner()
+    runner.invoke(app, ["drill", "--nproc", "2", "--keep", "4", "x.py", "--ring", "the script's own"])
+    assert asked[0].stage._flags == ["--keep=4", "--nproc-per-node=2", "--ring="]
+    assert asked[0].stage._job == ["x.py", "--ring", "the script's own"]
+    environment = {ENV_SETTINGS: Settings(ring="").model_dump_json(exclude_unset=True)}
+    assert settings_from({"ring": "s3://bucket/runs"}, environment).ring is None
+    for name in ("--ring", "--run", "--tensorboard", "--skips-of"):
+        assert runner.invoke(app, ["drill", name, "x", "x.py"]).exit_code == 2
 
 
 @given(st.floats(0, 1e6))
