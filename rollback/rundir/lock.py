@@ -6,6 +6,7 @@ it only says to people who the holder is.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -52,7 +53,8 @@ class RunLock:
             ) from error
 
     def release(self) -> None:
-        self._paths.holder.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts
+            self._paths.holder.unlink(missing_ok=True)
         self._lock.release()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from faulty import MANNERS, Bucket, Died, Manner, new_bucket
 
-from checkpoints import whole, write_checkpoint
+from checkpoints import damage, whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
 from rollback.rundir import ring
@@ -79,8 +79,8 @@ def test_an_empty_machine_gets_the_record_and_the_newest_checkpoint(
     for name in NAMES:
         put(at_url, run.paths, name)
     new = fetched(tmp_path / "new")
-    assert ring.names(new) == NAMES[-1:]
-    assert whole(new, NAMES[-1])
+    assert ring.names(new) == NAMES[-2:], "and the good one before it"
+    assert all(whole(new, name) for name in NAMES[-2:])
     for path in (run.paths.identity, run.paths.train_journal, run.paths.pin(NAMES[0])):
         assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
     assert bucket.listed == 0, "a listing may be out of date: everything is found by key"
@@ -134,7 +134,7 @@ def test_whatever_operation_fails_there_is_no_false_commit_and_the_next_try_comp
 def judge(root: Path, told: list[str]) -> None:
     """An empty machine finds a whole checkpoint, no older than what was reported, and a record that goes with it."""
     new = fetched(root)
-    (newest,) = ring.names(new)
+    newest = ring.names(new)[-1]
     assert whole(new, newest)
     assert newest >= max(told, default=NAMES[0])
     assert newest in "".join(journal(new)), "the record tells of it"
@@ -160,7 +160,7 @@ def test_a_dropped_object_costs_that_checkpoint_and_the_one_before_it_is_used(
         put(at_url, run.paths, name)
     del bucket.objects[f"runs/one/ring/{NAMES[2]}/{lost}"]
     new = fetched(tmp_path / "new")
-    assert ring.names(new) == NAMES[1:2]
+    assert ring.names(new) == NAMES[:2]
     assert whole(new, NAMES[1])
 
 
@@ -188,7 +188,7 @@ def test_a_lost_index_leaves_the_other_one(
     if fault != "dropped":
         bucket.objects[key] = bytes(data) if fault == "flipped" else bytes(data[: len(data) // 2])
     new = fetched(tmp_path / "new")
-    (newest,) = ring.names(new)
+    newest = ring.names(new)[-1]
     assert whole(new, newest)
     assert newest == (NAMES[2] if slot == 0 else NAMES[1])
 
@@ -203,6 +203,22 @@ def test_every_byte_of_a_record_is_vouched_for(run: RecordedRun, bucket: Bucket,
         with pytest.raises(RingUnavailable, match="is not what its index says"):
             fetched(tmp_path / key.replace("/", "-"))
         bucket.objects[key] = sound
+
+
+def test_what_is_damaged_in_the_run_directory_comes_from_the_url(run: RecordedRun, bucket: Bucket) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    damage(run.paths.checkpoint(NAMES[2]) / "rank-00001.safetensors")
+    said: list[str] = []
+    fetch(Store(URL), run.paths, said.append)
+    assert ring.names(run.paths) == NAMES
+    assert all(whole(run.paths, name) for name in NAMES)
+    assert (run.paths.quarantine / NAMES[2]).is_dir()
+    assert "cannot be used" in said[0]
+    shutil.rmtree(run.paths.ring)
+    fetch(Store(URL), run.paths, said.append)
+    assert ring.names(run.paths) == NAMES[1:]
 
 
 def test_a_ring_of_another_run_is_refused_and_left_alone(

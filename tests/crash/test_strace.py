@@ -46,11 +46,11 @@ class Server:
         assert self._process.stdout is not None
         return json.loads(self._process.stdout.readline())
 
-    def trace(self, log: Path, kill_at: Place | None) -> Strace:
+    def trace(self, log: Path, kill_at: Place | None, fault: str = "signal=KILL") -> Strace:
         """Attach to the thread that the victim names, and let the victim go."""
         assert self._process.stdout is not None
         process, thread = map(int, self._process.stdout.readline().split())
-        strace = Strace(thread, log, kill_at)
+        strace = Strace(thread, log, kill_at, fault)
         os.kill(process, GO)
         return strace
 
@@ -98,6 +98,32 @@ def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(server: S
     assert seen[0] == [OLD]
     assert seen[-1] == [OLD, NEW]
     print(f"{len(seen)} passed of {len(places)}")
+
+
+@pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
+@pytest.mark.parametrize("server", ["saver.py"], indirect=True)
+def test_a_disk_that_fails_at_any_call_of_a_save_leaves_no_false_checkpoint(
+    server: Server, tmp_path: Path, error: str
+) -> None:
+    def save(root: Path, at: Place | None) -> tuple[RunPaths, int, list[Place]]:
+        paths = RunPaths(root)
+        paths.root.mkdir()
+        write_checkpoint(paths, 0, 10)
+        server.ask(str(root))
+        strace = server.trace(tmp_path / "strace", at, f"error={error}")
+        return paths, int(server.answer()), strace.calls()
+
+    _, status, places = save(tmp_path / "undisturbed", None)
+    assert status == 0
+    changes = [place for place in places if place[0] in ("mkdir", "openat", "write", "pwrite64", "fsync", "rename")]
+    for number, place in enumerate(changes):
+        paths, status, _ = save(tmp_path / str(number), place)
+        assert status in (0, 5), place
+        ring.sweep(paths)
+        names = ring.names(paths)
+        assert all(whole(paths, name) for name in names), place
+        assert NEW in names if status == 0 else OLD in names, place
+    print(f"{len(changes)} passed of {len(changes)}")
 
 
 TOY = Toy(samples=96, sampler="distributed", max_steps=9, settings={"snapshot_every": 5})

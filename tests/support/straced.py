@@ -39,10 +39,11 @@ def wait_for_strace(tell: int, thread: int | None = None) -> None:
 
 
 class Strace:
-    """strace, attached to a thread. `kill_at`: the call at which the process dies, before the call is carried out."""
+    """strace, attached to a thread. `at`: the call that is not carried out: the process dies there, or, with another
+    `fault`, that error is what the call returns."""
 
-    def __init__(self, thread: int, log: Path, kill_at: Place | None = None) -> None:
-        inject = ["-e", f"inject={kill_at[0]}:signal=KILL:when={kill_at[1]}"] if kill_at else []
+    def __init__(self, thread: int, log: Path, at: Place | None = None, fault: str = "signal=KILL") -> None:
+        inject = ["-e", f"inject={at[0]}:{fault}:when={at[1]}"] if at else []
         command = ["strace", "-p", str(thread), "-o", str(log), "-e", f"trace={CALLS}", *inject]
         self._log = log
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
-from rollback.rundir import ring
+from rollback.rundir import ring, tiers
 from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.history import fold
 from rollback.rundir.identity import read_identity
@@ -18,11 +18,12 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.rundir.remote import record
 from rollback.rundir.remote.index import Index, Kept, Piece, checkpoint_key, read_indexes
 from rollback.rundir.remote.record import Relation, read_piece
-from rollback.rundir.remote.store import Store
+from rollback.rundir.remote.store import Store, read_verified
 from rollback.rundir.resume import candidates
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
 _IDENTITY_LIMIT = 64 << 20
+_GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
 
 
@@ -141,8 +142,10 @@ def read_manifest_at(store: Store, name: str) -> Manifest | None:
 
 
 def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
-    """Fetch the checkpoint that the ranks will restore, and the newest good one, unless they are here."""
-    local, _ = ring.manifests(paths)
+    """See that the checkpoint which the ranks will restore is here and sound, and the newest good ones with it.
+
+    What is here is read once for that: a damaged file costs a fetch then, not the way back to an older checkpoint.
+    """
     there: dict[str, Manifest] = {}
     for name in index.checkpoints:
         try:
@@ -151,14 +154,39 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
         except CheckpointDamaged as error:
             say(f"checkpoint {name} at the ring cannot be used: {error.message}")
     history = fold(read_journal(paths.train_journal).records)
-    here = {manifest.name for manifest in local}
-    everything = sorted({**there, **{m.name: m for m in local}}.values(), key=lambda manifest: manifest.seq)
-    ranked = candidates(history, everything)
-    for wanted in (ranked, [manifest for manifest in ranked if manifest.name in history.good]):
+    here = {place.name: place.manifest for place in tiers.locate(paths)}
+    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.seq))
+    settled: dict[str, bool] = {}
+    for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):
+        found = 0
         for manifest in wanted:
-            if manifest.name in here or fetch_checkpoint(store, manifest, paths, say):
-                here.add(manifest.name)
+            name = manifest.name
+            if name not in settled:
+                settled[name] = _is_sound_here(paths, name, say) or (
+                    name in there and fetch_checkpoint(store, there[name], paths, say)
+                )
+            found += settled[name]
+            if found == count:
                 break
+
+
+def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
+    """Whether a checkpoint can be restored from this machine. One in the ring that cannot is put aside."""
+    for place in tiers.locate(paths):
+        if place.name != name:
+            continue
+        try:
+            with tiers.held(place):
+                for shard in place.manifest.shards:
+                    for _ in read_verified(place.directory / shard.file, shard.written):
+                        pass
+        except CheckpointDamaged as error:
+            say(f"checkpoint {name} in {place.directory} cannot be used: {error.message}")
+            if place.tier == "durable":
+                ring.quarantine(paths, name)
+        else:
+            return True
+    return False
 
 
 def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> bool:

@@ -1,0 +1,82 @@
+"""A disk that becomes read-only, and a wall clock that jumps by years, while a run trains."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jumping
+import mounted
+import pytest
+from toy import facts, require_same, train
+
+from rollback.audit.verify import verify
+from rollback.errors import ExitCode
+from rollback.events import Committed, Drained
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.store import Store
+
+SUPPORT = Path(__file__).parents[1] / "support"
+FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
+
+
+def may_mount() -> bool:
+    if os.geteuid() != 0 or shutil.which("unshare") is None:
+        return False
+    tried = subprocess.run(
+        ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
+    )
+    return tried.returncode == 0
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+def test_a_run_directory_that_becomes_read_only_stops_no_training(tmp_path: Path) -> None:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    command = ["unshare", "--mount", sys.executable, str(SUPPORT / "mounted.py"), str(disk), "18"]
+    done = subprocess.run(
+        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=100, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    undisturbed = train(mounted.TOY, tmp_path / "undisturbed")
+    require_same(json.loads((tmp_path / "portrait.json").read_text()), undisturbed, "the run on a read-only disk")
+    assert "could not be written" in done.stderr
+    assert "training goes on" in done.stderr
+    held = done.stdout.split(":")[1].split()
+    assert "c000002-s00000010" in held
+    assert max(held) <= "c000003-s00000015"
+
+
+@pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (`apt-get install libfaketime`)")
+def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
+    clock = tmp_path / "clock"
+    clock.write_text("+0d")
+    environment = {
+        **os.environ, "LD_PRELOAD": str(FAKETIME), "FAKETIME_TIMESTAMP_FILE": str(clock), "FAKETIME_NO_CACHE": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, str(SUPPORT / "jumping.py"), str(tmp_path)], env=environment, capture_output=True, text=True,
+        timeout=100, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    undisturbed = train(jumping.TOY, tmp_path / "undisturbed")
+    require_same(json.loads((tmp_path / "portrait.json").read_text()), undisturbed, "the run whose clock jumped")
+    run = tmp_path / "run"
+    assert [fact.checkpoint for fact in facts(run, Committed)] == sorted(
+        fact.checkpoint for fact in facts(run, Committed)
+    )
+    times = [record.at[:4] for record in read_journal(RunPaths(run).train_journal).records]
+    assert times != sorted(times), "the lines' times do jump"
+    assert facts(run, Drained)
+    assert verify(run).exit_code == ExitCode.DONE
+    elsewhere = RunPaths(tmp_path / "elsewhere")
+    elsewhere.root.mkdir()
+    fetch(Store(f"file://{tmp_path}/ring"), elsewhere, print)
+    assert verify(elsewhere.root).exit_code == ExitCode.DONE
