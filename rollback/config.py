@@ -48,6 +48,10 @@ PRESETS: Mapping[PresetName, Reach] = {
 }
 
 
+FIRST_PACE = 50
+"""Steps between checkpoints where `snapshot_every` is `auto` and nothing has been measured yet."""
+
+
 class Settings(BaseModel):
     """All settings of a guard, valid together. Steps are optimizer updates, batches positions in the data stream."""
 
@@ -63,7 +67,11 @@ class Settings(BaseModel):
     retry_first: bool = Field(False, description="replay once without skipping, to tell data from transient faults")
     observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
-    snapshot_every: int = Field(50, ge=0, description="steps between checkpoints; 0 takes none, not even the first")
+    snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
+        "auto", description="steps between checkpoints; auto: by what they cost; 0 takes none, not even the first"
+    )
+    overhead: float = Field(0.01, gt=0, le=1, description="share of the time that checkpoints may hold up the loop")
+    fast_tier: str = Field("off", description="where slots in memory are made: auto (/dev/shm), off, or a directory")
     keep: int = Field(6, ge=3, description="capacity of the ring: newest good, next good, newest, and older ones")
     ring: Annotated[str | None, BeforeValidator(lambda url: url or None)] = Field(
         None, description="keep good checkpoints and the record at this URL too, and go on from it elsewhere; "
@@ -107,6 +115,9 @@ ENV_REFUSAL = "ROLLBACK_REFUSAL"
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """On this signal a rank writes down its stacks. Scripts and schedulers use the named signals, and the C library and
 debuggers the first real-time ones."""
+
+# For the operator: what `fast_tier: auto` stands for on this machine.
+ENV_FAST_TIER = "ROLLBACK_FAST_TIER"
 
 
 _LOOSE = TypeAdapter(dict[str, Any])

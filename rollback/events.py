@@ -27,6 +27,7 @@ from rollback.supervisor_facts import (
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop"]
+Tier = Literal["fast", "durable"]
 
 
 class Attached(Fact):
@@ -61,7 +62,7 @@ class Accepted(Fact):
 
 
 class Committed(Fact):
-    """A checkpoint exists: all shards and the manifest are on disk under its final name."""
+    """A checkpoint exists: all shards and the manifest are there. `tier`: where, in a slot or in the ring."""
 
     kind: Literal["committed"] = "committed"
     checkpoint: str
@@ -70,6 +71,7 @@ class Committed(Fact):
     timeline: int
     bytes: int
     seconds: float
+    tier: Tier = "durable"
 
 
 class BecameGood(Fact):
@@ -90,11 +92,50 @@ class Dropped(Fact):
 
 
 class Evicted(Fact):
-    """A checkpoint left the ring."""
+    """A checkpoint left a tier. One that left the fast tier may still be in the durable ring."""
 
     kind: Literal["evicted"] = "evicted"
     checkpoint: str
     reason: str
+    tier: Tier = "durable"
+
+
+class Saving(Fact):
+    """How snapshots are taken from now on, and why so.
+
+    `slots` of `slot_bytes` (on each host) in the fast tier; none: straight to the ring. `capture`: `at_once`, or
+    `overlapped` with the next forward and backward.
+    """
+
+    kind: Literal["saving"] = "saving"
+    slots: int
+    slot_bytes: int
+    capture: Literal["at_once", "overlapped"]
+    reason: str
+
+
+class Paced(Fact):
+    """The steps between two snapshots were fitted to what they cost.
+
+    `stall` is how long the loop waited for the last one and `step_seconds` what a step takes, as means over the ranks.
+    """
+
+    kind: Literal["paced"] = "paced"
+    every: int
+    stall: float
+    step_seconds: float
+
+
+class Drifted(Fact):
+    """The parameters of the ranks differ, though they are replicas: the snapshot was dropped.
+
+    `ranks` are those that differ from the majority; all, where there is none.
+    """
+
+    kind: Literal["drifted"] = "drifted"
+    checkpoint: str
+    step: int
+    ranks: tuple[int, ...]
 
 
 class Quarantined(Fact):
@@ -292,9 +333,9 @@ class Finished(Fact):
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
-        Attached, Accepted, Committed, BecameGood, Dropped, Evicted, Quarantined, Noticed, ScalerSkipped,
-        PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered, PassedOver,
-        Advice, Trouble, Stopped, Finished,
+        Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
+        ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered,
+        PassedOver, Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing,
     ],

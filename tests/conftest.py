@@ -5,3 +5,4 @@ from __future__ import annotations
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
+os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring

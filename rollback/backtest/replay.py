@@ -13,7 +13,7 @@ from typing import Any, Literal
 from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
 from rollback.backtest.table import read_table
-from rollback.config import Settings
+from rollback.config import FIRST_PACE, Settings
 from rollback.events import Incident, Planned
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 
@@ -95,7 +95,7 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
 
 def _held(detected: int, first_step: int, last_detection: int, settings: Settings) -> list[policy.Held]:
     """The ring at the time of a detection: the newest `keep` checkpoints, and the newest good one in any case."""
-    every = settings.snapshot_every
+    every = FIRST_PACE if settings.snapshot_every == "auto" else settings.snapshot_every
     if not every:
         return []
     begin = -(-first_step // every) * every

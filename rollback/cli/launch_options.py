@@ -103,12 +103,14 @@ def _metavar_of(field: FieldInfo) -> str:
 
 
 def _metavar(kind: Any) -> str:
-    """How a value is written, from the type of a setting: `N`, `low|normal|high`, `A:B`."""
+    """How a value is written, from the type of a setting: `N`, `low|normal|high`, `N|auto`, `A:B`."""
+    if get_origin(kind) is Annotated:
+        return _metavar(get_args(kind)[0])
     if get_origin(kind) is Literal:
         return "|".join(get_args(kind))
     if get_origin(kind) in (Union, types.UnionType):
-        return _metavar(next(part for part in get_args(kind) if part is not type(None)))
-    return {int: "N", float: "X"}.get(kind, "A:B")
+        return "|".join(_metavar(part) for part in get_args(kind) if part is not type(None))
+    return {int: "N", float: "X", str: "DIR"}.get(kind, "A:B")
 
 
 def _run_parameter(name: str, kind: Any, metavar: str, text: str, least: float | None = None) -> inspect.Parameter:

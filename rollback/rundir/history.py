@@ -115,8 +115,8 @@ def _apply(history: History, record: Record) -> None:
                 history.good.add(fact.checkpoint)
         case BecameGood() as fact:
             history.good.add(fact.checkpoint)
-        case Evicted() as fact:  # what was good stays so: it may lie in the durable ring
-            history.gone.add(fact.checkpoint)
+        case Evicted() as fact:  # what was good stays so: it may lie in a ring further out
+            history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
         case Quarantined() as fact:
             history.gone.add(fact.checkpoint)
             history.good.discard(fact.checkpoint)

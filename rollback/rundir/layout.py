@@ -28,6 +28,9 @@ DTYPE_NAME: Mapping[str, str] = {
 """What torch, and run.json with it, calls the type of a code."""
 HEADER_LIMIT = 100 << 20  # the library's own limit
 
+PADDING = "padding"
+"""A tensor that means nothing: it keeps a file of the fast tier at its size, whatever is in it."""
+
 Kind = tuple[str, tuple[int, ...]]
 """Dtype code and shape of a tensor."""
 
@@ -62,8 +65,17 @@ class Layout:
         return struct.pack("<Q", self.room - 8) + text + b" " * (self.room - 8 - len(text))
 
 
-def lay_out(kinds: Mapping[str, Kind], room: int) -> Layout:
-    """The layout of these tensors behind `room` bytes of header, a multiple of eight."""
+def lay_out(kinds: Mapping[str, Kind], room: int, size: int | None = None) -> Layout:
+    """The layout of these tensors behind `room` bytes of header, a multiple of eight.
+
+    With `size` the file has that many bytes: a tensor `PADDING` takes what the others leave. Raises ValueError where
+    they take more.
+    """
+    if size is not None:
+        surplus = size - room - sum(prod(shape) * ITEM_SIZE[dtype] for dtype, shape in kinds.values())
+        if surplus < 0:
+            raise ValueError(f"{-surplus} bytes more than there is room for")
+        kinds = {**kinds, PADDING: ("U8", (surplus,))}
     entries: dict[str, Entry] = {}
     position = room
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-ITEM_SIZE[item[1][0]], item[0])):

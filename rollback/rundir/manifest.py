@@ -25,6 +25,10 @@ class ShardRecord(BaseModel):
     size: int = Field(ge=8)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
+    @classmethod
+    def of(cls, rank: int, written: Written) -> ShardRecord:
+        return cls(file=shard_name(rank), size=written.size, xxh3_128=written.digest)
+
     @property
     def written(self) -> Written:
         return Written(self.size, self.xxh3_128)

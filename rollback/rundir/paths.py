@@ -25,10 +25,6 @@ def shard_name(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
-def shard_note_name(rank: int) -> str:
-    return f"rank-{rank:05d}.json"
-
-
 MANIFEST = "manifest.json"
 WRITING = ".writing-"  # begins the name of a checkpoint in the making
 

@@ -12,11 +12,11 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.durable import read_small_file, sync_directory, write_file
-from rollback.rundir.manifest import Manifest, ShardRecord, read_manifest
-from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name, shard_name, shard_note_name
+from rollback.rundir.durable import sync_directory, write_file
+from rollback.rundir.manifest import Manifest, read_manifest
+from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name
 from rollback.rundir.pins import is_pinned
-from rollback.rundir.shard import ShardReader, Written
+from rollback.rundir.shard import ShardReader
 
 
 def begin_writing(paths: RunPaths, name: str) -> Path:
@@ -26,37 +26,24 @@ def begin_writing(paths: RunPaths, name: str) -> Path:
     return directory
 
 
-def leave_note(directory: Path, rank: int, written: Written) -> None:
-    """Tell the committing rank what was written. Called by each rank after its shard is synced. Raises OSError."""
-    record = ShardRecord(file=shard_name(rank), size=written.size, xxh3_128=written.digest)
-    write_file(directory / shard_note_name(rank), record.model_dump_json().encode())
-
-
 def commit(paths: RunPaths, manifest: Manifest) -> None:
-    """Make a checkpoint exist. Rank 0 only, after every rank's note is there; `manifest.shards` is filled in from them.
+    """Make a checkpoint exist. Rank 0 only, after every rank has written and synced the shard that the manifest lists.
 
-    Raises OSError or CheckpointDamaged where notes and files disagree; the checkpoint then does not exist.
+    Raises OSError, ValueError where a shard is not listed, or CheckpointDamaged where a file is not what the manifest
+    says; the checkpoint then does not exist.
     """
+    if len(manifest.shards) != manifest.world_size:
+        raise ValueError(f"{len(manifest.shards)} of {manifest.world_size} shards are listed")
     directory = paths.writing(manifest.name)
-    shards = tuple(_noted_shard(directory, rank) for rank in range(manifest.world_size))
-    write_file(directory / MANIFEST, manifest.model_copy(update={"shards": shards}).to_json())
-    for rank in range(manifest.world_size):
-        (directory / shard_note_name(rank)).unlink()
+    for record in manifest.shards:
+        size = os.stat(directory / record.file, follow_symlinks=False).st_size
+        if size != record.size:
+            raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; {record.size} were written")
+    write_file(directory / MANIFEST, manifest.to_json())
     sync_directory(directory)
     os.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)  # the first checkpoint's ring is new itself
-
-
-def _noted_shard(directory: Path, rank: int) -> ShardRecord:
-    try:
-        record = ShardRecord.model_validate_json(read_small_file(directory / shard_note_name(rank), 1 << 16))
-    except ValueError as error:
-        raise CheckpointDamaged(f"the note of rank {rank} in {directory} is damaged") from error
-    size = os.stat(directory / record.file, follow_symlinks=False).st_size
-    if record.file != shard_name(rank) or size != record.size:
-        raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; rank {rank} wrote {record.size}")
-    return record
 
 
 def abandon(paths: RunPaths, name: str) -> None:

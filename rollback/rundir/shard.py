@@ -91,10 +91,15 @@ class ShardReader:
     Opening checks, in this order: a regular file and not a link, the expected size, the expected hash (unless `hashed`
     says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
     gaps or overlaps. Raises CheckpointDamaged, also where the disk fails.
+
+    memory: the same file in memory (the fast tier's), where the caller has it mapped anyway.
     """
 
-    def __init__(self, path: Path, expected: Written, *, hashed: bool = False) -> None:
+    def __init__(
+        self, path: Path, expected: Written, *, hashed: bool = False, memory: memoryview | None = None
+    ) -> None:
         self.path = path
+        self._memory = memory if memory is not None and len(memory) == expected.size else None
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
@@ -141,6 +146,9 @@ class ShardReader:
         self.close()
 
     def _fill(self, memory: memoryview, start: int) -> None:
+        if self._memory is not None:
+            memory[:] = self._memory[start : start + len(memory)]
+            return
         done = 0
         while done < len(memory):
             try:
@@ -152,6 +160,8 @@ class ShardReader:
             done += got
 
     def _hash(self) -> str:
+        if self._memory is not None:
+            return xxhash.xxh3_128(self._memory).hexdigest()
         digest, memory = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, self._size)))
         for start in range(0, self._size, _CHUNK):
             part = memory[: min(_CHUNK, self._size - start)]

@@ -180,6 +180,12 @@ def reading(directory: Path) -> Iterator[Manifest]:
         os.close(fd)
 
 
+def discard(slots: SlotPaths, number: int) -> None:
+    """Give a slot's memory back, after `uncommit`. One rank of each host. Raises OSError."""
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(slots.slot(number))
+
+
 def remove(slots: SlotPaths) -> None:
     """Give the tier's memory back. When no rank uses it any more and nothing in it is needed. Raises OSError."""
     with contextlib.suppress(FileNotFoundError):

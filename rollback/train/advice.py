@@ -49,6 +49,12 @@ NEVER_CLIPPED = (
     "the loss of this transformer has spiked {spikes} times and its gradients are not clipped. "
     "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step() is what most use",
 )
+REPLICAS_DIFFER = (
+    "replicas-differ",
+    "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
+    "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
+    "suspect its machine; if the script changes parameters outside of DDP, it must do so alike on all ranks",
+)
 
 _UPDATES = 3  # that must agree
 _CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while

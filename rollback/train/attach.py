@@ -22,7 +22,7 @@ from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, S
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded
 from rollback.events import Record as JournalRecord
-from rollback.rundir import ring
+from rollback.rundir import ring, tiers
 from rollback.rundir.history import History, fold
 from rollback.rundir.identity import Identity, Job, new_identity, read_identity, require_same_job, write_identity
 from rollback.rundir.journal import read_journal
@@ -30,10 +30,11 @@ from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
+from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
-from rollback.train.restoring import restore
+from rollback.train.restoring import Place, restore
 from rollback.train.state import TrainingState
 
 
@@ -64,11 +65,17 @@ def refuse(error: RollbackError, rank: int) -> NoReturn:
 
 @dataclass
 class Reading:
-    """What rank 0 found in the run directory, the same on all ranks."""
+    """What rank 0 found in the run directory, the same on all ranks.
+
+    manifests: of all checkpoints, oldest first. slots: those in slots of its host, with their numbers. in_ring: those
+    in the run directory. damaged: those in the run directory whose manifest cannot be believed, and why.
+    """
 
     attempt: int
     history: History
     manifests: list[Manifest]
+    slots: dict[str, int]
+    in_ring: list[str]
     damaged: dict[str, str]
     blamed: list[SkipAdded]
     """Skips that the supervisor has decided on."""
@@ -108,6 +115,8 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
         attempt=body["attempt"],
         history=fold(JournalRecord.model_validate(record) for record in body["records"]),
         manifests=[Manifest.model_validate(manifest) for manifest in body["manifests"]],
+        slots=body["slots"],
+        in_ring=body["in_ring"],
         damaged=body["damaged"],
         blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
@@ -119,7 +128,8 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
 def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
     records = read_journal(paths.train_journal).records
     last = max((record.attempt for record in records), default=0)
-    manifests, damaged = ring.manifests(paths)
+    places, (_, damaged) = tiers.locate(paths), ring.manifests(paths)
+    manifests = {place.name: place.manifest for place in places}
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
@@ -128,7 +138,9 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or last + 1),
         "records": [json.loads(record.model_dump_json()) for record in records],
-        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
+        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests.values()],
+        "slots": {place.name: place.slot for place in places if place.tier == "fast"},
+        "in_ring": [place.name for place in places if place.tier == "durable"],
         "damaged": damaged,
         "blamed": [added.model_dump() for added in _blamed(paths)],
         "identity": identity.model_dump(mode="json") if identity else None,
@@ -152,11 +164,13 @@ def _blamed(paths: RunPaths) -> list[SkipAdded]:
 
 @dataclass
 class Attachment:
-    """An attached run: where it stands and with what it goes on."""
+    """An attached run: where it stands and with what it goes on. slots: in use, by checkpoint."""
 
+    run_id: str
     record: Record
     history: History
     manifests: list[Manifest]
+    slots: dict[str, int]
     restored: Manifest | None
     attempt: int
     next_seq: int
@@ -167,15 +181,19 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
 
     The first write happens here. Raises RollbackError, the same on all ranks.
     """
-    history, damaged = reading.history, dict(reading.damaged)
+    history, damaged, slots = reading.history, dict(reading.damaged), dict(reading.slots)
     state.cursor.accepts_other_length = history.other_data or any(fact.what == "data" for fact in reading.accepted)
     chosen: Manifest | None = None
+    places = _places(paths, reading)
     for manifest in candidates(history, reading.manifests):
-        fault = restore(paths, manifest.name, ranks, state)
-        if fault is None:
+        result = restore(manifest.name, places[manifest.name], ranks, state)
+        if any(place.in_slot for place, _ in result.faults):
+            del slots[manifest.name]
+            say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
+        if result.place is not None:
             chosen = manifest
             break
-        damaged[manifest.name] = fault
+        damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
     if chosen is None and (reading.manifests or damaged or lost):
         damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}
@@ -184,11 +202,11 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             f"none of the checkpoints in {paths.ring} can be used:{listed}",
             hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
         )
-    record = _first_writes(paths, reading, state, ranks)
+    run_id, record = _first_writes(paths, reading, state, ranks)
     for fact in reading.accepted:
         record.note(fact, fact.in_words())
     for name, reason in damaged.items():
-        if ranks.first:
+        if ranks.first and paths.checkpoint(name).exists():
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
     given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
@@ -210,14 +228,32 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
     held = of_present_timeline(history, sound)
     if ranks.first:
-        _evict_what_was_cut_off(paths, [manifest.name for manifest in sound if manifest not in held], record)
+        cut_off = [m.name for m in sound if m not in held and m.name in reading.in_ring]
+        _evict_what_was_cut_off(paths, cut_off, record)
     seq = next_seq(history, [*damaged, *(manifest.name for manifest in reading.manifests)])
-    return Attachment(record, history, held, chosen, reading.attempt, seq)
+    slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
+    return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq)
 
 
-def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks) -> Record:
-    fault = ""
+def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:
+    """Where this rank looks for each checkpoint: as many places on every rank, though its host may not have them."""
+    tier = tiers.fast_tier_of(paths)
+    places = {}
+    for manifest in reading.manifests:
+        name, found = manifest.name, []
+        if (number := reading.slots.get(name)) is not None:
+            found.append(Place((tier or SlotPaths(paths.fast_pointer)).slot(number), in_slot=True))
+        if name in reading.in_ring:
+            found.append(Place(paths.checkpoint(name)))
+        places[name] = found
+    return places
+
+
+def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks) -> tuple[str, Record]:
+    """The run's id, and the pen that its journal is written with."""
+    fault, run_id = "", ""
     record: Record | None = None
+    advised = reading.history.advised
     if ranks.first:
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
@@ -228,13 +264,15 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
             elif reading.accepted:
                 write_identity(paths, reading.identity.model_copy(update={"job": job}))
             ring.sweep(paths)
-            record = Record(paths, reading.attempt, first=True)
+            identity = read_identity(paths)
+            run_id = identity.run_id if identity else ""
+            record = Record(paths, reading.attempt, first=True, advised=advised)
         except (OSError, RollbackError) as error:
             fault = f"writing to the run directory {paths.root}: {error}"
-    fault = ranks.from_first(fault)
+    fault, run_id = ranks.from_first([fault, run_id])
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
-    return record or Record(paths, reading.attempt, first=False)
+    return run_id, record or Record(paths, reading.attempt, first=False)
 
 
 def _quarantine(paths: RunPaths, name: str) -> None:

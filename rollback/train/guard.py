@@ -19,11 +19,13 @@ from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
+from rollback.train.choices import base_of, open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
 from rollback.train.evidence import Evidence
 from rollback.train.hand import StepInHand
 from rollback.train.holdings import Holdings
+from rollback.train.keeping import Keeper
 from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
@@ -31,6 +33,8 @@ from rollback.train.ranks import Ranks
 from rollback.train.rehearsal import needs_rehearsal
 from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
+from rollback.train.rooms import fast_tier
+from rollback.train.saving import Saver
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
@@ -77,6 +81,7 @@ class Guard:
     ) -> None:
         try:
             self._ranks = Ranks()
+            self._ranks.meet()
             settings, objects = settings_and_objects(others)
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
@@ -120,16 +125,21 @@ class Guard:
         self._stop, self._record = StopRequest(), attached.record
         self._drainer = start_draining(self._paths, settings, self._record) if ranks.first else None
         self._life = SignsOfLife(self._paths, ranks, attached.attempt)
-        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt)
+        tier = open_tier(self._paths, ranks, attached.run_id, base_of(settings.fast_tier))
+        self._snapshots = Snapshots(
+            self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
+        )
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
+        holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
+        self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep)
         self._watch = Watch(
             ranks,
             settings,
             Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu"))),
             sentinel,
-            Holdings(settings.probation, attached.manifests, attached.history.good),
+            self._keeper,
             self._snapshots,
             self._record,
             self._evidence,
@@ -139,11 +149,16 @@ class Guard:
         )
         self._passes = Passes(cursor, objects.values())
         self._rewinder = Rewinder(
-            self._paths, ranks, self._state, self._watch, self._evidence, self._skips, self._passes, self._record,
+            ranks, self._state, self._watch, self._keeper, self._evidence, self._skips, self._passes, self._record,
             attached.restored,
         )  # fmt: skip
-        self._requests = Requests(self._paths, ranks, self._record, attached.history, self._watch, self._skips, cursor)
-        self._snapshot_at = attached.restored.step if attached.restored else None
+        self._requests = Requests(
+            self._paths, ranks, self._record, attached.history, self._watch, self._keeper, self._skips, cursor
+        )
+        self._saver = Saver(
+            settings, ranks, self._state, self._snapshots, self._keeper, self._record, tier,
+            attached.restored.step if attached.restored else None,
+        )  # fmt: skip
         self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
         if attached.restored is not None:
             self._passes.resume()
@@ -199,7 +214,7 @@ class Guard:
             case Again.EVERYTHING:
                 self._rewinder.restore_again()
         if self._passes.uncounted:
-            self._watch.advise(*PLAIN_EPOCH_LOOP)
+            self._record.advise(*PLAIN_EPOCH_LOOP)
         return self
 
     def __next__(self) -> Any:
@@ -275,9 +290,11 @@ class Guard:
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
         norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
         gauges, stop, asked = updates.gauges(), self._stop.requested, self._requests.waiting
+        self._saver.end_update()
         decision = self._watch.end_step(
-            mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, asked=asked, gauges=gauges
-        )
+            mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, asked=asked, gauges=gauges,
+            seconds=self._saver.step_seconds,
+        )  # fmt: skip
         counters.step += 1
         self._forget_step(hand.next_phase)
         return decision
@@ -321,11 +338,8 @@ class Guard:
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        every, free = self._settings.snapshot_every, not self._snapshots.in_flight
         between_steps = self._hand.first_batch is None
-        if not (every and free and between_steps and self._watch.calm and self._may_resume_here()):
-            return False
-        return self._snapshot_at is None or self.step // every > self._snapshot_at // every
+        return between_steps and self._watch.calm and self._may_resume_here() and self._saver.due(self._watch.beat)
 
     def _may_resume_here(self) -> bool:
         """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come."""
@@ -339,27 +353,13 @@ class Guard:
         if not self._all_is_well():
             return False
         if self._watch.calm:
-            self._begin_snapshot()
+            self._saver.take(self._watch.timeline)
         return True
-
-    def _begin_snapshot(self) -> None:
-        cursor = self._state.cursor
-        image = self._state.image()
-        self._watch.begin_snapshot(image, step=self.step, batch=cursor.batch, epoch=cursor.epoch)
-        self._snapshot_at = self.step
-
-    def _commit_now(self) -> None:
-        """A checkpoint of this very step, committed before anything else happens."""
-        self._watch.settle_snapshot()
-        if self._snapshot_at != self.step and self._settings.snapshot_every:
-            self._life.show("saving", self.step, self.batch, now=True)
-            self._begin_snapshot()
-            self._watch.settle_snapshot()
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def _end_pass(self, *, final: bool) -> None:
-        self._watch.settle_snapshot()
+        self._keeper.settle()
         self._passes.end(final=final)
         if final:
             self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
@@ -367,8 +367,9 @@ class Guard:
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
-            self._commit_now()
-        newest = self._watch.newest()
+            self._life.show("saving", self.step, self.batch, now=True)
+            self._saver.take_now(self._watch.timeline)
+        newest = self._keeper.newest()
         stopped = Stopped(
             reason="structural" if halt.structural else "preempted",
             step=self.step,
@@ -392,4 +393,4 @@ class Guard:
             raise AssertionError("a rollback without a checkpoint halts the run")
         self._requests.rewound(decision)
         self._forget_step()
-        self._snapshot_at = reached.step
+        self._saver.restored(reached.step)

@@ -6,7 +6,7 @@ the same view.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from rollback.policy import Held
 from rollback.rundir import ring
@@ -24,6 +24,7 @@ class Holdings:
         self._probation = probation
         self._held = {manifest.name: manifest for manifest in manifests}
         self._good = {name for name in good if name in self._held}
+        self._left: dict[str, Manifest] = {}
         self._healthy: dict[str, int] = {name: 0 for name in self._held if name not in self._good}
 
     def begin(self, name: str) -> None:
@@ -39,9 +40,26 @@ class Holdings:
         return manifest.step == 0
 
     def drop(self, name: str) -> None:
+        self._left.pop(name, None)
         self._held.pop(name, None)
         self._healthy.pop(name, None)
         self._good.discard(name)
+
+    def leave(self, name: str) -> None:
+        """A checkpoint leaves the fast tier; if it is good, it may be gone back to where the ring has it."""
+        left = self._held[name] if name in self._good else None
+        self.drop(name)
+        if left is not None:
+            self._left[name] = left
+
+    def consult(self, in_ring: Collection[str], in_slots: Collection[str]) -> None:
+        """What the ring holds, as one rank saw it and told all: the good ones that left the fast tier are back."""
+        for name in list(self._held):
+            if name not in in_ring and name not in in_slots:
+                self.drop(name)
+        for name in [name for name in self._left if name in in_ring]:
+            self._held[name] = self._left.pop(name)
+            self._good.add(name)
 
     def judge(self, healthy: bool, onset: int | None) -> list[Manifest]:
         """Count a verdict; the checkpoints that became good by it.
@@ -78,9 +96,10 @@ class Holdings:
     def newest(self) -> Manifest | None:
         return self._in_order()[-1] if self._held else None
 
-    def surplus(self, keep: int) -> list[tuple[str, str]]:
-        """What must leave a ring of capacity `keep`, with the reason."""
-        return ring.choose_evictions([m.name for m in self._in_order()], self._good, (), keep)
+    def surplus(self, keep: int, counted: Collection[str] | None = None) -> list[tuple[str, str]]:
+        """What must leave a ring (by default all that is held) of capacity `keep`, with the reason."""
+        names = [m.name for m in self._in_order() if counted is None or m.name in counted]
+        return ring.choose_evictions(names, self._good, (), keep)
 
     def _in_order(self) -> list[Manifest]:
         return sorted(self._held.values(), key=lambda manifest: manifest.seq)

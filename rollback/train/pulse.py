@@ -3,8 +3,10 @@
 Everything on which ranks must agree rides on it. The reduced vector is the same on every rank, and ranks act on nothing
 else, so they act alike. Rank-local values never decide anything.
 
-Layout of the vector (float64, summed): `Slot`s, then one code for each rank that says what was not finite there.
-Non-finite values themselves are left out of the sums: a NaN would blot out who sent it.
+Layout of the vector (float64, summed): `Slot`s, then one code for each rank that says what was not finite there, then,
+on a beat before which all ranks have agreed that each has one to send, a letter of `LETTER` numbers from each rank.
+Non-finite values themselves are left out of the sums: a NaN would blot out who sent it. A rank's own place is zero on
+all others, so a code or a word of a letter arrives exactly: whole numbers below 2**53.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from rollback.train.ranks import Ranks
 
 
 class Slot(IntEnum):
-    """Places in the vector. Those from STOP to ASKED are known to the host, the others are read on the device."""
+    """Places in the vector. Those from STOP to STEP_SECONDS are known to the host, the others read on the device."""
 
     LOSS = 0
     GRAD = 1
@@ -34,12 +36,21 @@ class Slot(IntEnum):
     COMMITTED = 8
     ANNOUNCED = 9
     ASKED = 10
-    SCALE = 11
-    KEPT = 12
-    MEASURED = 13
-    SCALE_COUNT = 14
-    KEPT_COUNT = 15
-    MEASURED_COUNT = 16
+    TORN = 11
+    READY = 12
+    TIER_FAILED = 13
+    STALL = 14
+    STEP_SECONDS = 15
+    SCALE = 16
+    KEPT = 17
+    MEASURED = 18
+    SCALE_COUNT = 19
+    KEPT_COUNT = 20
+    MEASURED_COUNT = 21
+
+
+LETTER = 5
+"""Words of a letter."""
 
 
 class Ailment(IntFlag):
@@ -53,7 +64,11 @@ class Ailment(IntFlag):
 
 @dataclass
 class Signs:
-    """What one rank puts on the pulse besides loss and gradient norm: facts that only its host knows."""
+    """What one rank puts on the pulse besides loss and gradient norm: facts that only its host knows.
+
+    ready: what the next snapshot is copied into is. stall: seconds that the last snapshot held up the loop.
+    step_seconds: what a step takes. letter: `LETTER` whole numbers for all ranks to read, on all ranks or on none.
+    """
 
     stop: bool = False
     scaler_skipped: bool = False
@@ -62,12 +77,18 @@ class Signs:
     committed: bool = False
     announced: bool = False
     asked: bool = False
+    torn: bool = False
+    ready: bool = False
+    tier_failed: bool = False
+    stall: float = 0.0
+    step_seconds: float = 0.0
+    letter: tuple[int, ...] | None = None
 
     def row(self) -> list[float]:
         """In the order of the slots from STOP on."""
         return [
-            float(flag)
-            for flag in (
+            float(value)
+            for value in (
                 self.stop,
                 self.scaler_skipped,
                 self.shard_written,
@@ -75,8 +96,21 @@ class Signs:
                 self.committed,
                 self.announced,
                 self.asked,
+                self.torn,
+                self.ready,
+                self.tier_failed,
+                self.stall,
+                self.step_seconds,
             )
         ]
+
+    def letter_row(self, ranks: Ranks) -> list[float]:
+        """This rank's letter at its place among those of all ranks; nothing where none is sent."""
+        if self.letter is None:
+            return []
+        row = [0.0] * (LETTER * ranks.world_size)
+        row[LETTER * ranks.rank : LETTER * (ranks.rank + 1)] = map(float, self.letter)
+        return row
 
 
 @dataclass(frozen=True)
@@ -116,8 +150,8 @@ class Beat:
 
     loss, grad_norm: mean over the ranks, NaN or Inf if any rank's was; None if no rank had one.
     ailing: ranks whose loss was not finite; failing that, those whose gradient norm was not (DDP's all-reduce
-    makes that everybody's). The counts are numbers of ranks. scale, kept, measured: means over the ranks that have
-    one; see `Gauges`.
+    makes that everybody's). The counts are numbers of ranks. stall, step_seconds: means over the ranks; see `Signs`.
+    scale, kept, measured: means over the ranks that have one; see `Gauges`. letters: by rank; none on most beats.
     """
 
     loss: float | None
@@ -127,9 +161,15 @@ class Beat:
     scaler_skipped: bool
     shards_written: int
     shards_failed: int
-    committed: bool
+    commits: int
     announced: bool = False
     asked: bool = False
+    torn: int = 0
+    ready: int = 0
+    tiers_failed: int = 0
+    stall: float = 0.0
+    step_seconds: float = 0.0
+    letters: tuple[tuple[int, ...], ...] = ()
     scale: float | None = None
     kept: float | None = None
     measured: float | None = None
@@ -147,7 +187,7 @@ class Pulse:
         self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
         if not ranks.distributed:
             self._device = device
-        size = len(Slot) + ranks.world_size
+        size = len(Slot) + ranks.world_size * (1 + LETTER)
         self._cuda = self._device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -172,7 +212,7 @@ class Pulse:
                 if self._work is not None:
                     self._work.wait()
                 self._vector.record_stream(self._side)
-                self._host.copy_(self._vector, non_blocking=True)
+                self._host[: len(self._vector)].copy_(self._vector, non_blocking=True)
                 self._arrived.record(self._side)
 
     def read(self) -> Beat:
@@ -184,9 +224,10 @@ class Pulse:
         else:
             if self._work is not None:
                 self._work.wait()
-            self._host.copy_(self._vector)
+            self._host[: len(self._vector)].copy_(self._vector)
+        vector = self._host[: len(self._vector)].tolist()
         self._work = self._vector = None
-        return _beat(self._host.tolist())
+        return _beat(vector, self._ranks.world_size)
 
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -209,7 +250,8 @@ class Pulse:
         for place, gauge in enumerate((gauges.scale, gauges.kept, gauges.measured)):
             if gauge is not None and math.isfinite(gauge.item()):
                 read[place], there[place] = gauge.item(), 1.0
-        return torch.tensor([*values, *counts, *known, *read, *there, *codes], dtype=torch.float64)
+        letters = signs.letter_row(self._ranks)
+        return torch.tensor([*values, *counts, *known, *read, *there, *codes, *letters], dtype=torch.float64)
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -230,11 +272,13 @@ class Pulse:
             known,
             gauges.row(self._device),
             codes,
+            torch.tensor(signs.letter_row(self._ranks), dtype=torch.float64).to(self._device, non_blocking=True),
         ])  # fmt: skip
 
 
-def _beat(vector: list[float]) -> Beat:
-    slots, codes = vector[: len(Slot)], [Ailment(int(code)) for code in vector[len(Slot) :]]
+def _beat(vector: list[float], world_size: int) -> Beat:
+    slots, letters = vector[: len(Slot)], list(map(int, vector[len(Slot) + world_size :]))
+    codes = [Ailment(int(code)) for code in vector[len(Slot) : len(Slot) + world_size]]
     anywhere = Ailment(0)
     for code in codes:
         anywhere |= code
@@ -246,9 +290,15 @@ def _beat(vector: list[float]) -> Beat:
         scaler_skipped=slots[Slot.SCALER_SKIPPED] > 0,
         shards_written=int(slots[Slot.SHARD_WRITTEN]),
         shards_failed=int(slots[Slot.SHARD_FAILED]),
-        committed=slots[Slot.COMMITTED] > 0,
+        commits=int(slots[Slot.COMMITTED]),
         announced=slots[Slot.ANNOUNCED] > 0,
         asked=slots[Slot.ASKED] > 0,
+        torn=int(slots[Slot.TORN]),
+        ready=int(slots[Slot.READY]),
+        tiers_failed=int(slots[Slot.TIER_FAILED]),
+        stall=slots[Slot.STALL] / world_size,
+        step_seconds=slots[Slot.STEP_SECONDS] / world_size,
+        letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
         scale=_over(slots[Slot.SCALE], slots[Slot.SCALE_COUNT]),
         kept=_over(slots[Slot.KEPT], slots[Slot.KEPT_COUNT]),
         measured=_over(slots[Slot.MEASURED], slots[Slot.MEASURED_COUNT]),

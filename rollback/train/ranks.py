@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import json
 import os
+import socket
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from rollback.errors import UsageError
+
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Ranks:
@@ -31,10 +35,30 @@ class Ranks:
         self.world_size = dist.get_world_size() if self.distributed else 1
         on_gpu = self.distributed and "nccl" in str(dist.get_backend())
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+        self._hosts: list[str] | None = None
 
     @property
     def first(self) -> bool:
         return self.rank == 0
+
+    def meet(self) -> None:
+        """Collective: learn which ranks share a host, and so its memory. Until then all are thought to."""
+        self._hosts = self.from_each(f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
+
+    @property
+    def on_this_host(self) -> list[int]:
+        """Ranks of this host, this one among them."""
+        if self._hosts is None:
+            return list(range(self.world_size))
+        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self.rank]]
+
+    @property
+    def first_of_host(self) -> bool:
+        return self.rank == self.on_this_host[0]
+
+    @property
+    def host_count(self) -> int:
+        return len(set(self._hosts)) if self._hosts is not None else 1
 
     def collectives_begun(self) -> int | None:
         """Collectives that this rank's default process group has begun; None where there is none to ask.
@@ -61,6 +85,10 @@ class Ranks:
         flag = torch.tensor([int(condition)], dtype=torch.int32, device=self.device)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
         return bool(flag.item())
+
+    def first_fault(self, fault: str | None) -> str | None:
+        """Collective: the fault of the first rank that has one, None where none has."""
+        return next((text for text in self.from_each(fault or "") if text), None)
 
     def from_first(self, value: Any) -> Any:
         """Collective: rank 0's JSON value on every rank. (broadcast_object_list would pickle.)"""

@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from rollback.events import Fact, Trouble
+from rollback.events import Advice, Fact, Trouble
 from rollback.events import Record as JournalRecord
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
@@ -35,13 +35,14 @@ def say(text: str) -> None:
 class Record:
     """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
 
-    def __init__(self, paths: RunPaths, attempt: int, *, first: bool) -> None:
+    def __init__(self, paths: RunPaths, attempt: int, *, first: bool, advised: Iterable[str] = ()) -> None:
         self._attempt = attempt
         self._journal = Journal(paths.train_journal, attempt) if first else None
         self._metrics: LineWriter | None = None
         self._flushed = time.monotonic()
         self._failing: set[str] = set()
         self._unheard_before = _Unheard.lines
+        self._advised = set(advised)
         self._lock = threading.RLock()
         if first:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
@@ -60,6 +61,12 @@ class Record:
     def records(self) -> list[JournalRecord]:
         """Rank 0: the ranks' facts of all attempts; elsewhere none."""
         return self._journal.records if self._journal else []
+
+    def advise(self, code: str, text: str) -> None:
+        """Note a likely mistake, once for each run."""
+        if code not in self._advised:
+            self._advised.add(code)
+            self.note(Advice(code=code, text=text), text)
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

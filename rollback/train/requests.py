@@ -18,6 +18,7 @@ from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox, Request, read_request
 from rollback.train.cursor import Cursor
+from rollback.train.keeping import Keeper
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
 from rollback.train.restoring import verify
@@ -40,13 +41,14 @@ class Requests:
     """Open requests of a run. history: as at the start of this attempt."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, record: Record, history: History, watch: Watch, skips: SkipList,
-        cursor: Cursor,
+        self, paths: RunPaths, ranks: Ranks, record: Record, history: History, watch: Watch, keeper: Keeper,
+        skips: SkipList, cursor: Cursor,
     ) -> None:  # fmt: skip
         self._paths = paths
         self._ranks = ranks
         self._record = record
         self._watch = watch
+        self._keeper = keeper
         self._skips = skips
         self._cursor = cursor
         self._inbox = Inbox(paths, history.answers) if ranks.first else None
@@ -162,7 +164,7 @@ class Requests:
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
             return None
-        self._watch.settle_snapshot()  # so that all checkpoints there are can be chosen
+        self._keeper.settle()  # so that all checkpoints there are can be chosen
         target, oldest = self._target(request.to)
         if target is None:
             known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"
@@ -178,14 +180,14 @@ class Requests:
 
     def _target(self, step: int) -> tuple[Held | None, int | None]:
         """Collective: the newest checkpoint at or before `step` that every rank can read; and the oldest step held."""
-        for point in reversed(self._watch.held()):
+        for point in reversed(self._keeper.as_held()):
             if point.step > step:
                 continue
-            fault = verify(self._paths, point.name, self._ranks)
+            fault = verify(point.name, self._keeper.places(point.name), self._ranks)
             if fault is None:
                 return point, None
-            self._watch.put_aside(point.name, fault)
-        return None, min((point.step for point in self._watch.held()), default=None)
+            self._keeper.put_aside(point.name, fault)
+        return None, min((point.step for point in self._keeper.as_held()), default=None)
 
     def rewound(self, decision: Rewind) -> None:
         """What was asked for has been done. Not collective."""

@@ -8,8 +8,8 @@ from rollback.errors import RollbackError
 from rollback.events import Restored
 from rollback.rundir.history import Case
 from rollback.rundir.manifest import Manifest
-from rollback.rundir.paths import RunPaths
 from rollback.train.evidence import Evidence
+from rollback.train.keeping import Keeper
 from rollback.train.passes import Passes
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
@@ -27,20 +27,20 @@ class Rewinder:
 
     def __init__(
         self,
-        paths: RunPaths,
         ranks: Ranks,
         state: TrainingState,
         watch: Watch,
+        keeper: Keeper,
         evidence: Evidence,
         skips: SkipList,
         passes: Passes,
         record: Record,
         source: Manifest | None,
     ) -> None:
-        self._paths = paths
         self._ranks = ranks
         self._state = state
         self._watch = watch
+        self._keeper = keeper
         self._evidence = evidence
         self._skips = skips
         self._passes = passes
@@ -57,11 +57,11 @@ class Rewinder:
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             assert decision.plan.checkpoint is not None
-            target = self._watch.manifest(decision.plan.checkpoint)
-            fault = restore(self._paths, target.name, self._ranks, self._state)
-            if fault is None:
+            target = self._keeper.manifest(decision.plan.checkpoint)
+            result = restore(target.name, self._keeper.places(target.name), self._ranks, self._state)
+            if result.place is not None:
                 break
-            replanned = self._watch.plan_without(target.name, fault, decision)
+            replanned = self._watch.plan_without(target.name, result.fault, decision)
             if not isinstance(replanned, Rewind):
                 return replanned
             decision = replanned
@@ -70,7 +70,7 @@ class Rewinder:
         if plan.action == "rollback" and plan.skip is not None:
             self._skips.add(plan.skip)
         self._skips.announce(self._state.cursor)
-        self._watch.discard(plan)
+        self._keeper.discard(plan)
         restored = Restored(
             incident=plan.incident,
             checkpoint=target.name,
@@ -90,9 +90,10 @@ class Rewinder:
         """The script has run code of its own since the restore. Undo what that did, without a word in the record."""
         assert self.source is not None
         self._evidence.forget(self.source.step)
-        fault = restore(self._paths, self.source.name, self._ranks, self._state)
-        if fault is not None:
+        name = self.source.name
+        result = restore(name, self._keeper.places(name), self._ranks, self._state)
+        if result.place is None:
             raise RollbackError(
-                f"restoring {self.source.name} once more at the start of its epoch: {fault}",
+                f"restoring {name} once more at the start of its epoch: {result.fault}",
                 hint="run the same command again: an older checkpoint will be used",
             )

@@ -169,7 +169,7 @@ def _to_tree(states: _CpuStates) -> dict[str, Any]:
         algorithm, words, position, has_gauss, gauss = states.numpy
         tree["numpy"] = {
             "algorithm": str(algorithm),
-            "words": torch.tensor(words.tolist()),
+            "words": torch.tensor([int(word) for word in words]),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),

@@ -1,168 +1,362 @@
 """Snapshots on their way to becoming checkpoints: captured at a step's end, written by a thread, committed by pulse.
 
-The stages of the one snapshot that may be in flight, on each rank:
-
-    stage      what the rank does                        what moves it on
-    WRITING    its thread writes the shard               the thread ends
-    WRITTEN    says so on every pulse                    all ranks have said so (rank 0: COMMITTING, others stay)
-    COMMITTING rank 0's thread writes manifest, renames  the thread ends
-    COMMITTED  rank 0 says so on the next pulse          that pulse is read: every rank lands it in the same step
-    FAILED     says so on the next pulse                 that pulse is read: every rank drops it in the same step
-
-No rank decides on what it alone knows: `advance` is fed with reduced beats only.
+`flight` has the stages. No rank decides on what it alone knows: `advance` is fed with reduced beats only.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from datetime import datetime, timezone
-from enum import Enum
 from functools import partial
 
-import torch
-from torch import Tensor
+import xxhash
 
 from rollback.errors import RollbackError
-from rollback.rundir import ring
-from rollback.rundir.manifest import Manifest
+from rollback.events import Tier
+from rollback.rundir import ring, slots
+from rollback.rundir.direct import write_direct
+from rollback.rundir.layout import lay_out, room_for
+from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
-from rollback.rundir.shard import Piece, write_shard
-from rollback.train import tree
+from rollback.rundir.region import Region
+from rollback.rundir.shard import Written
+from rollback.train import drift
+from rollback.train.capture import Capture, share_of
+from rollback.train.choices import CaptureMode
+from rollback.train.flight import Flight, Landing, Letter, Stage
 from rollback.train.pulse import Beat, Signs
 from rollback.train.ranks import Ranks
 from rollback.train.record import say
-from rollback.train.state import Image, owners
+from rollback.train.restoring import Place
+from rollback.train.rooms import FastTier, Room, Staging
+from rollback.train.state import Image
 
-
-class Stage(Enum):
-    WRITING = "writing"
-    WRITTEN = "written"
-    COMMITTING = "committing"
-    COMMITTED = "committed"
-    FAILED = "failed"
-
-
-@dataclass
-class Flight:
-    """The snapshot in flight. `error` is this rank's own, for its log; whether it failed is decided by pulse."""
-
-    manifest: Manifest
-    began: float
-    stage: Stage
-    job: Future[None]
-    error: str | None = None
-    bytes: int = 0
-
-
-@dataclass(frozen=True)
-class Landing:
-    """A flight's end, known to all ranks in the same step."""
-
-    manifest: Manifest
-    committed: bool
-    reason: str
-    seconds: float
-    bytes: int
+_PAGE = 4096
+_SPARE = 1 << 16
+_HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
 
 
 class Snapshots:
-    """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step."""
+    """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, next_seq: int, attempt: int) -> None:
+    fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `choices`.
+    stalled: seconds for which the last snapshot has held up the loop.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        next_seq: int,
+        attempt: int,
+        fast: FastTier | None = None,
+        mode: CaptureMode = "at_once",
+    ) -> None:
+        self.mode: CaptureMode = mode
+        self.stalled = 0.0
         self._paths = paths
         self._ranks = ranks
         self._next_seq = next_seq
         self._attempt = attempt
-        self._buffers: dict[str, Tensor] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
+        self._fast = fast
+        self._staging = Staging(self._thread)
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
+        self._head = self._size = 0  # bytes of a shard, and of its header
+        self._outgrown: Image | None = None
+        self._all_ready = self._said_ready = False
         self._flight: Flight | None = None
+        self._job: Future[None] | None = None
         self._leaving: dict[str, Callable[[], None]] = {}  # touched by the thread alone
 
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
 
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have said that the next one can be begun; the same on all of them."""
+        return self._all_ready and not self.in_flight
+
+    # Room ----------------------------------------------------------------------------------------------------------
+
+    def expect(self, image: Image) -> int:
+        """Make room for snapshots like this one, in the background. Bytes of this rank's shard. All ranks alike."""
+        share = share_of(image, self._ranks)
+        kinds = share.kinds()
+        # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
+        self._head = 2 * room_for(kinds, share.metadata, _PAGE)
+        self._size = lay_out(kinds, self._head).size + _SPARE
+        self._make_room()
+        return self._size
+
+    def use(self, count: int) -> None:
+        """Write into so many slots from now on; 0: straight to the ring. All ranks alike."""
+        if self._fast is not None:
+            self._fast.resize(count)
+        self._make_room()
+
+    @property
+    def slots(self) -> int:
+        return self._fast.count if self._fast is not None else 0
+
+    @property
+    def tier(self) -> Tier:
+        """Where the next snapshot goes."""
+        return "fast" if self.slots else "durable"
+
+    def await_ready(self, image: Image) -> None:
+        """Collective: wait until the next snapshot can be begun; where the fast tier is held up, without it."""
+        if not self._size:
+            self.expect(image)
+        self._room.wait(_HELD_UP)
+        if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
+            self.use(0)
+            self._room.wait(_HELD_UP)
+        self._all_ready = self._ranks.all_of(self._can_begin())
+
+    @property
+    def fault(self) -> str | None:
+        """Why this rank can have no room, for its log."""
+        return self._room.fault
+
+    def _make_room(self) -> None:
+        self._all_ready = self._said_ready = False
+        if self._size:
+            self._room.fit(self._size)
+
+    def _can_begin(self) -> bool:
+        """Whether this rank could begin another one, apart from what is in flight."""
+        return (self._job is None or self._job.done()) and self._room.ready()
+
+    @property
+    def _room(self) -> Room:
+        return self._fast if self._fast is not None and self._fast.count else self._staging
+
+    # The flight ----------------------------------------------------------------------------------------------------
+
     def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int) -> str:
-        """Collective: copy this rank's part of the image and start writing it. Waits for the copy, not for the disk.
+        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
 
         Returns the name that the checkpoint will have.
         """
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
+        began = time.perf_counter()
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         manifest = Manifest(
             name=checkpoint_name(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, timeline=timeline,
             attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(),
         )  # fmt: skip
-        owner = owners(image.shared_tensors, self._ranks.world_size)
-        mine = {name: item for name, item in image.shared_tensors.items() if owner[name] == self._ranks.rank}
-        copies = self._copy({**mine, **image.local_tensors})
-        metadata = {"local": json.dumps(image.local)}
-        if self._ranks.first:
-            metadata["shared"] = json.dumps(image.shared)
-        job = self._thread.submit(self._write, manifest.name, copies, metadata)
-        self._flight = Flight(
-            manifest, time.monotonic(), Stage.WRITING, job, bytes=sum(c.nbytes for c in copies.values())
-        )
+        flight = self._flight = Flight(manifest, self.tier, time.monotonic())
+        self._all_ready = self._said_ready = False
+        share, region = share_of(image, self._ranks), self._room.take(manifest.name)
+        try:
+            capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region)
+            capture.begin()
+        except ValueError as error:
+            flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
+            self._outgrown = image
+        else:
+            if self.mode == "overlapped":
+                flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
+            else:
+                capture.finish()
+            self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
+        self.stalled = time.perf_counter() - began
         return manifest.name
 
+    def fence(self) -> None:
+        """Before anything changes what is being copied: wait until it is copied. Not collective."""
+        flight = self._flight
+        if flight is None or flight.capture is None or flight.copied is None:
+            return
+        began = time.perf_counter()
+        capture, flight.capture = flight.capture, None
+        capture.fence()
+        flight.copied.exception()
+        if moved := capture.moved():
+            flight.torn = True
+            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were copied")
+        self.stalled += time.perf_counter() - began
+
     def signs(self) -> Signs:
-        """What this rank has to say of its flight on the next beat."""
+        """What this rank has to say of its flight, and of room for the next, on the next beat."""
+        self.fence()
         self._follow_thread()
-        stage = self._flight.stage if self._flight else None
-        failed = stage is Stage.FAILED
+        flight = self._flight
+        stage = flight.stage if flight else None
+        self._said_ready = True
         return Signs(
             shard_written=stage is Stage.WRITTEN,
-            shard_failed=failed,
+            shard_failed=stage is Stage.FAILED,
+            torn=flight is not None and flight.torn,
             committed=stage is Stage.COMMITTED,
+            ready=self._outgrown is None and self._can_begin(),
+            tier_failed=self._room.fault is not None,
+            stall=self.stalled,
+            letter=flight.letter.words() if flight and flight.letter and stage is Stage.TELLING else None,
         )
 
     def advance(self, beat: Beat) -> Landing | None:
         """Collective: act on a reduced beat. The landing, if the flight ended by it."""
+        if self._said_ready:  # else the beat is from before the room was changed
+            self._all_ready = beat.ready == self._ranks.world_size
         flight = self._flight
         if flight is None:
             return None
+        if beat.torn:
+            self.mode = "at_once"
+            return self._land(False, f"tensors changed while they were copied, on {beat.torn} ranks")
         if beat.shards_failed:
             return self._land(False, f"{beat.shards_failed} of {self._ranks.world_size} ranks could not write")
-        if beat.committed:
+        if beat.commits and beat.commits == self._commits_needed(flight):
             return self._land(True, "")
-        if beat.shards_written == self._ranks.world_size and self._ranks.first and flight.stage is Stage.WRITTEN:
-            flight.stage = Stage.COMMITTING
-            flight.job = self._thread.submit(ring.commit, self._paths, flight.manifest)
+        if beat.shards_written == self._ranks.world_size:
+            flight.stage = Stage.TELLING
+        elif beat.letters:
+            return self._read(flight, [Letter.from_words(words) for words in beat.letters])
         return None
 
     def settle(self) -> Landing | None:
         """Collective: wait until the flight has ended one way or the other, without the pulse."""
-        if self._flight is None:
+        flight = self._flight
+        if flight is None:
             return None
-        self._flight.job.exception()
-        self._follow_thread()
-        if self._ranks.all_of(self._flight.stage is not Stage.FAILED) and self._ranks.first:
-            if self._flight.stage is Stage.WRITTEN:
-                self._flight.stage = Stage.COMMITTING
-                self._flight.job = self._thread.submit(ring.commit, self._paths, self._flight.manifest)
-            self._flight.job.exception()
-            self._follow_thread()
-        committed = bool(self._ranks.from_first(self._flight.stage is Stage.COMMITTED))
+        self.fence()
+        self._await_job(flight)
+        if not self._ranks.all_of(flight.stage is not Stage.FAILED):
+            return self._land(False, "a rank could not write")
+        if not flight.manifest.shards:
+            assert flight.letter is not None
+            words = [tuple(json.loads(text)) for text in self._ranks.from_each(json.dumps(flight.letter.words()))]
+            if (landing := self._read(flight, list(map(Letter.from_words, words)))) is not None:
+                return landing
+            self._await_job(flight)
+        committed = self._ranks.all_of(flight.stage is not Stage.FAILED)
         return self._land(committed, "" if committed else "a rank could not write")
 
-    def evict(self, name: str, then: Callable[[], None]) -> None:
-        """Rank 0: remove a checkpoint, in the thread, and call `then` once it is gone. Other ranks: nothing.
+    def _read(self, flight: Flight, letters: Sequence[Letter]) -> Landing | None:
+        """All ranks have written, and told each other what: commit, unless their parameters differ."""
+        if ranks := drift.differing([letter.digest for letter in letters]):
+            return self._land(False, drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+        shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
+        flight.manifest = flight.manifest.model_copy(update={"shards": shards})
+        flight.stage, flight.letter = Stage.TELLING, None
+        if self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first:
+            flight.stage = Stage.COMMITTING
+            self._job = flight.job = self._thread.submit(self._commit, flight)
+        return None
 
-        A pinned one stays; if it is no longer pinned when another leaves, it leaves too.
+    def _commits_needed(self, flight: Flight) -> int:
+        return self._ranks.host_count if flight.tier == "fast" else 1
+
+    def _land(self, committed: bool, reason: str, drifted: tuple[int, ...] = ()) -> Landing:
+        flight = self._flight
+        assert flight is not None
+        self.fence()
+        if flight.torn:
+            self.mode = "at_once"
+        self._flight = None
+        name = flight.manifest.name
+        if not committed and flight.tier == "fast" and self._fast is not None:
+            self._fast.let_go(name, after=flight.job)
+        elif not committed and self._ranks.first:
+            # In the thread, behind whatever it still does with the directory.
+            self._thread.submit(
+                self._tell, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
+            )
+        if self._outgrown is not None:
+            self.expect(self._outgrown)
+            self._outgrown = None
+        detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
+        return Landing(flight.manifest, flight.tier, committed, detail, time.monotonic() - flight.began, drifted)
+
+    # In the thread -------------------------------------------------------------------------------------------------
+
+    def _write(self, flight: Flight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
+        if copied is not None:
+            copied.result()
+        if flight.tier == "fast":
+            written = Written(region.size, xxhash.xxh3_128(region.view).hexdigest())
+        else:
+            directory = ring.begin_writing(self._paths, flight.manifest.name)
+            written = write_direct(directory / shard_name(self._ranks.rank), region.view)
+        flight.letter = Letter(written, capture.digest)
+
+    def _commit(self, flight: Flight) -> None:
+        if flight.tier == "fast" and self._fast is not None:
+            slots.commit(self._fast.paths, self._fast.number(flight.manifest.name), flight.manifest)
+        else:
+            ring.commit(self._paths, flight.manifest)
+
+    def _await_job(self, flight: Flight) -> None:
+        if flight.job is not None:
+            flight.job.exception()
+        self._follow_thread()
+
+    def _follow_thread(self) -> None:
+        flight = self._flight
+        if flight is None or flight.job is None or not flight.job.done():
+            return
+        if flight.stage not in (Stage.WRITING, Stage.COMMITTING):
+            return
+        error = flight.job.exception()
+        if error is None:
+            flight.stage = Stage.WRITTEN if flight.stage is Stage.WRITING else Stage.COMMITTED
+        elif isinstance(error, OSError | RollbackError):
+            flight.fail(str(error))
+        else:
+            raise error
+
+    # Checkpoints that there are ------------------------------------------------------------------------------------
+
+    def places(self, name: str) -> list[Place]:
+        """Where a checkpoint may be found, best first."""
+        found = [Place(self._paths.checkpoint(name))]
+        if self._fast is not None and (directory := self._fast.place(name)) is not None:
+            memory = self._fast.memory(name)
+            found.insert(0, Place(directory, in_slot=True, memory=memory.view if memory else None))
+        return found
+
+    @property
+    def in_slots(self) -> set[str]:
+        """Names of the checkpoints that the fast tier holds, and of the snapshot on its way there."""
+        return self._fast.held if self._fast is not None else set()
+
+    def evict(self, name: str, then: Callable[[Tier], None]) -> None:
+        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread. `then` is called afterwards.
+
+        A pinned one stays in the ring; if it is no longer pinned when another leaves, it leaves too.
         """
-        if self._ranks.first:
-            self._thread.submit(self._evict, name, then)
+        if self._fast is not None and name in self._fast.held:
+            self._fast.let_go(name, lambda: then("fast"))
+        elif self._ranks.first:
+            self._thread.submit(self._evict, name, lambda: then("durable"))
 
     def quarantine(self, name: str) -> None:
-        """Rank 0: move a checkpoint that cannot be believed out of the ring. Other ranks: nothing."""
-        if self._ranks.first:
+        """Put a checkpoint that cannot be believed out of reach: in the ring, rank 0 moves it where it can be seen."""
+        if self._fast is not None and name in self._fast.held:
+            self._fast.let_go(name)
+        if self._ranks.first and self._paths.checkpoint(name).exists():
             self._tell(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
+
+    def wait(self) -> None:
+        """Wait for all that is under way in threads: for tests and measurements."""
+        self._thread.submit(int).result()
+        if self._fast is not None:
+            self._fast.settle()
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        self._copier.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
+        if self._fast is not None:
+            self._fast.close()
 
     def _evict(self, name: str, then: Callable[[], None]) -> None:
         self._leaving[name] = then
@@ -182,62 +376,3 @@ class Snapshots:
             act()
         except OSError as error:
             say(f"{doing} failed ({error}); training goes on")
-
-    def close(self) -> None:
-        """Wait for the thread."""
-        self._thread.shutdown(wait=True)
-
-    def _land(self, committed: bool, reason: str) -> Landing:
-        flight = self._flight
-        assert flight is not None
-        self._flight = None
-        if not committed and self._ranks.first:
-            # In the thread, behind whatever it still does with the directory.
-            name = flight.manifest.name
-            self._thread.submit(
-                self._tell, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
-            )
-        detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
-        return Landing(flight.manifest, committed, detail, time.monotonic() - flight.began, flight.bytes)
-
-    def _follow_thread(self) -> None:
-        flight = self._flight
-        if flight is None or flight.stage not in (Stage.WRITING, Stage.COMMITTING) or not flight.job.done():
-            return
-        error = flight.job.exception()
-        if error is None:
-            flight.stage = Stage.WRITTEN if flight.stage is Stage.WRITING else Stage.COMMITTED
-        elif isinstance(error, OSError | RollbackError | ValueError):
-            flight.stage, flight.error = Stage.FAILED, str(error)
-        else:
-            raise error
-
-    def _copy(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Copies in host memory that is kept from snapshot to snapshot: fresh pages cost more than the bytes."""
-        copies = {}
-        on_gpu = False
-        for name, source in tensors.items():
-            buffer = self._buffers.get(name)
-            if buffer is None or buffer.shape != source.shape or buffer.dtype != source.dtype:
-                buffer = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
-                self._buffers[name] = buffer
-            buffer.copy_(source, non_blocking=True)
-            on_gpu |= source.is_cuda
-            copies[name] = buffer
-        if on_gpu:
-            torch.cuda.synchronize()
-        return copies
-
-    def _write(self, name: str, copies: dict[str, Tensor], metadata: dict[str, str]) -> None:
-        directory = ring.begin_writing(self._paths, name)
-        pieces = [
-            Piece(key, tree.DTYPE_CODE[value.dtype], tuple(value.shape), bytes_of(value))
-            for key, value in copies.items()
-        ]
-        written = write_shard(directory / shard_name(self._ranks.rank), pieces, metadata)
-        ring.leave_note(directory, self._ranks.rank, written)
-
-
-def bytes_of(value: Tensor) -> memoryview:
-    """The bytes of a contiguous CPU tensor, as a view."""
-    return value.reshape(-1).view(torch.uint8).numpy().data

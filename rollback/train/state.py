@@ -20,6 +20,8 @@ from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor
 
+_IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/")
+
 
 @runtime_checkable
 class Stateful(Protocol):
@@ -111,15 +113,30 @@ class TrainingState:
             local_tensors,
         )
 
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the image that are the live objects' own: what is written into them is in the objects.
+
+        A state_dict may hand out copies, or what hooks make of its tensors; those are not among them.
+        """
+        held = [*self.model.parameters(), *self.model.buffers()]
+        held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+        own = {_memory_of(item) for item in held}
+        image = self.image()
+        tensors = {**image.shared_tensors, **image.local_tensors}
+        return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and _memory_of(item) in own}
+
     def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """Put a decoded state into the live objects, in place where they have tensors already.
 
-        The tensors must not be shared with anything else: an optimizer keeps those it is given. Gradients are dropped,
-        since they belong to an update that will not happen. Random states come last, after all that might draw.
+        The tensors must be those of `live_tensors`, or not be shared with anything else: an optimizer keeps those it is
+        given. Gradients are dropped, since they belong to an update that will not happen. Random states come last,
+        after all that might draw.
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
-        self.model.load_state_dict({**shared["model"], **local["buffers"]}, strict=True)
+        model = {**shared["model"], **local["buffers"]}
+        if not _is_in_place(model, self.model.state_dict()):
+            self.model.load_state_dict(model, strict=True)
         self.optimizer.load_state_dict(shared["optimizer"])
         for name, item in self.objects.items():
             item.load_state_dict(shared["objects"][name])
@@ -142,6 +159,18 @@ class TrainingState:
     def restore_random_states(self) -> None:
         """Put the random states back to where the last `load` put them."""
         rng.restore(self._random)
+
+
+def _memory_of(item: Tensor) -> tuple[Any, ...]:
+    return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
+
+
+def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Whether a model's state that is to be loaded is in its tensors already."""
+    return loaded.keys() == present.keys() and all(
+        isinstance(item, Tensor) and isinstance(present[name], Tensor) and _memory_of(item) == _memory_of(present[name])
+        for name, item in loaded.items()
+    )
 
 
 def unwrap(model: nn.Module) -> nn.Module:

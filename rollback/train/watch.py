@@ -15,34 +15,26 @@ from torch import Tensor
 
 from rollback.config import Settings
 from rollback.events import (
-    Advice,
-    BecameGood,
-    Committed,
-    Dropped,
-    Evicted,
     Incident,
     Noticed,
     PhaseAnnounced,
     Planned,
-    Quarantined,
     ScalerSkipped,
 )
 from rollback.policy import Held
 from rollback.rundir.history import Case, History
-from rollback.rundir.manifest import Manifest
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.train.advice import Advisor
 from rollback.train.cases import Cases
 from rollback.train.evidence import Evidence
 from rollback.train.habits import Habit
-from rollback.train.holdings import Holdings
+from rollback.train.keeping import Keeper
 from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
 from rollback.train.scaler import ScaleWatch
-from rollback.train.snapshots import Landing, Snapshots
-from rollback.train.state import Image
+from rollback.train.snapshots import Snapshots
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
@@ -96,7 +88,7 @@ class Watch:
         settings: Settings,
         pulse: Pulse,
         sentinel: Sentinel,
-        holdings: Holdings,
+        keeper: Keeper,
         snapshots: Snapshots,
         record: Record,
         evidence: Evidence,
@@ -108,13 +100,12 @@ class Watch:
         self._settings = settings
         self._pulse = pulse
         self._sentinel = sentinel
-        self._holdings = holdings
+        self._keeper = keeper
         self._snapshots = snapshots
         self._record = record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
         self._cases = Cases(record, settings, history)
-        self._advised = set(history.advised)
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._phases = set(history.phases)
@@ -122,6 +113,7 @@ class Watch:
         self.timeline = history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
+        self.beat: Beat | None = None  # the last one that was read
 
     def end_step(
         self,
@@ -133,14 +125,19 @@ class Watch:
         scaler_skipped: bool,
         asked: bool = False,
         gauges: Gauges = NO_GAUGES,
+        seconds: float = 0.0,
     ) -> Decision | None:
-        """Judge the step before this one and send this one's beat, unless there is something to do."""
+        """Judge the step before this one and send this one's beat, unless there is something to do.
+
+        seconds: what a step takes on this rank.
+        """
         decision = self.settle()
         if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
             return decision
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
         signs.asked = asked
+        signs.step_seconds = seconds
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs, gauges)
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
@@ -159,27 +156,11 @@ class Watch:
             return None
         return self._judge(self._pulse.read(), self._marks[-1])
 
-    def begin_snapshot(self, image: Image, *, step: int, batch: int, epoch: int) -> None:
-        """Copy the state and start writing it."""
-        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=self.timeline)
-        self._holdings.begin(name)
-
-    def manifest(self, name: str) -> Manifest:
-        return self._holdings.manifest(name)
-
-    def newest(self) -> Manifest | None:
-        """The newest checkpoint of the present timeline, good or not."""
-        return self._holdings.newest()
-
-    def settle_snapshot(self) -> None:
-        """Wait for the snapshot in flight."""
-        self._take(self._snapshots.settle())
-
     def rewound(self, case: Case, step: int) -> None:
         """A plan was carried out; `step` is where training stands now."""
         assert case.plan is not None
         self._cases.carried_out(case, step)
-        self._holdings.restart_probation()
+        self._keeper.restart_probation()
         self.timeline = case.plan.timeline
         self.calm = True
         self._scale.restart()
@@ -189,40 +170,18 @@ class Watch:
 
     def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
         """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
-        self.put_aside(name, reason)
+        self._keeper.put_aside(name, reason)
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
             return Halt(structural=False, account=account, save=False)
         return self._plan(failed.incident, failed.batches_per_step)
 
-    def put_aside(self, name: str, reason: str) -> None:
-        """A checkpoint cannot be believed: it leaves the ring."""
-        self._holdings.drop(name)
-        self._snapshots.quarantine(name)
-        self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
-
-    def held(self) -> list[Held]:
-        """The checkpoints of the present timeline, oldest first."""
-        return self._holdings.as_held()
-
     def plan_request(self, name: str, request: Request, target: Held, *, step: int, batch: int) -> Rewind:
         """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
         incident, plan = self._cases.plan_request(
-            name, request, target, self.held(), step=step, batch=batch, timeline=self.timeline
+            name, request, target, self._keeper.as_held(), step=step, batch=batch, timeline=self.timeline
         )
         return Rewind(incident, plan, 1)
-
-    def discard(self, plan: Planned) -> None:
-        """Remove what lies beyond the restored checkpoint."""
-        for name in plan.discards:
-            self._holdings.drop(name)
-            self._evict(name, "beyond a restored checkpoint")
-
-    def advise(self, code: str, text: str) -> None:
-        """Note a likely mistake in the script, once for each run. Not collective."""
-        if code not in self._advised:
-            self._advised.add(code)
-            self._record.note(Advice(code=code, text=text), text)
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
@@ -230,7 +189,8 @@ class Watch:
         self._record.close()
 
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
-        self._take(self._snapshots.advance(beat))
+        self.beat = beat
+        self._keeper.advance(beat)
         hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
         hints |= Hint.ANNOUNCED if self._phase_begins(beat, mark) else Hint.NONE
         verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
@@ -255,12 +215,11 @@ class Watch:
             )
         if self._advisor is not None and mark.habit is not None:
             for code, text in self._advisor.judge(mark.habit, beat, verdict):
-                self.advise(code, text)
+                self._record.advise(code, text)
         self.calm = verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
         self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
-        for manifest in self._holdings.judge(self.calm, verdict.onset):
-            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+        self._keeper.judge(self.calm, verdict.onset)
         if self.calm:
             self._observed = False
         if verdict.kind in _ACTED_ON and not self._observed:
@@ -282,7 +241,7 @@ class Watch:
 
     def _answer(self, verdict: Verdict, mark: StepMark, beat: Beat) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
-        self.settle_snapshot()
+        self._keeper.settle()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
         incident = Incident(
             incident=self._cases.next_number(),
@@ -308,7 +267,7 @@ class Watch:
         return self._plan(incident, mark.batches_per_step)
 
     def _plan(self, incident: Incident, batches_per_step: int) -> Decision | None:
-        plan = self._cases.plan(incident, self.held(), batches_per_step)
+        plan = self._cases.plan(incident, self._keeper.as_held(), batches_per_step)
         if plan.action == "observe":
             self._observed = True
             return None
@@ -324,33 +283,3 @@ class Watch:
         oldest = self._marks[0] if self._marks else now
         first = max(0, oldest.first_batch - (oldest.step - step) * oldest.batches_per_step)
         return StepMark(step, first, first + oldest.batches_per_step - 1, oldest.batches_per_step, Hint.NONE)
-
-    def _take(self, landing: Landing | None) -> None:
-        if landing is None:
-            return
-        manifest = landing.manifest
-        if not landing.committed:
-            self._holdings.drop(manifest.name)
-            self._record.note(
-                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
-                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on",
-            )
-            return
-        self._record.note(
-            Committed(
-                checkpoint=manifest.name,
-                step=manifest.step,
-                batch=manifest.batch,
-                timeline=manifest.timeline,
-                bytes=landing.bytes,
-                seconds=round(landing.seconds, 4),
-            )
-        )
-        if self._holdings.land(manifest):
-            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
-        for name, reason in self._holdings.surplus(self._settings.keep):
-            self._holdings.drop(name)
-            self._evict(name, reason)
-
-    def _evict(self, name: str, reason: str) -> None:
-        self._snapshots.evict(name, then=lambda: self._record.note(Evicted(checkpoint=name, reason=reason)))

@@ -13,7 +13,7 @@ from toy import Toy, facts, files, require_same, same_skips_from_the_start, trai
 
 from rollback.errors import NoUsableCheckpoint
 from rollback.events import Attached, Committed, Dropped, Incident, Planned, Quarantined, Restored
-from rollback.rundir import durable, journal, records, ring, shard
+from rollback.rundir import direct, durable, journal, records, ring
 from rollback.train import snapshots
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
@@ -140,14 +140,13 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 OPERATIONS = [
-    (snapshots, "write_shard"),
+    (snapshots, "write_direct"),
     (ring, "begin_writing"),
-    (ring, "leave_note"),
     (ring, "commit"),
     (ring, "evict"),
     (ring, "write_file"),
     (ring, "sync_directory"),
-    (shard, "write_all"),
+    (direct, "write_all"),
     (journal, "append_line"),
     (records, "write_file"),
     (records.LineWriter, "write"),
@@ -176,7 +175,7 @@ def test_a_full_disk_stops_no_training(
         committed = {fact.checkpoint for fact in told if isinstance(fact, Committed)}
         assert set(on_disk) <= committed
         assert not committed & {fact.checkpoint for fact in told if isinstance(fact, Dropped)}
-        if owner in (snapshots, shard) or (owner is ring and name not in KEEPS_SAVING):
+        if owner in (snapshots, direct) or (owner is ring and name not in KEEPS_SAVING):
             assert facts(run, Dropped)
             assert {fact.step for fact in told if isinstance(fact, Committed)} == {0, 10, 20}
     again = train(TOY, run)

@@ -77,7 +77,7 @@ def test_a_pinned_checkpoint_beyond_a_restored_one_stays_on_disk_and_is_never_us
     toy = TOY.but(nan=(44,)).with_settings(keep=8)
     run, beyond = tmp_path / "run", "c000004-s00000040"
     undisturbed = train(toy, tmp_path / "usual")
-    ended = train(toy.but(max_steps=60), run, hook=pin_at(run, 42, beyond))
+    ended = train(toy.but(max_steps=60), run, hook=pin_at(run, 43, beyond))
     (plan,) = facts(run, Planned)
     assert beyond in plan.discards
     assert beyond in ring.names(RunPaths(run))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollback.rundir import ring
-from rollback.rundir.manifest import Manifest
+from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
 from rollback.rundir.shard import Piece, write_shard
 
@@ -26,11 +26,12 @@ def content(rank: int, step: int) -> bytes:
 def write_checkpoint(paths: RunPaths, seq: int, step: int) -> str:
     """Every step of the protocol, by both ranks."""
     manifest = manifest_of(seq, step)
+    shards = []
     for rank in range(RANKS):
         directory = ring.begin_writing(paths, manifest.name)
         piece = Piece(f"w{rank}", "U8", (64,), memoryview(content(rank, step)))
-        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), [piece], {"local": "{}"}))
-    ring.commit(paths, manifest)
+        shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), [piece], {"local": "{}"})))
+    ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
     return manifest.name
 
 

@@ -31,7 +31,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     if scenario.get("skips_of"):
         toy = toy.with_settings(skip=skip_list(Path(scenario["skips_of"])))
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
-    write = snapshots.write_shard
+    write = snapshots.write_direct
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
         return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, rank), log=log)}
@@ -40,7 +40,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     except RollbackError as error:
         return {"error": type(error).__name__, "message": str(error)}
     finally:
-        snapshots.write_shard = write
+        snapshots.write_direct = write
 
 
 def hook(scenario: dict[str, Any], rank: int) -> Hook:
@@ -48,7 +48,7 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
         if scenario.get("signal", [])[:2] == [rank, position]:
             os.kill(os.getpid(), scenario["signal"][2])
         if scenario.get("full_disk") == [rank, position]:
-            snapshots.write_shard = refuse
+            snapshots.write_direct = refuse
         if asked is not None:
             asked(guard, position)
 

@@ -239,7 +239,7 @@ class _Loop:
             for batch in self.guard:
                 self.position, self.steps = self.guard.batch, self.guard.step
                 if self.toy.patient:
-                    self.guard._snapshots._thread.submit(int).result()
+                    self.guard._snapshots.wait()
                 yield batch
             return
         loader = self.parts.loader

@@ -133,7 +133,7 @@ class TestLaunchFlags:
         for flag in FLAGS:
             assert flag.help in line_of(flag.option)
         assert "|".join(get_args(PresetName)) in line_of("--policy")
-        assert "(default: 50)" in line_of("--snapshot-every")
+        assert "(default: auto)" in line_of("--snapshot-every")
 
 
 class TestLaunchMistakes:

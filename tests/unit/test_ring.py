@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from checkpoints import damage, manifest_of, whole, write_checkpoint
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import ring
+from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
 from rollback.rundir.ring import choose_evictions
 from rollback.rundir.shard import Piece, write_shard
@@ -113,33 +114,32 @@ def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: Run
 # --- committing -------------------------------------------------------------------------------------------------------
 
 
-def half_written(paths: RunPaths, *, noted: bool = True) -> Path:
-    """A checkpoint of two ranks, of which only rank 0 has written."""
+def half_written(paths: RunPaths) -> tuple[Path, list[ShardRecord]]:
+    """A checkpoint of two ranks, of which only rank 0 has written; the records of both."""
     directory = ring.begin_writing(paths, manifest_of(0, 10).name)
     written = write_shard(directory / "rank-00000.safetensors", [Piece("w", "U8", (2,), memoryview(b"ab"))], {})
-    if noted:
-        ring.leave_note(directory, 0, written)
-    return directory
+    return directory, [ShardRecord.of(rank, written) for rank in range(2)]
 
 
-def test_a_checkpoint_without_the_notes_of_all_ranks_is_not_committed(paths: RunPaths) -> None:
-    half_written(paths)
+def commit(paths: RunPaths, records: list[ShardRecord]) -> None:
+    ring.commit(paths, manifest_of(0, 10).model_copy(update={"shards": tuple(records)}))
+
+
+def test_a_checkpoint_without_the_shards_of_all_ranks_is_not_committed(paths: RunPaths) -> None:
+    _, records = half_written(paths)
     with pytest.raises(OSError, match="rank-00001"):
-        ring.commit(paths, manifest_of(0, 10))
+        commit(paths, records)
+    with pytest.raises(ValueError, match="1 of 2 shards"):
+        commit(paths, records[:1])
     assert ring.names(paths) == []
 
 
 def test_a_shard_that_is_not_what_its_rank_wrote_is_not_committed(paths: RunPaths) -> None:
-    directory = half_written(paths)
+    directory, records = half_written(paths)
     written = write_shard(directory / "rank-00001.safetensors", [Piece("v", "U8", (2,), memoryview(b"cd"))], {})
-    ring.leave_note(directory, 1, written)
     os.truncate(directory / "rank-00001.safetensors", written.size - 1)
-    with pytest.raises(CheckpointDamaged, match="rank 1"):
-        ring.commit(paths, manifest_of(0, 10))
-    (directory / "rank-00001.json").write_text("{}")
-    with pytest.raises(CheckpointDamaged, match="note of rank 1"):
-        ring.commit(paths, manifest_of(0, 10))
-    assert ring.names(paths) == []
+    with pytest.raises(CheckpointDamaged, match="rank-00001"):
+        commit(paths, records)
 
 
 def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
@@ -147,7 +147,7 @@ def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
     half_written(paths)
     ring.abandon(paths, manifest_of(0, 10).name)
     ring.abandon(paths, manifest_of(0, 10).name)
-    half_written(paths, noted=False)
+    half_written(paths)
     paths.evicting(checkpoint_name(7, 70)).mkdir()
     assert len(ring.sweep(paths)) == 2
     assert os.listdir(paths.ring) == [kept]

@@ -23,6 +23,7 @@ from rollback.events import BecameGood, Committed, Quarantined
 from rollback.rundir import pins, ring
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.journal import Journal
+from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.rundir.shard import Piece, write_shard
 
@@ -70,12 +71,12 @@ def pieces(rank: int, step: int) -> list[Piece]:
 
 
 def write(paths: RunPaths, seq: int, step: int, shared: dict[str, Any] = SHARED, local: dict[str, Any] = LOCAL) -> str:
-    manifest = manifest_of(seq, step)
+    manifest, shards = manifest_of(seq, step), []
     for rank in range(2):
         directory = ring.begin_writing(paths, manifest.name)
         metadata = {"local": json.dumps(local)} | ({"shared": json.dumps(shared)} if rank == 0 else {})
-        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), pieces(rank, step), metadata))
-    ring.commit(paths, manifest)
+        shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces(rank, step), metadata)))
+    ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
     tell(paths, Committed(checkpoint=manifest.name, step=step, batch=2 * step, timeline=0, bytes=1, seconds=0.1))
     return manifest.name
 
@@ -247,12 +248,12 @@ def test_sound_files_with_the_wrong_content_are_found(
 
 
 def test_a_tree_that_is_nested_without_end_is_a_fault_and_no_crash(paths: RunPaths) -> None:
-    manifest = manifest_of(3, 40)
+    manifest, shards = manifest_of(3, 40), []
     for rank in range(2):
         directory = ring.begin_writing(paths, manifest.name)
         metadata = {"local": "[" * 100_000, "shared": json.dumps(SHARED)}
-        ring.leave_note(directory, rank, write_shard(directory / shard_name(rank), pieces(rank, 40), metadata))
-    ring.commit(paths, manifest)
+        shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), pieces(rank, 40), metadata)))
+    ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
     assert "cannot be read" in verify(paths.root, ["newest"]).checkpoints[0].faults[0].fault
 
 

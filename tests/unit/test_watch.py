@@ -16,6 +16,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.evidence import Evidence
 from rollback.train.holdings import Holdings
+from rollback.train.keeping import Keeper
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
@@ -34,11 +35,13 @@ class Steps:
         ranks, settings = Ranks(), settings or Settings(probation=8, rewind=0)
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
-        record = Record(self.paths, 1, first=True)
+        self.record = record = Record(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
+        self.holdings = Holdings(settings.probation, [], [])
+        self.keeper = Keeper(self.paths, ranks, self.snapshots, self.holdings, record, settings.keep)
         self.watch = Watch(
             ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
-            Holdings(settings.probation, [], []), self.snapshots, record,
+            self.keeper, self.snapshots, record,
             Evidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
         )  # fmt: skip
         self.step = 0
@@ -52,8 +55,10 @@ class Steps:
 
     def snapshot(self) -> None:
         image = Image({}, {}, {}, {})
-        self.watch.begin_snapshot(image, step=self.step, batch=self.step * self.per_step, epoch=0)
-        self.watch.settle_snapshot()
+        self.snapshots.await_ready(image)
+        timeline = self.watch.timeline
+        self.keeper.begin(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
+        self.keeper.settle()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
         return [r.fact for r in read_journal(self.paths.train_journal).records if isinstance(r.fact, kind)]
@@ -115,10 +120,10 @@ def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -
     steps.watch.settle()
     steps.snapshot()
     for done in range(8):
-        assert not any(point.good for point in steps.watch._holdings.as_held()), done
+        assert not any(point.good for point in steps.holdings.as_held()), done
         steps.take(1.0)
         steps.watch.settle()
-    assert [point.good for point in steps.watch._holdings.as_held()] == [True]
+    assert [point.good for point in steps.holdings.as_held()] == [True]
 
 
 def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> None:
@@ -146,5 +151,5 @@ def test_observing_only_decides_nothing(tmp_path: Path) -> None:
 
 def test_advice_is_given_once(steps: Steps) -> None:
     for _ in range(3):
-        steps.watch.advise("code", "do it otherwise")
+        steps.record.advise("code", "do it otherwise")
     assert len(steps.facts(Advice)) == 1

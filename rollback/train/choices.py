@@ -1,0 +1,115 @@
+"""How this job takes its snapshots: in which tier, in how many slots, at once or overlapped. Chosen once, and said."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from rollback.config import ENV_FAST_TIER
+from rollback.errors import RollbackError
+from rollback.rundir import slots, tiers
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.rundir.slots import SlotPaths
+from rollback.train.ranks import Ranks
+
+CaptureMode = Literal["at_once", "overlapped"]
+
+
+def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory in which fast tiers are made: None for none. `auto` is what the environment says, else /dev/shm."""
+    chosen = environment.get(ENV_FAST_TIER, "auto") if setting == "auto" else setting
+    if chosen == "off":
+        return None
+    return slots.DEFAULT_BASE if chosen == "auto" else Path(chosen)
+
+
+def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> tuple[SlotPaths | None, str]:
+    """Collective: make the run's fast tier on every host, or find it. None and why, on all ranks, if one host cannot.
+
+    Without a base, that of an earlier attempt is found, if there is one, but none is made.
+    """
+    if base is None:
+        known = tiers.fast_tier_of(paths)
+        return (known if ranks.all_of(known is not None) else None), "it is switched off"
+    tier, fault = None, ""
+    try:
+        tier = slots.tier_of(base, run_id)
+        if ranks.first_of_host:
+            slots.claim(tier, paths.root)
+        if ranks.first:
+            tiers.point_to_fast_tier(paths, tier)
+    except (OSError, RollbackError) as error:
+        fault = f"{base} cannot be used ({error})"
+    faults = [text for text in ranks.from_each(fault) if text]
+    return (None, faults[0]) if faults else (tier, "")
+
+
+@dataclass(frozen=True)
+class Allotment:
+    """slots: in use on each host, 0 for none. slot_bytes: of the host that stores most."""
+
+    slots: int
+    slot_bytes: int
+    reason: str
+
+
+def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, keep: int) -> Allotment:
+    """Collective: how many slots every host can give. shard_bytes: of this rank."""
+    stored = [json.loads(text) for text in ranks.from_each(json.dumps(shard_bytes))]
+    here = sum(stored[rank] for rank in ranks.on_this_host)
+    free = 0
+    if tier is not None:
+        try:
+            free = free_memory(tier.root) + bytes_of(tier.root)
+        except OSError as error:
+            why_not = f"{tier.root} cannot be measured ({error})"
+    fitting = slots_that_fit(here, free, keep) if tier is not None else 0
+    answers = [json.loads(text) for text in ranks.from_each(json.dumps([fitting, here, free]))]
+    count, slot_bytes, free = min(answers)
+    largest = max(answer[1] for answer in answers)
+    if tier is None:
+        return Allotment(0, largest, f"checkpoints are written to the run directory: {why_not}")
+    if count == 0:
+        reason = f"checkpoints are written to the run directory: {_size(free)} of memory are free, "
+        return Allotment(0, largest, f"{reason}and half of it has no room for four slots of {_size(slot_bytes)}")
+    return Allotment(count, largest, f"{count} slots of {_size(slot_bytes)} in {tier.root}")
+
+
+def capture_mode(on_device: bool, cores: int, ranks_on_host: int, threads: int) -> tuple[CaptureMode, str]:
+    """Whether a thread copies while training goes on, and why.
+
+    threads: that torch computes with in each rank. Where all cores compute, a copy at the same time costs the training
+    about what it hides, and a short one in one go is cheaper.
+    """
+    if on_device:
+        return "overlapped", "the device copies beside its computing"
+    busy = ranks_on_host * threads
+    computing = f"{ranks_on_host} rank{'s' * (ranks_on_host > 1)} of {threads} thread{'s' * (threads > 1)}"
+    if cores > busy:
+        return "overlapped", f"{computing} leave {cores - busy} of {cores} cores free"
+    return "at_once", f"{computing} leave none of {cores} cores free"
+
+
+def usual_capture_mode(on_device: bool, ranks: Ranks) -> tuple[CaptureMode, str]:
+    cores = min(len(os.sched_getaffinity(0)), _quota())
+    return capture_mode(on_device, cores, len(ranks.on_this_host), torch.get_num_threads())
+
+
+def _quota() -> int:
+    """Cores that a container's quota grants; many where there is none."""
+    try:
+        granted, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, int(granted) // int(period))
+    except (OSError, ValueError):
+        return 1 << 20
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.1f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"

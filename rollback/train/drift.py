@@ -1,0 +1,55 @@
+"""Replica drift: ranks that hold the same parameters are asked, when a snapshot is taken, whether they still do.
+
+Each rank digests its parameters bit by bit, and the digests are compared as whole numbers. DDP gives every rank the
+same sum of gradients and the same update, so a difference in any bit is a fault: of a machine, or of a script that
+changed the parameters of one rank alone.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+BITS = 52  # of a digest: a whole number that a float64 of the pulse carries exactly
+_MASK = (1 << BITS) - 1
+_OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def differing(digests: Sequence[int]) -> tuple[int, ...]:
+    """Ranks whose digest is not that of the majority; all of them where there is no majority; none where all agree."""
+    ((common, count),) = Counter(digests).most_common(1)
+    if count == len(digests):
+        return ()
+    if 2 * count <= len(digests):
+        return tuple(range(len(digests)))
+    return tuple(rank for rank, digest in enumerate(digests) if digest != common)
+
+
+def in_words(ranks: Sequence[int], world_size: int) -> str:
+    if len(ranks) == world_size:
+        listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"
+        return f"the parameters of ranks {listed} differ, though they are replicas"
+    who = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
+    return f"the parameters of {who} are not those of the other ranks, though they are replicas"
+
+
+def fold(digest: int) -> int:
+    """A digest of any width as a number that the pulse carries."""
+    return (digest ^ (digest >> BITS)) & _MASK
+
+
+def on_device(tensors: Iterable[Tensor]) -> Tensor:
+    """A digest (int64, on the tensors' device) that every single changed bit changes. Nothing is waited for.
+
+    The bit patterns of each tensor are summed as whole numbers; the sums go into one by odd factors, modulo 2**64.
+    """
+    total: Tensor | None = None
+    for place, tensor in enumerate(tensors):
+        flat = tensor.detach().contiguous().reshape(-1)
+        bits = flat.view(_OF_SIZE[min(flat.element_size(), 8)])
+        part = bits.sum(dtype=torch.int64) * (2 * place + 1)
+        total = part if total is None else total + part
+    return total if total is not None else torch.zeros((), dtype=torch.int64)

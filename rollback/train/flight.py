@@ -1,0 +1,92 @@
+"""The snapshot in flight: its stages, and what ranks write each other about it.
+
+    stage       what the rank does                          what moves it on
+    WRITING     its thread copies, hashes, writes           the thread ends
+    WRITTEN     says so on every pulse                      all ranks have said so, read by all in the same step
+    TELLING     its letter (hash, size, digest) goes out    the pulse with the letters is read by all in the same step
+    COMMITTING  the committing rank's thread commits        the thread ends
+    COMMITTED   says so on the next pulse                   all committing ranks have: every rank lands it in that step
+    FAILED      says so on the next pulse                   that pulse is read: every rank drops it in the same step
+
+Ranks that have nothing to commit stay in TELLING until the flight ends.
+"""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from dataclasses import dataclass
+from enum import Enum
+
+from rollback.events import Tier
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.shard import Written
+from rollback.train.capture import Capture
+
+_WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
+
+
+class Stage(Enum):
+    WRITING = "writing"
+    WRITTEN = "written"
+    TELLING = "telling"
+    COMMITTING = "committing"
+    COMMITTED = "committed"
+    FAILED = "failed"
+
+
+@dataclass
+class Flight:
+    """The snapshot in flight. error: this rank's own, for its log; whether it failed is decided by pulse.
+
+    capture: under way, where it overlaps with training, until the fence; copied: its thread's work.
+    """
+
+    manifest: Manifest
+    tier: Tier
+    began: float
+    stage: Stage = Stage.WRITING
+    job: Future[None] | None = None
+    capture: Capture | None = None
+    copied: Future[None] | None = None
+    letter: Letter | None = None
+    error: str | None = None
+    torn: bool = False
+
+    def fail(self, error: str) -> None:
+        self.stage, self.error = Stage.FAILED, error
+
+
+@dataclass(frozen=True)
+class Landing:
+    """A flight's end, known to all ranks in the same step. drifted: ranks whose parameters differ."""
+
+    manifest: Manifest
+    tier: Tier
+    committed: bool
+    reason: str
+    seconds: float
+    drifted: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Letter:
+    """What a rank has written, and the digest of its parameters."""
+
+    written: Written
+    digest: int
+
+    def words(self) -> tuple[int, ...]:
+        """As whole numbers below 2**53."""
+        rest, words = int(self.written.digest, 16), []
+        for bits in reversed(_WORDS):
+            words.append(rest & ((1 << bits) - 1))
+            rest >>= bits
+        return (self.written.size, *reversed(words), self.digest)
+
+    @classmethod
+    def from_words(cls, words: tuple[int, ...]) -> Letter:
+        size, *parts, digest = words
+        number = 0
+        for bits, part in zip(_WORDS, parts, strict=True):
+            number = number << bits | part
+        return cls(Written(size, f"{number:032x}"), digest)

@@ -1,0 +1,148 @@
+"""The checkpoints that a run keeps: snapshots land, are put on probation, become good, leave; and the record says so.
+
+Between `Snapshots`, which knows files, and `Holdings`, which knows what ranks may go back to. Methods are collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from rollback.events import BecameGood, Committed, Drifted, Dropped, Evicted, Planned, Quarantined, Saving, Tier
+from rollback.policy import Held
+from rollback.rundir import ring
+from rollback.rundir.manifest import Manifest
+from rollback.rundir.paths import RunPaths
+from rollback.train.advice import REPLICAS_DIFFER
+from rollback.train.flight import Landing
+from rollback.train.holdings import Holdings
+from rollback.train.pulse import Beat
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+from rollback.train.restoring import Place
+from rollback.train.snapshots import Snapshots
+from rollback.train.state import Image
+
+
+class Keeper:
+    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are."""
+
+    def __init__(
+        self, paths: RunPaths, ranks: Ranks, snapshots: Snapshots, holdings: Holdings, record: Record, keep: int
+    ) -> None:
+        self._paths = paths
+        self._ranks = ranks
+        self._snapshots = snapshots
+        self._holdings = holdings
+        self._record = record
+        self._keep = keep
+
+    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int) -> None:
+        """Copy the state and start writing it; when `Snapshots.ready`."""
+        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline)
+        self._holdings.begin(name)
+
+    def advance(self, beat: Beat) -> None:
+        """Act on a reduced beat."""
+        self._land(self._snapshots.advance(beat))
+        if beat.tiers_failed and self._snapshots.tier == "fast":
+            reason = f"the fast tier failed on {beat.tiers_failed} ranks"
+            detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
+            self._snapshots.use(0)
+            self._record.note(
+                Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=reason + detail),
+                f"{reason}{detail}; checkpoints are written to the run directory from now on",
+            )
+
+    def settle(self) -> None:
+        """Wait for the snapshot in flight."""
+        self._land(self._snapshots.settle())
+
+    def judge(self, healthy: bool, onset: int | None) -> None:
+        """Count a verdict."""
+        for manifest in self._holdings.judge(healthy, onset):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+
+    def restart_probation(self) -> None:
+        """A plan was carried out: candidates have their probation before them again."""
+        self._holdings.restart_probation()
+
+    def as_held(self) -> list[Held]:
+        """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
+        if self._snapshots.in_slots:
+            there = self._ranks.from_first(ring.names(self._paths) if self._ranks.first else None)
+            self._holdings.consult(there, self._snapshots.in_slots)
+        return self._holdings.as_held()
+
+    def manifest(self, name: str) -> Manifest:
+        return self._holdings.manifest(name)
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint of the present timeline, good or not."""
+        return self._holdings.newest()
+
+    def places(self, name: str) -> Sequence[Place]:
+        """Where to restore a checkpoint from. Nothing is being copied out of the live objects any more."""
+        self._snapshots.fence()
+        return self._snapshots.places(name)
+
+    def put_aside(self, name: str, reason: str) -> None:
+        """A checkpoint cannot be believed."""
+        self._holdings.drop(name)
+        self._snapshots.quarantine(name)
+        self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+
+    def discard(self, plan: Planned) -> None:
+        """Remove what lies beyond the restored checkpoint."""
+        for name in plan.discards:
+            self._holdings.drop(name)
+            self._evict(name, "beyond a restored checkpoint")
+
+    def _land(self, landing: Landing | None) -> None:
+        if landing is None:
+            return
+        manifest = landing.manifest
+        if landing.drifted:
+            self._report_drift(landing)
+        if not landing.committed:
+            self._holdings.drop(manifest.name)
+            self._record.note(
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
+                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on",
+            )
+            return
+        self._record.note(
+            Committed(
+                checkpoint=manifest.name,
+                step=manifest.step,
+                batch=manifest.batch,
+                timeline=manifest.timeline,
+                bytes=manifest.bytes,
+                seconds=round(landing.seconds, 4),
+                tier=landing.tier,
+            )
+        )
+        if self._holdings.land(manifest):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+        self._evict_surplus()
+
+    def _evict_surplus(self) -> None:
+        """Each tier has its own capacity; that of the ring is the drainer's care where there are slots."""
+        slots = self._snapshots.slots
+        counted = self._snapshots.in_slots if slots else None
+        for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
+            if slots:
+                self._holdings.leave(name)
+            else:
+                self._holdings.drop(name)
+            self._evict(name, reason)
+
+    def _evict(self, name: str, reason: str) -> None:
+        def told(tier: Tier) -> None:
+            self._record.note(Evicted(checkpoint=name, reason=reason, tier=tier))
+
+        self._snapshots.evict(name, told)
+
+    def _report_drift(self, landing: Landing) -> None:
+        manifest = landing.manifest
+        self._record.note(Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted), landing.reason)
+        self._record.advise(*REPLICAS_DIFFER)
