@@ -6,6 +6,7 @@ the journal says of them (good, discarded) is `rollback.rundir.history`'s.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Collection, Sequence
@@ -22,7 +23,8 @@ from rollback.rundir.shard import ShardReader
 def begin_writing(paths: RunPaths, name: str) -> Path:
     """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
     directory = paths.writing(name)
-    directory.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileExistsError):  # another rank was first
+        directory.mkdir(parents=True)
     return directory
 
 

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator
+import os
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.rundir import ring, slots
 from rollback.rundir.durable import read_small_file, write_file
@@ -37,6 +39,14 @@ class Located:
     @property
     def name(self) -> str:
         return self.manifest.name
+
+
+def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory in which fast tiers are made: None for none. `auto` is what the environment says, else /dev/shm."""
+    chosen = environment.get(ENV_FAST_TIER, "auto") if setting == "auto" else setting
+    if chosen == "off":
+        return None
+    return slots.DEFAULT_BASE if chosen == "auto" else Path(chosen)
 
 
 def locate(paths: RunPaths) -> list[Located]:
@@ -72,6 +82,19 @@ def held(place: Located) -> Iterator[None]:
         if manifest.name != place.name:
             raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
         yield
+
+
+def release(paths: RunPaths, durable: Collection[str]) -> bool:
+    """Give the memory of a run's fast tier back, if the newest of what it holds is among the durable ones.
+
+    Called when no rank runs any more. Whether it was given back. Raises OSError.
+    """
+    tier, places = fast_tier_of(paths), in_slots(paths)
+    newest = max(places, key=lambda place: place.manifest.seq, default=None)
+    if tier is None or (newest is not None and newest.name not in durable):
+        return False
+    slots.remove(tier)
+    return True
 
 
 def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None) -> None:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import torch
 
-from rollback.config import ENV_FAST_TIER
 from rollback.errors import RollbackError
 from rollback.rundir import slots, tiers
 from rollback.rundir.paths import RunPaths
@@ -20,14 +18,6 @@ from rollback.rundir.slots import SlotPaths
 from rollback.train.ranks import Ranks
 
 CaptureMode = Literal["at_once", "overlapped"]
-
-
-def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
-    """The directory in which fast tiers are made: None for none. `auto` is what the environment says, else /dev/shm."""
-    chosen = environment.get(ENV_FAST_TIER, "auto") if setting == "auto" else setting
-    if chosen == "off":
-        return None
-    return slots.DEFAULT_BASE if chosen == "auto" else Path(chosen)
 
 
 def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> tuple[SlotPaths | None, str]:

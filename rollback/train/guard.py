@@ -13,13 +13,14 @@ from torch import Tensor, nn
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.events import Finished, Stopped
+from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
-from rollback.train.choices import base_of, open_tier
+from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
 from rollback.train.evidence import Evidence
@@ -123,9 +124,9 @@ class Guard:
                 self._lock.release()
             raise
         self._stop, self._record = StopRequest(), attached.record
-        self._drainer = start_draining(self._paths, settings, self._record) if ranks.first else None
         self._life = SignsOfLife(self._paths, ranks, attached.attempt)
-        tier = open_tier(self._paths, ranks, attached.run_id, base_of(settings.fast_tier))
+        tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
+        self._drainer = start_draining(self._paths, settings, self._record) if ranks.first else None
         self._snapshots = Snapshots(
             self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
         )

@@ -68,7 +68,7 @@ class Keeper:
 
     def as_held(self) -> list[Held]:
         """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
-        if self._snapshots.in_slots:
+        if self._snapshots.drained:
             there = self._ranks.from_first(ring.names(self._paths) if self._ranks.first else None)
             self._holdings.consult(there, self._snapshots.in_slots)
         return self._holdings.as_held()
@@ -130,7 +130,7 @@ class Keeper:
         slots = self._snapshots.slots
         counted = self._snapshots.in_slots if slots else None
         for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
-            if slots:
+            if self._snapshots.drained:
                 self._holdings.leave(name)
             else:
                 self._holdings.drop(name)

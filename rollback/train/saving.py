@@ -133,8 +133,9 @@ class Saver:
         on_device = any(item.is_cuda for item in image.shared_tensors.values())
         mode, why = usual_capture_mode(on_device, self._ranks)
         self._snapshots.mode = mode
-        if self._allotted is None or allotted.slots != self._allotted.slots:
-            notice = allotted.reason if not allotted.slots and self._tier[0] is not None else None
+        if allotted != self._allotted:
+            told = self._allotted is not None and not self._allotted.slots
+            notice = allotted.reason if not (allotted.slots or told) and self._tier[0] is not None else None
             reason = f"{allotted.reason}; {why}"
             self._record.note(
                 Saving(slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=mode, reason=reason), notice

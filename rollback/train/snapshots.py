@@ -324,6 +324,11 @@ class Snapshots:
         return found
 
     @property
+    def drained(self) -> bool:
+        """Whether the run has a fast tier: then what is in the ring is the drainer's to evict."""
+        return self._fast is not None
+
+    @property
     def in_slots(self) -> set[str]:
         """Names of the checkpoints that the fast tier holds, and of the snapshot on its way there."""
         return self._fast.held if self._fast is not None else set()
@@ -335,7 +340,7 @@ class Snapshots:
         """
         if self._fast is not None and name in self._fast.held:
             self._fast.let_go(name, lambda: then("fast"))
-        elif self._ranks.first:
+        elif self._ranks.first and not self.drained:
             self._thread.submit(self._evict, name, lambda: then("durable"))
 
     def quarantine(self, name: str) -> None:

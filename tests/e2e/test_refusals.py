@@ -151,7 +151,7 @@ def test_a_damaged_identity_and_a_damaged_journal(tmp_path: Path) -> None:
     sound = journal.read_text()
     journal.write_text(sound.replace("committed", "comitted", 1))
     before = files(run)
-    with pytest.raises(JournalDamaged, match="line 2"):
+    with pytest.raises(JournalDamaged, match="line 3"):
         train(TOY, run)
     assert files(run) == before
     journal.write_text(sound)

@@ -3,9 +3,9 @@
 SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and optionally `run` (default: the
 supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
 (`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
-can write no shard), `ask` (`[batch, request]`: rank 0 hands in that request there, see asking.py). Each rank
-writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`.
-Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+can write no shard), `flip` (`[rank, batch]`: there a bit of a weight of that rank changes), `ask` (`[batch, request]`:
+rank 0 hands in that request there, see asking.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else
+`exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from asking import asking, hand_in
 from toy import Hook, Toy, skip_list, train
@@ -49,6 +50,9 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
             os.kill(os.getpid(), scenario["signal"][2])
         if scenario.get("full_disk") == [rank, position]:
             snapshots.write_direct = refuse
+        if scenario.get("flip") == [rank, position] and guard is not None:
+            weight = next(guard._state.model.parameters()).data
+            weight.view(torch.int32)[0, 0] ^= 1
         if asked is not None:
             asked(guard, position)
 

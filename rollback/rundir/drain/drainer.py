@@ -197,6 +197,8 @@ class Drainer:
             self._ring.keep_record()
             self._record_kept()
             self._recover()
+        if phase is Phase.CLOSING:
+            tiers.release(self._paths, self._ring.held())
 
     def _situation(self, ending: bool) -> Situation:
         held, pinned = self._ring.held(), frozenset(pins.pinned(self._paths))

@@ -1,0 +1,196 @@
+"""With the fast tier on: the same oracles, what is left behind, and ranks that drift apart."""
+
+from __future__ import annotations
+
+import random
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from attempts import Forker
+from job_results import Scenarios
+from toy import Toy, facts, require_same, same_skips_from_the_start, train, weights
+
+from rollback.events import (
+    Advice,
+    Attached,
+    Committed,
+    Drained,
+    Drifted,
+    Dropped,
+    Evicted,
+    Planned,
+    Restored,
+    Saving,
+    Trouble,
+)
+from rollback.rundir import ring, tiers
+from rollback.rundir.paths import RunPaths
+
+SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 10, "keep": 3, "horizon": 20}
+
+
+@pytest.fixture
+def base(tmp_path: Path) -> Path:
+    (tmp_path / "memory").mkdir()
+    return tmp_path / "memory"
+
+
+def fast(toy: Toy, base: Path) -> Toy:
+    return toy.with_settings(fast_tier=str(base))
+
+
+@pytest.mark.parametrize("mode", ["at_once", "overlapped"])
+def test_as_if_the_bad_batches_had_never_been_there_however_it_is_copied(
+    tmp_path: Path, base: Path, mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: (mode, "the test says so"))
+    toy, run = fast(Toy(augment=True, nan=(57,)), base), tmp_path / "run"
+    ended = train(toy, run)
+    assert {fact.capture for fact in facts(run, Saving)} == {mode}
+    assert {fact.tier for fact in facts(run, Committed)} == {"fast"}
+    assert [fact.route for fact in facts(run, Restored)] == ["in_process"]
+    assert not facts(run, Dropped)
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), mode)
+
+
+def test_good_checkpoints_and_the_last_one_are_in_the_ring_at_the_end_and_the_memory_is_given_back(
+    tmp_path: Path, base: Path
+) -> None:
+    run = tmp_path / "run"
+    train(fast(Toy(), base).with_settings(checkpoint_every="20"), run)
+    newest = facts(run, Committed)[-1].checkpoint
+    drained = [fact.checkpoint for fact in facts(run, Drained)]
+    assert newest in drained
+    assert sorted(drained) == ring.names(RunPaths(run))
+    assert {fact.tier for fact in facts(run, Evicted)} == {"fast"}
+    assert tiers.fast_tier_of(RunPaths(run)) is None
+    assert not any(base.iterdir())
+    again = train(fast(Toy(), base), run)
+    assert facts(run, Attached)[-1].checkpoint == newest
+    require_same(weights(again), weights(train(Toy())), "run again")
+
+
+def test_slots_are_never_more_nor_larger_than_was_said(tmp_path: Path, base: Path) -> None:
+    run = tmp_path / "run"
+
+    def look(_guard: object, position: int) -> None:
+        if position and position % 10 == 5:
+            said = facts(run, Saving)[-1]
+            found = list(base.glob("*/*/slot-*"))
+            assert len(found) <= said.slots == 5
+            assert (
+                sum(file.stat().st_size for path in found for file in path.glob("rank-*"))
+                <= said.slots * said.slot_bytes
+            )
+
+    train(fast(Toy(), base).with_settings(keep=4), run, hook=look)
+
+
+def test_a_rank_killed_at_random_moments_goes_on_from_memory(tmp_path: Path, base: Path) -> None:
+    seed, killed, run = 11, 0, tmp_path / "run"
+    moments = random.Random(seed)
+    toy = fast(
+        Toy(samples=800, epochs=2, augment=True, nan=(60,), patient=False, loop="epochs", settings=SURGICAL), base
+    )
+    with Forker() as forker:
+        forker.finish(toy, tmp_path / "warm-up")  # the first attempt of a process is several times slower
+        began = time.monotonic()
+        undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
+        takes = time.monotonic() - began
+        while killed < 4:
+            delay = moments.uniform(0.1, 0.5) * takes
+            status = forker.status(toy, run, log=str(tmp_path / "log"), kill_after=delay)
+            assert status in (0, -signal.SIGKILL), Path(f"{run}.txt").read_text()
+            if status == 0:
+                break
+            killed += 1
+        ended = forker.finish(toy, run, log=tmp_path / "log")
+    assert killed, "it was too quick for the test"
+    require_same(ended, undisturbed, f"seed {seed}, {killed} kills")
+
+
+def test_a_slot_that_cannot_be_believed_is_passed_over(tmp_path: Path, base: Path) -> None:
+    """The newest is damaged in memory; an older one, from memory or from the ring, is used."""
+    toy, run = fast(Toy(nan=(57,)), base), tmp_path / "run"
+
+    def damage(_guard: object, position: int) -> None:
+        if position == 55:
+            place = next(place for place in tiers.locate(RunPaths(run)) if place.manifest.step == 40)
+            assert place.tier == "fast"
+            file = place.directory / "rank-00000.safetensors"
+            with file.open("r+b") as shard:
+                shard.seek(file.stat().st_size // 2)
+                shard.write(bytes([255 - shard.read(1)[0]]))
+
+    ended = train(toy, run, hook=damage)
+    assert facts(run, Restored)[0].step in (30, 40)
+    assert facts(run, Planned)
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "damaged slot")
+
+
+def test_without_memory_checkpoints_go_to_the_ring(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollback.train.choices.free_memory", lambda _: 300_000)
+    run = tmp_path / "run"
+    ended = train(fast(Toy(), base), run)
+    saving = facts(run, Saving)[-1]
+    assert saving.slots == 0
+    assert "no room for four slots" in saving.reason
+    assert {fact.tier for fact in facts(run, Committed)} == {"durable"}
+    require_same(ended, train(Toy()), "without memory")
+
+
+def test_a_tier_that_fails_in_mid_run_is_left_and_training_goes_on(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = tmp_path / "run"
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    def fill(_guard: object, position: int) -> None:
+        if position == 35:
+            monkeypatch.setattr("rollback.rundir.slots.uncommit", full)
+
+    ended = train(fast(Toy(), base).with_settings(keep=3), run, hook=fill)
+    assert "No space left" in facts(run, Saving)[-1].reason
+    assert [fact.tier for fact in facts(run, Committed)][-1] == "durable"
+    monkeypatch.undo()
+    require_same(ended, train(Toy()), "the tier failed")
+
+
+def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_more(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: ("overlapped", "the test says so"))
+    run = tmp_path / "run"
+
+    def meddle(guard: object, position: int) -> None:
+        with torch.no_grad():
+            next(guard._state.model.parameters()).mul_(1.0)  # type: ignore[attr-defined]
+
+    train(fast(Toy(), base), run, hook=meddle)
+    (dropped,) = facts(run, Dropped)
+    assert "changed while they were copied" in dropped.reason
+    assert len(facts(run, Committed)) >= 5
+    assert not facts(run, Trouble)
+
+
+def test_two_ranks(tmp_path: Path, base: Path) -> None:
+    scenarios = Scenarios(tmp_path)
+    bad = fast(Toy(400, epochs=2, sampler="distributed", nan=(57,), nan_rank=1, augment=True), base)
+    scenarios.add("bad", bad)
+    scenarios.add("fresh", bad, skips_of=str(scenarios.run("bad")))
+    healthy = fast(Toy(400, epochs=2, sampler="distributed"), base)
+    scenarios.add("drift", healthy, flip=[1, 33])
+    scenarios.torchrun(2)
+    for rank in range(2):
+        require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
+    assert {fact.tier for fact in facts(scenarios.run("bad"), Committed)} == {"fast"}
+    drifted = facts(scenarios.run("drift"), Drifted)
+    assert drifted[0].step == 40, "the first snapshot after the bit had changed"
+    assert drifted[0].ranks == (0, 1), "of two, none is the majority"
+    assert max(fact.step for fact in facts(scenarios.run("drift"), Committed)) == 30
+    assert [fact.code for fact in facts(scenarios.run("drift"), Advice)][:1] == ["replicas-differ"]
