@@ -65,7 +65,8 @@ def test_good_checkpoints_and_the_last_one_are_in_the_ring_at_the_end_and_the_me
     drained = [fact.checkpoint for fact in facts(run, Drained)]
     assert newest in drained
     assert sorted(drained) == ring.names(RunPaths(run))
-    assert {fact.tier for fact in facts(run, Evicted)} == {"fast"}
+    assert {fact.tier for fact in facts(run, Committed)} == {"fast"}, facts(run)
+    assert {fact.tier for fact in facts(run, Evicted)} == {"fast"}, facts(run)
     assert tiers.fast_tier_of(RunPaths(run)) is None
     assert not any(base.iterdir())
     again = train(fast(Toy(), base), run)
