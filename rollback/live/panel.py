@@ -12,7 +12,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.status import Status, Work
+from rollback.audit.status import Durable, Status, Work
 from rollback.audit.terminal import printable
 from rollback.audit.text import duration, number
 from rollback.live.braille import draw
@@ -126,7 +126,11 @@ def _standing(status: Status, inner: int) -> Table:
     grid.add_row("last good", _last_good(status))
     if status.ring:
         grid.add_row("ring", _ring(status))
+    if status.durable:
+        grid.add_row("durable", _durable(status.durable))
     grid.add_row("incidents", _incidents(status))
+    for text in status.requests[-2:]:
+        grid.add_row("asked for", Text(_cut(printable(text), _LONGEST), style="yellow"))
     grid.add_row("now", _now(status, inner - _LABEL - 2))
     for code, text in list(status.advice.items())[-1:]:
         grid.add_row("advice", Text(_cut(printable(f"{code}: {text}"), _LONGEST), style="yellow"))
@@ -156,6 +160,14 @@ def _ring(status: Status) -> Text:
     return text
 
 
+def _durable(durable: Durable) -> Text:
+    """What the durable ring has, or why it gets nothing."""
+    if durable.trouble is not None:
+        return Text(_cut(printable(f"nothing can be copied: {durable.trouble}"), _LONGEST), style="red")
+    place = "" if durable.place is None else f" · {durable.place}"
+    return Text(_cut(printable(f"step {durable.step or 0:,}{place}"), _LONGEST))
+
+
 def _incidents(status: Status) -> Text:
     if not status.incidents and not status.skipped_batches:
         return Text("none", style="dim")
@@ -171,6 +183,8 @@ def _now(status: Status, room: int) -> RenderableType:
     if status.ending is not None and status.state != "running":
         well = status.ending.how in _DONE_WELL
         how = status.ending.how.replace("_", " ")
+        if status.durable is not None and status.holder is not None and status.holder.alive == "yes":
+            return Text(f"{how}; draining the newest checkpoints to the durable ring", style="yellow")
         return Text(_cut(printable(f"{how}: {status.ending.account}"), _LONGEST), style="green" if well else "yellow")
     if status.state == "died":
         return Text("no process of it is left; the same command goes on from the newest checkpoint", style="red")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from rollback.audit.text import number
+from rollback.drain_facts import DrainFailed
 from rollback.events import (
     Attached,
     AttemptEnded,
@@ -40,6 +41,8 @@ def line_of(record: Record) -> str | None:
             return f"back at step {fact.step}; {fact.steps_lost} steps are undone"
         case Concluded() as fact:
             return f"incident {fact.incident}: {fact.outcome.replace('_', ' ')}"
+        case DrainFailed() as fact:
+            return f"nothing can be copied to the durable ring {fact.place}: {fact.error}"
         case Dropped() | Quarantined() as fact:
             return f"{fact.checkpoint} {fact.kind}: {fact.reason}"
         case _:

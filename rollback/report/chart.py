@@ -11,6 +11,7 @@ import numpy as np
 
 from rollback.audit.ledger import Ledger
 from rollback.audit.text import number
+from rollback.drain_facts import Drained
 from rollback.events import PassedOver, Record
 from rollback.report.series import Series, Stretch, series, stretches, table
 from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
@@ -40,6 +41,9 @@ def chart(
     for entry in ledger.checkpoints:
         if entry.step is not None:
             fates[entry.status].append(entry.step)
+    for record in records:
+        if isinstance(record.fact, Drained):
+            fates["drained"].append(record.fact.step)
     drawn = {
         "curves": [_curve(name, curve) for name, curve in curves.items()],
         "incidents": [

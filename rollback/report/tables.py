@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from rollback.audit.ledger import AttemptEntry, CheckpointEntry, Ledger
 from rollback.audit.text import duration, number
+from rollback.drain_facts import Drained
 from rollback.events import Record
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import read_processes, read_stacks
@@ -36,7 +37,8 @@ class Block:
 def blocks(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Iterator[Block]:
     """All sections that have something to say."""
     yield _attempts(ledger, records, paths)
-    yield _checkpoints(ledger.checkpoints)
+    drained = {record.fact.checkpoint: record.fact for record in records if isinstance(record.fact, Drained)}
+    yield _checkpoints(ledger.checkpoints, drained)
     if ledger.user_windows or ledger.requests:
         yield _asked(ledger)
     if ledger.noticed or ledger.phases or ledger.scaler_skipped:
@@ -95,29 +97,33 @@ def _stacks(paths: RunPaths, attempt: int) -> Iterator[tuple[str, str]]:
         yield f"Attempt {attempt}: stacks of {what} {process.rank} (pid {process.pid})", text
 
 
-def _checkpoints(entries: Sequence[CheckpointEntry]) -> Block:
-    """Those that are there, and of the others those that did not leave by age."""
+def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drained]) -> Block:
+    """Those that are there, and of the others those that did not leave by age. drained: to the durable ring."""
     fates = Counter(entry.status for entry in entries)
     shown = [entry for entry in entries if entry.status != "evicted"]
     counts = ", ".join(f"{count:,} {fate}" for fate, count in fates.most_common())
     note = f"{counts}. Those that were evicted when newer ones came are not listed." if entries else "None was taken."
+    if drained:
+        last = max(drained.values(), key=lambda fact: fact.step)
+        note += f" {len(drained):,} were copied to the durable ring, {last.place}: the last one of step {last.step:,}."
     block = _cut(
         "checkpoints",
         "Checkpoints",
         ["checkpoint", "step", "batch", "fate", "taken", "size", "seconds", "why"],
-        [_checkpoint(entry) for entry in shown],
+        [_checkpoint(entry, entry.checkpoint in drained) for entry in shown],
         numbers=["step", "batch", "size", "seconds"],
         note=note,
     )
     return Block(**{**block.__dict__, "count": f"{len(entries):,}"})
 
 
-def _checkpoint(entry: CheckpointEntry) -> list[str]:
+def _checkpoint(entry: CheckpointEntry, drained: bool) -> list[str]:
     size = "" if entry.bytes is None else f"{entry.bytes / 2**20:,.1f} MiB"
     seconds = "" if entry.seconds is None else f"{entry.seconds:.2f}"
     step, batch = ("-" if value is None else f"{value:,}" for value in (entry.step, entry.batch))
     taken = entry.at[:19].replace("T", " ")
-    return [entry.checkpoint, step, batch, entry.status, taken, size, seconds, entry.reason or ""]
+    fate = f"{entry.status}, drained" if drained else entry.status
+    return [entry.checkpoint, step, batch, fate, taken, size, seconds, entry.reason or ""]
 
 
 def _asked(ledger: Ledger) -> Block:

@@ -24,6 +24,7 @@ from rich.text import Text
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.audit.status import Status, StatusReader, read_status
 from rollback.cli.terminal import line_for
+from rollback.drain_facts import Drained, DrainFailed
 from rollback.events import Advice, AttemptEnded, AttemptStarted, PassedOver, RestartScheduled, Restored
 from rollback.live.braille import draw
 from rollback.live.curve import CAPACITY, Bucket, Curve, extent
@@ -157,6 +158,16 @@ def test_a_wait_before_the_next_attempt_is_shown(tmp_path: Path, monkeypatch: py
     assert (work.unit, work.total) == ("seconds", 30.0)
     assert "waiting before the next attempt" in text_of(read_status(run.paths.root))
     lock.release()
+
+
+def test_the_durable_ring_is_shown_and_what_keeps_it_from_being_filled(run: RecordedRun) -> None:
+    drained = {"checkpoint": "c000001-s00000020", "step": 20, "place": "s3://bucket/run"}
+    run.tell(36, Drained(bytes=4096, seconds=1.0, **drained))
+    assert "durable    step 20 · s3://bucket/run" in text_of(read_status(run.paths.root))
+    failed = DrainFailed(checkpoint=None, place="s3://bucket/run", error="[bold]access denied\x1b[2J")
+    run.tell(37, failed)
+    assert "nothing can be copied: " in text_of(read_status(run.paths.root))
+    assert "[bold]access denied\\x1b[2J" in text_of(read_status(run.paths.root), width=100)
 
 
 def test_an_end_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.audit.compile import compile_ledger
 from rollback.audit.material import read_material
 from rollback.cli import app
+from rollback.drain_facts import Drained
 from rollback.events import Advice, AttemptEnded, AttemptStarted, Trouble
 from rollback.report.account import account
 from rollback.report.page import make_page
@@ -273,6 +274,17 @@ def test_the_page_says_what_the_ledger_says(tmp_path: Path, monkeypatch: pytest.
         "c000002-s00000040", "discarded",
     ):  # fmt: skip
         assert words in text, words
+
+
+def test_drained_checkpoints_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = eventful_run(tmp_path / "run", monkeypatch)
+    drained = {"checkpoint": "c000003-s00000060", "step": 60, "place": "s3://bucket/<run>"}
+    run.tell(110, Drained(bytes=4096, seconds=1.0, **drained), 2)
+    page = Page(make_page(run.paths.root))
+    text = "".join(page.texts[""])
+    assert "good, drained" in text
+    assert "1 were copied to the durable ring, s3://bucket/<run>: the last one of step 60." in text
+    assert [kind["fate"] for kind in page.data["checkpoints"]].count("drained") == 1
 
 
 def test_a_run_without_a_single_step_has_a_page_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
