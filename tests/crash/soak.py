@@ -31,10 +31,12 @@ from rollback.config import ENV_RUN
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
-VICTIMS = {"rank": 6, "all ranks": 3, "worker": 2, "torchrun": 3, "supervisor": 3, "everything": 1}
+VICTIMS = {
+    "rank": 6, "all ranks": 3, "worker": 2, "nursery": 1, "torchrun": 3, "spare": 1, "supervisor": 3, "everything": 1,
+}  # fmt: skip
 MOMENTS = {"start-up": 3, "training": 4, "saving": 3}
 """How often each is drawn, relative to the others."""
-COLD = 8  # one run in so many starts every Python anew, imports and all
+COLD = 8  # one run in so many starts its processes as users do
 KILLS_OF_A_RUN = 40  # then it is left alone, so that it ends
 UNDISTURBED_FOR = 1.0  # seconds of training from which the moment of a kill is drawn
 LIMIT = 180.0  # a wait that is longer than this has failed
@@ -48,6 +50,9 @@ JOBS: tuple[tuple[int, Toy], ...] = (
     (1, Toy(loader="drawn", accumulate=2, max_steps=500, patient=False, settings=_SURGICAL)),
 )  # fmt: skip
 """Number of ranks and the job. All steps take a millisecond or two, so that a checkpoint is nearly always under way."""
+
+
+_GENERATIONS = ("supervisor", "spare", "torchrun", "nursery", "rank", "worker")
 
 
 @dataclass(frozen=True)
@@ -87,8 +92,7 @@ class Undertaking:
     folder: Path
     ranks: int
     toy: Toy
-    start: Callable[..., Any]
-    """`subprocess.Popen` or what stands in for it."""
+    warm: bool
     supervisor: Any = field(init=False)
     killed: list[str] = field(default_factory=list)
 
@@ -104,25 +108,27 @@ class Undertaking:
         """The same command as ever."""
         command = [
             sys.executable, "-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run),
-            "--restart-budget", "1000", str(JOB), str(self.scenarios.path),
+            "--restart-budget", "1000", *(["--no-preload"] if self.warm else []), str(JOB), str(self.scenarios.path),
         ]  # fmt: skip
         environment = {**os.environ, "NO_COLOR": "1"}
         with open(self.output, "ab") as output:
-            self.supervisor = self.start(
-                command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT
-            )
+            start: Callable[..., Any] = WarmPython if self.warm else subprocess.Popen
+            self.supervisor = start(command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
 
     def tree(self) -> dict[str, list[psutil.Process]]:
         """The living processes of the run by what they are."""
-        found: dict[str, list[psutil.Process]] = {name: [] for name in ("supervisor", "torchrun", "rank", "worker")}
-        try:
-            supervisor = psutil.Process(self.supervisor.pid)
-            level, names = [supervisor], iter(found)
-            for name in names:
-                found[name] = level
-                level = [child for process in level for child in _children(process)]
-        except psutil.NoSuchProcess:
-            pass
+        found: dict[str, list[psutil.Process]] = {name: [] for name in _GENERATIONS}
+        if self.ended():
+            return found
+        found["supervisor"] = [psutil.Process(self.supervisor.pid)]
+        children = _children(found["supervisor"][0])
+        # Of two, the next attempt's torchrun has no children yet.
+        found["torchrun"] = [child for child in children if _children(child)][:1] or children[:1]
+        found["spare"] = [child for child in children if child not in found["torchrun"]]
+        for child in itertools.chain.from_iterable(map(_children, found["torchrun"])):
+            # A rank that the nursery has forked bears a name.
+            found["rank" if self.warm or _name(child).startswith("rank ") else "nursery"].append(child)
+        found["worker"] = list(itertools.chain.from_iterable(map(_children, found["rank"])))
         return found
 
     def training(self) -> bool:
@@ -175,7 +181,8 @@ class Undertaking:
         else:
             # The next kill belongs to the next attempt: what is killed twice in the same breath dies once.
             before = attempt or tree["torchrun"]
-            self.wait(lambda: self.tree()["torchrun"] not in ([], before))
+            ends = name not in ("spare", "nursery")  # the attempt goes on without these
+            self.wait(lambda: self.tree()["torchrun"] not in ([], before), LIMIT if ends else 0.0)
         return True
 
     def survivors(self) -> list[psutil.Process]:
@@ -213,20 +220,26 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
         return []
 
 
+def _name(process: psutil.Process) -> str:
+    try:
+        return process.name()
+    except psutil.NoSuchProcess:
+        return ""
+
+
 def _victims(kill: Kill, tree: dict[str, list[psutil.Process]]) -> tuple[str, list[psutil.Process]]:
     """Who dies. What does not exist yet, or not in this job, is replaced by what would have started it."""
     if kill.victim == "everything":
         return kill.victim, [process for processes in tree.values() for process in processes]
     if kill.victim == "all ranks" and tree["rank"]:
         return kill.victim, tree["rank"]
-    order = ["supervisor", "torchrun", "rank", "worker"]
-    aim = order.index("rank" if kill.victim == "all ranks" else kill.victim)
-    name = next(name for name in reversed(order[: aim + 1]) if tree[name])
+    aim = _GENERATIONS.index("rank" if kill.victim == "all ranks" else kill.victim)
+    name = next(name for name in reversed(_GENERATIONS[: aim + 1]) if tree[name])
     return name, [tree[name][int(kill.pick * len(tree[name]))]]
 
 
-def undisturbed(folder: Path, ranks: int, toy: Toy, start: Callable[..., Any]) -> Oracle:
-    job = Undertaking(folder, ranks, toy, start)
+def undisturbed(folder: Path, ranks: int, toy: Toy, warm: bool) -> Oracle:
+    job = Undertaking(folder, ranks, toy, warm)
     began = time.monotonic()
     job.launch()
     assert job.wait(job.training), job.tail()
@@ -246,7 +259,6 @@ class Soak:
         register = folder / "register"
         register.mkdir()
         warm_up(register)
-        self._starts: dict[bool, Callable[..., Any]] = {False: subprocess.Popen, True: WarmPython}
         self._oracles: dict[tuple[int, bool], Oracle] = {}
         self.began = time.monotonic()
         self._until = self.began + 60 * minutes
@@ -265,7 +277,7 @@ class Soak:
         ranks, toy = JOBS[number % len(JOBS)]
         warm = number % COLD != COLD - 1
         oracle = self._oracle(number % len(JOBS), warm)
-        job = Undertaking(self.folder / f"run-{number}", ranks, toy, self._starts[warm])
+        job = Undertaking(self.folder / f"run-{number}", ranks, toy, warm)
         try:
             job.launch()
             for kill in itertools.islice(plan(self.seed, number), KILLS_OF_A_RUN):
@@ -289,7 +301,7 @@ class Soak:
         if (which, warm) not in self._oracles:
             began = time.monotonic()
             folder = self.folder / f"undisturbed-{which}-{'warm' if warm else 'cold'}"
-            self._oracles[which, warm] = undisturbed(folder, *JOBS[which], self._starts[warm])
+            self._oracles[which, warm] = undisturbed(folder, *JOBS[which], warm)
             self._until += time.monotonic() - began
             self.began += time.monotonic() - began
         return self._oracles[which, warm]

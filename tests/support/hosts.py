@@ -32,13 +32,22 @@ class Host:
 
     def __init__(self, name: str, address: str) -> None:
         self.name, self.address = name, address
+        self.all_hosts: tuple[Host, ...] = (self,)
         self._process: subprocess.Popen[str] | None = None
 
     def start(self, command: list[str], environment: dict[str, str], folder: Path, output: IO[str]) -> None:
-        setup = 'hostname "$1"; mount -t tmpfs tmpfs /dev/shm; shift; exec "$@"'
+        # Without names, every connection waits for a name server that cannot be reached from here.
+        names, resolver = folder / "hosts", folder / "resolv.conf"
+        names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.all_hosts))
+        resolver.write_text("")
+        setup = (
+            'hostname "$1"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$2" /etc/hosts; '
+            'mount --bind "$3" /etc/resolv.conf; shift 3; exec "$@"'
+        )
         new = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
         self._process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *new, "sh", "-c", setup, "sh", self.name, *command],
+            ["ip", "netns", "exec", self.name, *new, "sh", "-c", setup, "sh", self.name, str(names), str(resolver),
+             *command],
             cwd=folder, env={**os.environ, **environment}, text=True, stdout=output, stderr=output,
         )  # fmt: skip
 
@@ -61,6 +70,8 @@ class Host:
 def two_hosts() -> Iterator[tuple[Host, Host]]:
     tag = f"rb{os.getpid() % 100000}"
     hosts = (Host(f"{tag}a", "10.77.0.1"), Host(f"{tag}b", "10.77.0.2"))
+    for host in hosts:
+        host.all_hosts = hosts
     try:
         for host in hosts:
             _ip("netns", "add", host.name)
