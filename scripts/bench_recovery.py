@@ -35,6 +35,7 @@ RANKS = 2
 EVERY = 4  # steps between checkpoints
 FAULT = 10  # batch with the fault
 END = 16
+STEP_SECONDS = 1.5  # no step is shorter, so that the job has trained for a while before its fault, as jobs have
 SCRIPT = Path(__file__)
 WIDTHS = {"full": 3500, "small": 64}
 
@@ -138,6 +139,7 @@ def run_job(kind: str, folder: Path, width: int) -> None:
                 file.write(json.dumps({"what": what, "step": step, "at": time.monotonic()}) + "\n")
 
     def step_on(batch: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        began = time.monotonic()
         bad = batch == FAULT and not (folder / "fault").exists()
         if bad and rank == 1:
             mark("fault", batch)
@@ -153,6 +155,7 @@ def run_job(kind: str, folder: Path, width: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         mark("step", batch)
+        time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
         return loss.detach()
 
     if kind == "plain":

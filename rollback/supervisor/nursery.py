@@ -49,6 +49,11 @@ def import_ahead() -> None:
             continue
 
 
+def name_this_process(name: str) -> None:
+    """What `ps -o comm` and `top` show; at most 15 characters. Command lines are all alike: that of torchrun."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
 class Nursery:
     """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts."""
 
@@ -164,7 +169,7 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn
         os.close(descriptor)
     os.environ.clear()
     os.environ.update(request["environment"])
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, f"rank {os.environ.get('RANK', '?')}".encode(), 0, 0, 0)
+    name_this_process(f"rank {os.environ.get('RANK', '?')}")
     sys.stdout = sys.__stdout__ = _unbuffered(1, sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, sys.__stderr__)  # type: ignore[misc]
     _as_in_a_new_process()

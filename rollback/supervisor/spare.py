@@ -1,12 +1,13 @@
 """The torchrun process of the next attempt, started ahead: it has imported what it and its ranks need, and waits.
 
 It costs memory (a few hundred MiB that its ranks later share) and, once per attempt, a few seconds of a processor at
-the lowest priority. It holds no port, no device and no lock, and never touches the run directory. It ends when the
+low priority. It holds no port, no device and no lock, and never touches the run directory. It ends when the
 supervisor does: the other end of its socket is closed then.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -27,6 +28,7 @@ class Spare:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
+        self._ready = False
 
     @property
     def waiting(self) -> list[psutil.Process]:
@@ -35,11 +37,20 @@ class Spare:
             return []
         return [psutil.Process(self._process.pid)]
 
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what it will need."""
+        if not self._ready and self._socket is not None and self.waiting:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                self._ready = bool(self._socket.recv(16, socket.MSG_DONTWAIT))
+        return self._ready
+
     def prepare(self, environment: Mapping[str, str]) -> None:
         """Start it, unless it waits already. environment: of the present attempt; the order brings its own."""
         if self.waiting:
             return
         self.drop()
+        self._ready = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
@@ -55,9 +66,15 @@ class Spare:
     def take(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
     ) -> subprocess.Popen[bytes] | None:
-        """Have the waiting process run `command`, as `processes.start` would. None where none waits or it cannot."""
+        """Have the waiting process run `command`, as `processes.start` would. None where none waits, imports done.
+
+        One that is still at its imports is ended: at its low priority it may need longer than a new one.
+        """
         process, connection = self._process, self._socket
         if not self.waiting or process is None or connection is None or list(command[:3]) != _LAUNCHER:
+            return None
+        if not self.ready:
+            self.drop()
             return None
         order = {"arguments": list(command[3:]), "environment": dict(environment), "folder": os.getcwd()}
         try:

@@ -27,7 +27,7 @@ from types import FrameType
 from typing import Any
 
 from rollback.rundir.durable import write_file
-from rollback.supervisor.nursery import Nursery, import_ahead, start_ranks_from
+from rollback.supervisor.nursery import Nursery, import_ahead, name_this_process, start_ranks_from
 
 # `pid of the supervisor:path to write the account of failed ranks to`. Meant for this process, not for the ranks.
 # It is read here and not in `rollback.config` because every restart waits for the imports of this module.
@@ -150,18 +150,23 @@ def wait_for_order(descriptor: int) -> None:
     """Import what will be needed, then wait until the supervisor wants an attempt from this process; take its
     arguments, environment and streams from the order. Ends with the supervisor.
 
-    The imports have a thread of their own, of the lowest priority: that of a thread cannot be raised again, and the
-    main thread has work to do later.
+    The imports have a thread of their own, of low priority: that of a thread cannot be raised again, and the
+    main thread has work to do later. When they are done the supervisor is told so.
     """
+    end_with(os.getppid())
+    orders = socket.socket(fileno=descriptor)
 
     def import_at_leisure() -> None:
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         import_ahead()
         importlib.import_module("torch.distributed.run")
 
     thread = threading.Thread(target=import_at_leisure)
     thread.start()
-    body, streams, _, _ = socket.recv_fds(socket.socket(fileno=descriptor), 1 << 20, 2)
+    thread.join()
+    name_this_process("spare")
+    orders.send(b"ready")
+    body, streams, _, _ = socket.recv_fds(orders, 1 << 20, 2)
     if not body:
         os._exit(0)
     order = json.loads(body)
@@ -172,7 +177,8 @@ def wait_for_order(descriptor: int) -> None:
     os.environ.clear()
     os.environ.update(order["environment"])
     sys.argv[1:] = order["arguments"]
-    thread.join()
+    orders.close()
+    name_this_process("torchrun")
 
 
 def main() -> None:
@@ -181,12 +187,12 @@ def main() -> None:
         wait_for_order(int(waits_at))
     supervisor, _, account = os.environ.pop(ENV_TORCHRUN).partition(":")
     end_with(int(supervisor))
+    leave_stopping_to(int(supervisor))
     if os.environ.pop(ENV_PRELOAD, None):
         # torchrun copies the error of its first failed rank there; without, it complains that there is no such place.
         os.environ.setdefault("TORCHELASTIC_ERROR_FILE", f"{account}.first")
         import_ahead()
-        start_ranks_from(Nursery())  # before anything starts a thread
-    leave_stopping_to(int(supervisor))
+        start_ranks_from(Nursery())  # before anything starts a thread, and with what is ignored ignored
     sys.meta_path.append(LogsSpecsFinder())
     sent = note_whom_torchrun_ends()
     try:

@@ -39,6 +39,7 @@ class Launch:
         self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
         self.run = folder / "runs" / script.stem
         self.paths = RunPaths(self.run)
+        self.before_it_starts: Callable[[], None] | None = None
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, arguments: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
@@ -48,8 +49,9 @@ class Launch:
         environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
         process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
-        )
+            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            preexec_fn=self.before_it_starts,  # noqa: PLW1509 - a test's own, and nothing here has threads
+        )  # fmt: skip
         self.started.append(process)
         return process
 

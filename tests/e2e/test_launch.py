@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
@@ -22,6 +24,7 @@ from rollback.events import (
     Stopped,
 )
 from rollback.rundir.journal import read_journal
+from rollback.supervisor.memory import counter_files
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 
@@ -141,3 +144,38 @@ def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(
         assert (first.step, second.step) == (0, stopped.step)
         assert second.checkpoint == stopped.checkpoint
         assert isinstance(facts[-1], Finished)
+
+
+def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> None:
+    with memory_cgroup(3 << 29) as enter:
+        job.before_it_starts = enter
+        code, output = job.finish("eat_memory")
+    assert code == 0, output
+    ended = job.facts(AttemptEnded)[0]
+    assert (ended.why, ended.rank) == ("oom_kill", 0)
+    assert ended.cause.endswith("the kernel was out of memory")
+
+
+@contextmanager
+def memory_cgroup(limit: int) -> Iterator[Callable[[], None]]:
+    """What a process calls to move itself into a new memory cgroup of `limit` bytes; skips where none can be made."""
+    membership = Path("/proc/self/cgroup").read_text()
+    parents = [path.parent for path in counter_files(membership) if path.is_file()]
+    if not parents:
+        pytest.skip("this process is in no memory cgroup that it can see")
+    made = parents[0] / f"rollback-test-{os.getpid()}"
+    v2 = parents[0].joinpath("cgroup.controllers").exists()
+    try:
+        made.mkdir()
+        (made / ("memory.max" if v2 else "memory.limit_in_bytes")).write_text(str(limit))
+        for swap in ("memory.swap.max", "memory.memsw.limit_in_bytes"):
+            if (made / swap).exists():
+                (made / swap).write_text("0" if v2 else str(limit))
+    except OSError as error:
+        if made.is_dir():
+            made.rmdir()
+        pytest.skip(f"no memory cgroup can be made here: {error}")
+    try:
+        yield lambda: (made / "cgroup.procs").write_text(str(os.getpid())) and None
+    finally:
+        made.rmdir()

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from launching import LIMIT, Launch, is_gone, launching, tree
 
-from rollback.events import Attached, AttemptStarted, RestartScheduled, RunEnded, Signalled
+from rollback.events import Attached, AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
 from rollback.rundir.journal import Journal
 from rollback.rundir.lock import RunLock
 
@@ -37,6 +37,14 @@ def test_a_script_that_cannot_start_is_given_up_after_two_attempts(job: Launch) 
     assert len(job.facts(AttemptStarted)) == 2
     assert job.facts(RestartScheduled)[0].budget_left == 4
     assert "this script never worked" in output
+
+
+def test_a_start_up_that_hangs_is_ended_by_the_user_s_limit(job: Launch) -> None:
+    code, output = job.finish("hang_at_the_start", "--hang-after", "1.5")
+    assert code == 0, output
+    (hung,) = job.facts(Hung)
+    assert (hung.suspect, hung.reason) == (None, "no rank has come as far as making its Guard")
+    assert job.facts(AttemptEnded)[0].why == "hang"
 
 
 def test_a_second_interrupt_ends_ranks_that_do_not_listen(job: Launch) -> None:

@@ -24,7 +24,7 @@ seen = {
     "folder": os.getcwd(),
     "threads": torch.get_num_threads(),
     "leads its session": os.getsid(0) == os.getpid(),
-    "handlers": [str(signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)],
+    "handlers": [str(signal.getsignal(number)) for number in range(1, 32) if number not in (9, 19)],
     "unbuffered": sys.stdout.write_through,
     "niceness": os.nice(0),
     "cuda": torch.cuda.is_initialized(),
