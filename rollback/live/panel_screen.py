@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console, Group, RenderableType
-from rich.live import Live
 from rich.text import Text
 
 from rollback.audit.terminal import printable
+from rollback.live.canvas import Canvas
 from rollback.live.screen import Screen
 from rollback.live.view import EVERY, View
 from rollback.supervisor.output import Stream
@@ -35,11 +35,11 @@ class PanelScreen(Screen):
         self._view = View(root)
         self._out_is_terminal = os.isatty(1)
         self._unfinished: dict[Stream, str] = {"out": "", "err": ""}
-        self._live = Live(console=console, auto_refresh=False, redirect_stdout=False, redirect_stderr=False)
+        self._canvas = Canvas(console)
         self._broken = False
 
     def _run(self) -> None:
-        self._guarded(self._live.start)
+        self._guarded(self._canvas.start)
         super()._run()
 
     def _write(self, stream: Stream, data: bytes) -> None:
@@ -49,7 +49,7 @@ class PanelScreen(Screen):
         *lines, rest = (self._unfinished[stream] + data.decode(errors="replace")).split("\n")
         self._unfinished[stream] = rest[-_LONGEST:]
         if lines:
-            self._guarded(lambda: self._live.console.print(Text("\n").join(map(above, lines)), soft_wrap=True))
+            self._guarded(lambda: self._canvas.print(Text("\n").join(map(above, lines))))
         if self._broken:
             super()._write(stream, data)
 
@@ -63,15 +63,15 @@ class PanelScreen(Screen):
         for stream, rest in self._unfinished.items():
             if rest:
                 self._unfinished[stream] = ""
-                self._guarded(lambda rest=rest: self._live.console.print(above(rest), soft_wrap=True))  # type: ignore[misc]
+                self._guarded(lambda rest=rest: self._canvas.print(above(rest)))  # type: ignore[misc]
         self._guarded(self._refresh)
-        self._live.transient = self._view.status is None  # a job that was refused: its error says enough
-        self._guarded(self._live.stop)
+        # Of a job that was refused nothing is left: its error says enough.
+        self._guarded(lambda: self._canvas.stop(leave=self._view.status is not None))
 
     def _refresh(self) -> None:
         self._view.refresh()
         parts: list[RenderableType] = [above(rest) for rest in self._unfinished.values() if above(rest)]
-        self._live.update(Group(*parts, self._view.panel(self._console.width)), refresh=True)
+        self._canvas.draw(Group(*parts, self._view.panel(self._console.width)))
 
     def _guarded(self, act: Callable[[], object]) -> None:
         """Draw; where that fails, do without a panel. Whatever is wrong with a picture, the run must not feel it: this

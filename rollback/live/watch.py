@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import TextIO
 
 from rich.console import Console
-from rich.live import Live
 
 from rollback.audit.status import Status
 from rollback.audit.terminal import quoted
 from rollback.audit.text import duration, number
+from rollback.live.canvas import Canvas
 from rollback.live.telling import line_of
 from rollback.live.view import EVERY, View
 
@@ -26,14 +26,17 @@ _OVER = ("ended", "died")
 
 def watch_panel(root: Path, console: Console) -> Status | None:
     """The panel, until the run has ended, or until `q` or Ctrl-C. Returns the last status."""
-    view = View(root)
-    with contextlib.suppress(KeyboardInterrupt), _keys() as pressed, Live(console=console, auto_refresh=False) as live:
+    view, canvas = View(root), Canvas(console)
+    with contextlib.ExitStack() as stack, contextlib.suppress(KeyboardInterrupt):
+        pressed = stack.enter_context(_keys())
+        canvas.start()
+        stack.callback(canvas.stop)
         while True:
             view.refresh()
             for record in view.news:
                 if (line := line_of(record)) is not None:
-                    live.console.print(quoted(f"{_time(record.at)}  {line}", style="dim"), soft_wrap=True)
-            live.update(view.panel(console.width), refresh=True)
+                    canvas.print(quoted(f"{_time(record.at)}  {line}", style="dim"))
+            canvas.draw(view.panel(console.width))
             if _is_over(view) or pressed(EVERY) in ("q", "Q"):
                 break
     return view.status

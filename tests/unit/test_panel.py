@@ -27,6 +27,7 @@ from rollback.cli.terminal import line_for
 from rollback.drain_facts import Drained, DrainFailed
 from rollback.events import Advice, AttemptEnded, AttemptStarted, PassedOver, RestartScheduled, Restored
 from rollback.live.braille import draw
+from rollback.live.canvas import Canvas
 from rollback.live.curve import CAPACITY, Bucket, Curve, extent
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
@@ -331,6 +332,24 @@ def test_a_terminal_that_breaks_costs_the_panel_and_nothing_else(
     captured = capfd.readouterr()
     assert "still here\n" in captured.out
     assert "going on without the panel (OSError: [Errno 5] Input/output error)" in captured.err
+
+
+def test_what_a_narrower_terminal_has_wrapped_is_wiped(run: RecordedRun) -> None:
+    file = Terminal()
+    console = Console(file=file, width=80, height=50, force_terminal=True, color_system=None)
+    canvas, status = Canvas(console), read_status(run.paths.root)
+    canvas.start()
+    canvas.draw(panel(status, Curves(), 80, 1.0))
+    height = file.getvalue().count("\n") + 1
+    console.width = 40
+    file.truncate(0)
+    canvas.draw(panel(status, Curves(), 40, 1.0))
+    # Each line of 80 columns stands in two rows of 40: up over all of them, wipe, and down to where the last line was.
+    assert f"\r\x1b[{2 * height - 1}A\x1b[J" + "\n" * (height - 1) in file.getvalue()
+    file.truncate(0)
+    canvas.draw(panel(status, Curves(), 40, 1.0))
+    assert "\x1b[J" not in file.getvalue()
+    canvas.stop()
 
 
 def test_metrics_are_followed_line_by_line(run: RecordedRun) -> None:
