@@ -244,7 +244,7 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
                     name,
                     {
                         "checkpoint": name, "step": (parse_checkpoint_name(name) or (None, None))[1], "batch": None,
-                        "at": record.at, "bytes": None, "seconds": None,
+                        "at": record.at, "bytes": None, "seconds": None, "tier": None,
                     },
                 )  # fmt: skip
                 known.update(status=fact.kind, reason=fact.reason)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollback.events import Action, Order, Outcome, Window
+from rollback.events import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
@@ -204,6 +204,7 @@ class CheckpointEntry(Entry):
     reason: str | None = Field(description="why it was evicted, quarantined or dropped")
     bytes: int | None
     seconds: float | None = Field(description="from snapshot to commit")
+    tier: Tier | None = Field(description="where it was committed: in a slot of the fast tier, or in the ring")
 
 
 class Message(Entry):
