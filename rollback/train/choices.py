@@ -28,6 +28,10 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     if base is None:
         known = tiers.fast_tier_of(paths)
         return (known if ranks.all_of(known is not None) else None), "it is switched off"
+    if ranks.host_count > 1:
+        # Each host would hold its own ranks' shards: nobody could copy a checkpoint to the ring, and one host that is
+        # lost would take all of them along.
+        return None, f"the ranks are on {ranks.host_count} hosts, and one that is lost would take its memory along"
     tier, fault = None, ""
     try:
         tier = slots.tier_of(base, run_id)

@@ -28,6 +28,7 @@ from toy import Toy, require_same
 from warm import WarmPython, environment_of, warm_up
 
 from rollback.config import ENV_RUN
+from rollback.rundir import tiers
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -137,7 +138,8 @@ class Undertaking:
         return any(beat.pid in ranks and beat.step > 0 for beat in read_heartbeats(self.paths.ranks).values())
 
     def saving(self) -> bool:
-        return any(self.paths.ring.glob(".writing-*"))
+        """A checkpoint is being written, as far as it can be seen: in the fast tier one nearly always is."""
+        return tiers.fast_tier_of(self.paths) is not None or any(self.paths.ring.glob(".writing-*"))
 
     def ended(self) -> bool:
         return self.supervisor.poll() is not None

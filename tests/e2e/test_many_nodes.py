@@ -20,6 +20,7 @@ from job_results import JOB, Scenarios
 from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
 
+from rollback.config import ENV_FAST_TIER
 from rollback.events import Attached, AttemptEnded, AttemptStarted, Fact, RunEnded, Signalled
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -141,7 +142,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
             sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", "10.77.0.1:29400", "--run", str(run.root), str(JOB), str(scenarios.path),
         ]  # fmt: skip
-        environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1"}
+        environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto"}
         with open(tmp_path / f"output-{node}", "a") as output:
             host.start(command, environment, tmp_path, output)
 
