@@ -14,6 +14,7 @@ from rollback.supervisor.ledger import Ledger
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 30.0
 _POLL = 0.1
+_WORTH_A_WORD = 2.0
 _LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is up already
 
 
@@ -51,6 +52,8 @@ class Draining:
         if drainer is None:
             return
         drainer.finish()
+        if not drainer.wait(Phase.FINISHED, _WORTH_A_WORD):
+            self._say("the ranks have ended; copying what they left to the durable ring (interrupt twice to end now)")
         while not drainer.wait(Phase.FINISHED, _POLL):
             if out_of_time():
                 self._say("there is no time left to copy the newest checkpoint to the durable ring")

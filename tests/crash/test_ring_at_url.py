@@ -233,6 +233,25 @@ def test_a_ring_of_another_run_is_refused_and_left_alone(
     assert bucket.objects == objects
 
 
+def test_a_ring_whose_run_was_lost_before_its_first_checkpoint_is_nobodys(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened(run.paths).keep_record()
+    other = RecordedRun(tmp_path / "other", monkeypatch)
+    other.attach(0, 1, None, 0)
+    write_checkpoint(other.paths, 0, 0)
+    other.commit(0.0, NAMES[0], 0)
+    said: list[str] = []
+    fetch(Store(URL), RunPaths(tmp_path / "empty"), said.append)
+    assert "has no checkpoint" in said[0]
+    assert not (tmp_path / "empty").exists()
+    put(opened(other.paths), other.paths, NAMES[0])
+    new = fetched(tmp_path / "new")
+    assert journal(new) == journal(other.paths)
+    with pytest.raises(RunDoesNotFit, match="belongs to run"):
+        opened(run.paths)
+
+
 def test_a_run_directory_that_is_ahead_stays_and_one_that_is_behind_is_completed(
     run: RecordedRun, bucket: Bucket, tmp_path: Path
 ) -> None:

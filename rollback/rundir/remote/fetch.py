@@ -11,7 +11,7 @@ from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
 from rollback.rundir import ring, tiers
 from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.history import fold
-from rollback.rundir.identity import read_identity
+from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
 from rollback.rundir.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
@@ -38,6 +38,9 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
     """
     indexes = read_indexes(store)
     if not indexes:
+        return
+    if is_abandoned(store, indexes[0], read_identity(paths)):
+        say(f"the ring {store.url} has no checkpoint; what there is of a record is left aside")
         return
     try:
         index = complete_record(store, indexes, paths, say)
@@ -95,6 +98,12 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
     for kept in index.record:
         if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
             record.download(store, kept, paths.root)
+
+
+def is_abandoned(store: Store, index: Index, identity: Identity | None) -> bool:
+    """Whether a ring belongs to nobody: another run began it, and was lost before its first checkpoint."""
+    another = identity is None or identity.run_id != index.run_id
+    return another and all(store.size(checkpoint_key(name)) is None for name in index.checkpoints)
 
 
 def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> None:

@@ -10,7 +10,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name, shard_name
 from rollback.rundir.remote import record
-from rollback.rundir.remote.fetch import read_manifest_at, relation_of, require_same_run
+from rollback.rundir.remote.fetch import is_abandoned, read_manifest_at, relation_of, require_same_run
 from rollback.rundir.remote.index import (
     Index,
     checkpoint_key,
@@ -48,11 +48,16 @@ class RingAtUrl:
         identity = read_identity(self._paths)
         assert identity is not None  # written before any rank attaches
         indexes = read_indexes(self._store)
+        start = first_index(identity.run_id, self._writer)
+        if indexes and is_abandoned(self._store, indexes[0], identity):
+            # Taken over: generations go on, so that ours is the newer one.
+            start = start.model_copy(update={"generation": indexes[0].generation, "writer": indexes[0].writer})
+            indexes = []
         if indexes:
             require_same_run(self._store.url, indexes[0], self._paths, identity.run_id)
             if relation_of(self._store, indexes[0], self._paths) in ("behind", "diverged"):
                 raise _another_goes_on(self._store.url)
-        self._index = indexes[0] if indexes else first_index(identity.run_id, self._writer)
+        self._index = indexes[0] if indexes else start
         self._previous = indexes[1] if len(indexes) > 1 else None
         self._world_size = identity.job.world_size
         names = self._index.checkpoints
