@@ -1,0 +1,55 @@
+"""Replicas that differ: who is named, and that a single bit shows."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.train import drift
+from rollback.train.flight import Letter, Written
+
+
+@pytest.mark.parametrize(
+    ("digests", "named"),
+    [
+        ([7], ()),
+        ([7, 7, 7], ()),
+        ([7, 8], (0, 1)),
+        ([7, 7, 8], (2,)),
+        ([8, 7, 7, 9], (0, 1, 2, 3)),
+        ([8, 7, 7, 7, 9], (0, 4)),
+    ],
+)
+def test_the_majority_names_those_that_differ(digests: list[int], named: tuple[int, ...]) -> None:
+    assert drift.differing(digests) == named
+
+
+def test_in_words() -> None:
+    assert "rank 2 are not" in drift.in_words((2,), 4)
+    assert "ranks 0, 4 are not" in drift.in_words((0, 4), 5)
+    assert "ranks 0 and 1 differ" in drift.in_words((0, 1), 2)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 63))
+def test_folding_keeps_every_single_bit(digest: int, bit: int) -> None:
+    assert 0 <= drift.fold(digest) < 2**drift.BITS
+    assert drift.fold(digest) != drift.fold(digest ^ (1 << bit))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int8])
+@given(place=st.integers(0, 14), bit=st.integers(0, 7))
+def test_a_changed_bit_changes_the_digest_that_a_device_makes(dtype: torch.dtype, place: int, bit: int) -> None:
+    tensors = [torch.arange(15).to(dtype), torch.ones(3, dtype=dtype)]
+    before = drift.on_device(tensors)
+    flat = tensors[0].view(torch.uint8)
+    flat[place * tensors[0].element_size()] ^= 1 << bit
+    assert drift.on_device(tensors) != before
+
+
+@given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), st.integers(0, 2**52 - 1))
+def test_a_letter_arrives_as_it_was_written_through_floats(size: int, number: int, digest: int) -> None:
+    letter = Letter(Written(size, f"{number:032x}"), digest)
+    arrived = tuple(int(float(word)) for word in letter.words())
+    assert Letter.from_words(arrived) == letter
