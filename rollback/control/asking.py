@@ -202,5 +202,6 @@ def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, wh
         request = Request.model_validate({**order, "who": who, "why": why, "at": requests.now()})
     except ValidationError as error:
         first = error.errors()[0]
-        raise UsageError(f"--{'-'.join(map(str, first['loc']))}: {first['msg']}") from error
+        where = f"--{'-'.join(map(str, first['loc']))}: " if first["loc"] else ""
+        raise UsageError(f"{where}{first['msg'].removeprefix('Value error, ')}") from error
     return Asked(paths, requests.submit(paths, request), request, status.state in _LIVE, notice)

@@ -58,6 +58,8 @@ class Request(BaseModel):
             raise ValueError(f"a request to {self.order} does not have these fields")
         if self.skip is not None and self.skip.last >= 1 << 53:
             raise ValueError("there is no such batch")
+        if not f"{self.who}{self.why}{self.at}{self.launch or ''}".isprintable():
+            raise ValueError("it has characters that cannot be printed")  # they go to people's terminals
         return self
 
     def in_words(self) -> str:

@@ -169,6 +169,7 @@ def rubbish(run: Path) -> None:
     (folder / "000005-00000000.json").mkdir()
     (folder / "000006-00000000.json").write_bytes(b" " * (1 << 20))
     (folder / "000007-00000000.json").write_text('{"order": "stop", "who": "x", "at": "", "to": 1e400}')
+    (folder / "000040-00000000.json").write_text('{"order": "stop", "who": "\\u001b[2J", "at": ""}')
     (folder / "rm -rf.json").write_text("not a name of a request")
     for number in range(8, 40):
         (folder / f"{number:06d}-00000000.json").write_text("")
@@ -178,11 +179,12 @@ def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) 
     run = tmp_path / "run"
     portrait = train(TOY, run, hook=asking(37, lambda: rubbish(run), lambda: hand_in(run, "skip", skip=(70, 72))))
     told = answers(run)
-    assert len(told) == 41
+    assert len(told) == 42
+    assert not any("\x1b" in text for _, text in told.values())
     assert [name for name, (carried_out, _) in told.items() if carried_out] == names(RunPaths(run))[-1:]
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "rubbish")
     ledger = compile_ledger(read_material(run))
-    assert [entry.state for entry in ledger.requests].count("refused") == 40
+    assert [entry.state for entry in ledger.requests].count("refused") == 41
 
 
 @pytest.mark.parametrize(

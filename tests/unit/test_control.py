@@ -139,6 +139,7 @@ def test_a_job_that_dies_before_it_answers(run: RecordedRun, monkeypatch: pytest
         (["rewind", "--to", "33", "--skip", "9"], 2, "is not a range of batches"),
         (["skip", "10:71"], 2, "it is at batch 72"),
         (["skip", "9:5"], 2, "is not a range of batches"),
+        (["skip", "80:90", "--why", "\x1b[2J"], 2, "characters that cannot be printed"),
         (["skip", "80:90", "--who", "x" * 201], 2, "--who: String should have at most 200 characters"),
     ],
     ids=lambda value: " ".join(value)[:30] if isinstance(value, list) else "",
