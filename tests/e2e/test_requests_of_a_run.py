@@ -212,6 +212,7 @@ def test_a_rewind_that_a_crash_interrupts_is_carried_out_once(
     assert forker.status(TOY, run, log=str(log), ask=ask, die=["after", kind, 1]) == DIED
     portrait = forker.finish(TOY, run, log=log)
     assert len(facts(run, Requested)) == len(facts(run, Answered)) == len(facts(run, Restored)) == 1
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True]
     require_same(portrait, as_if_never_there, f"died after {kind}")
 
 
