@@ -5,6 +5,7 @@
     claim     the run directory: is it one, is it free, and how it is left untouched when a job is refused
     processes starting torchrun, finding and ending every process of an attempt
     torchrun  what runs in torchrun's process
+    output    what the ranks print: into files for each attempt and rank, and to the terminal
     evidence  what the run directory and torchrun say about an attempt
     outcome   the table of how an attempt can have ended
     classify  the table of what can have ended it: first cause, apart from what followed
