@@ -238,6 +238,8 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
                 entries[fact.checkpoint] = {
                     **fact.model_dump(exclude={"kind", "timeline"}), "at": record.at, "status": status, "reason": None
                 }  # fmt: skip
+            case Evicted(tier="fast") as fact if entries.get(fact.checkpoint, {}).get("tier") == "durable":
+                pass  # the ring has it still
             case Evicted() | Quarantined() | Dropped() as fact:
                 name = fact.checkpoint
                 known = entries.setdefault(

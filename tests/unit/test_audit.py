@@ -26,8 +26,10 @@ from rollback.events import (
     Advice,
     AttemptEnded,
     AttemptStarted,
+    Committed,
     Concluded,
     Dropped,
+    Evicted,
     Fact,
     Finished,
     PassedOver,
@@ -304,6 +306,17 @@ def test_a_replay_that_does_not_reproduce_suggests_and_does_not_claim(run: Recor
     text = text_of(ledger_of(run), width=200)
     assert "replay to" in text
     assert "likely, but not proven" in text
+
+
+def test_a_checkpoint_that_leaves_the_fast_tier_only_is_not_gone(run: RecordedRun) -> None:
+    name, step = "c000009-s00000090", 90
+    for tier in ("fast", "durable"):
+        fields = {"checkpoint": name, "step": step, "batch": 180, "timeline": 0, "bytes": 1, "seconds": 0.1}
+        run.tell(90, Committed(**fields, tier=tier))
+    run.tell(91, Evicted(checkpoint=name, reason="superseded", tier="fast"))
+    assert [entry.status for entry in ledger_of(run).checkpoints if entry.checkpoint == name] == ["candidate"]
+    run.tell(92, Evicted(checkpoint=name, reason="superseded"))
+    assert [entry.status for entry in ledger_of(run).checkpoints if entry.checkpoint == name] == ["evicted"]
 
 
 def test_user_windows_advice_troubles_and_odd_checkpoints_are_told(run: RecordedRun) -> None:
