@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from rollback.config import Settings
@@ -17,7 +17,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.sizing import bytes_of
 from rollback.rundir.slots import DEFAULT_BASE
-from rollback.rundir.tiers import fast_tier_of, locate
+from rollback.rundir.tiers import base_of, fast_tier_of, locate
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Question:
     ranks: int | None
     keep: int | None
     grace: float
-    base: Path = DEFAULT_BASE
+    base: Path = field(default_factory=lambda: base_of("auto") or DEFAULT_BASE)
 
 
 def examine(question: Question, tell: Callable[[str], None] = lambda text: None) -> Report:

@@ -126,7 +126,7 @@ class _Drill:
             row = Row(fault=fault.name, says=fault.says, passed=True, skipped=True, why=why)
         else:
             self.tell(f"{fault.name}: {fault.says}")
-            trial = self._perform(fault.name, fault, self._limit, self._hang_flags(fault))
+            trial = self._perform(fault.name, fault, self._limit, self._flags_for(fault))
             row = judge(fault, trial, self._undisturbed, self._compare(fault, trial))
         self.tell(f"{fault.name}: {'passed' if row.passed else f'FAILED: {row.why}'}")
         return row
@@ -145,11 +145,14 @@ class _Drill:
         )
         return self.request.stage.perform(name, exercise, limit=limit, flags=[*self._flags(), *flags])
 
-    def _hang_flags(self, fault: Fault) -> list[str]:
-        """No part of a run that went well was silent for longer than all of it took."""
-        if fault.name != "hung-rank" or self.request.own_hang_limit:
-            return []
-        return [f"--hang-after={max(_LEAST_HANG, self._undisturbed.seconds):.0f}"]
+    def _flags_for(self, fault: Fault) -> list[str]:
+        """What a fault's run needs to be one."""
+        if fault.name == "full-disk":
+            return ["--fast-tier=off"]  # a snapshot in memory does not meet the disk
+        if fault.name == "hung-rank" and not self.request.own_hang_limit:
+            # No part of a run that went well was silent for longer than all of it took.
+            return [f"--hang-after={max(_LEAST_HANG, self._undisturbed.seconds):.0f}"]
+        return []
 
     def _flags(self) -> list[str]:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]

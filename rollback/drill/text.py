@@ -16,14 +16,15 @@ def print_report(console: Console, report: Report) -> None:
     head = f"drill of {report.script}: {ranks}, {report.steps} updates a run, struck at update {report.strike}"
     console.print(quoted(head, style="bold"))
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold")
-    for name in ("fault", "", "caught after", "bitwise", "again", "skipped", "run"):
+    for name in ("fault", "", "caught after", "bitwise", "replayed", "skipped", "run"):
         table.add_column(name, no_wrap=True)
     for row in report.rows:
-        again = "-" if row.steps_replayed is None else f"{row.steps_replayed} steps"
-        skipped = "-" if row.batches_skipped is None else f"{row.batches_skipped} batches"
+        again = "-" if row.steps_replayed is None else str(row.steps_replayed)
+        skipped = "-" if row.batches_skipped is None else str(row.batches_skipped)
         seconds = "-" if row.seconds is None else f"{row.seconds:.0f} s"
         table.add_row(row.fault, _result(row), _after(row), row.bitwise, again, skipped, seconds)
     console.print(table)
+    console.print(Text("(replayed: steps; skipped: batches; run: seconds of all of it)", style="dim"))
     for row in report.rows:
         console.print(Text(f"\n{row.fault}", style="bold") + quoted(f": {row.says}", style="not bold"))
         for title, words in (("struck", row.struck), ("caught", row.caught), ("then", row.recovered)):
