@@ -163,7 +163,8 @@ def run_job(kind: str, folder: Path, width: int) -> None:
     else:
         train_guarded(model, optimizer, loader, step_on)
     dist.barrier()
-    # Not destroy_process_group and a tidy end: now and then torch waits there for ever, for a thread of gloo that waits
+    dist.destroy_process_group()
+    # No tidy end: now and then torch waits there for ever when DDP is freed, for a thread of gloo that waits
     # for the interpreter lock, which the destructor of DDP's process group holds.
     os._exit(0)
 
