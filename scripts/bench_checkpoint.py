@@ -11,7 +11,7 @@ overlapped the same with one rank, to /dev/shm and to the folder; ours includes 
 lost       loop time lost for each checkpoint on disk and synced: the loop's time from the save until the checkpoint is
            durable, less that of as many steps without a save.
 restore    into the live model and optimizer, with what the step after it takes longer than a step does.
-extra      peak private resident memory (RssAnon of /proc/self/status) above what there was before the save, sampled
+extra      peak private resident memory (RssAnon of /proc/self/status) above that of two steps without a save, sampled
            every two milliseconds, as a share of the state. Shared memory, which slots are, does not count.
 """
 
@@ -218,7 +218,8 @@ class Ours(Method):
         super().__init__(script, folder)
         self.guard = rollback.Guard(
             model=script.model, optimizer=script.optimizer, loader=lambda: script.x, run=folder / "run",
-            snapshot_every=10**9, keep=3, fast_tier=str(MEMORY) if fast else "off", evidence_limit=0, observe_only=True,
+            snapshot_every=10**9, checkpoint_every=str(10**9), keep=3, fast_tier=str(MEMORY) if fast else "off",
+            evidence_limit=0, observe_only=True,
         )  # fmt: skip
         self.batches: Iterator[Any] = iter(self.guard)
         self.loss: Tensor | None = None
@@ -272,8 +273,10 @@ class Ours(Method):
     def close(self) -> None:
         tier = tiers.fast_tier_of(self.guard._paths)
         self.guard.close()
-        if tier is not None:
+        barrier()  # rank 0 has drained what was left
+        if tier is not None and first():
             shutil.rmtree(tier.root, ignore_errors=True)
+        barrier()
         super().close()
 
 
@@ -305,10 +308,10 @@ class Memmove:
 
 
 class Peak:
-    """Peak of this process's private resident memory above what it was on entering."""
+    """Peak of this process's private resident memory."""
 
     def __enter__(self) -> Peak:
-        self.before = self.peak = anonymous()
+        self.peak = anonymous()
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._watch)
         self.thread.start()
@@ -321,10 +324,6 @@ class Peak:
     def _watch(self) -> None:
         while not self.over.wait(0.002):
             self.peak = max(self.peak, anonymous())
-
-    @property
-    def extra(self) -> int:
-        return self.peak - self.before
 
 
 def anonymous() -> int:
@@ -363,11 +362,14 @@ def blocking(script: Script, folder: Path, args: argparse.Namespace, size: int) 
         for name in names:
             found[name] = timed(peers[name].save)
             peers[name].finish()
+        with Peak() as usual:
+            ours.step()
+            ours.step()
         with Peak() as peak:
             ours.save()
             found["rollback"] = ours.blocked()
             ours.finish()
-        found["rollback: extra memory"] = peak.extra / size
+        found["rollback: extra memory"] = max(0, peak.peak - usual.peak) / size
         for name, value in found.items():
             if turn:
                 note.setdefault(name, []).append(slowest(value))
@@ -395,11 +397,14 @@ def alone(script: Script, folder: Path, args: argparse.Namespace, size: int) -> 
         for name, method in sorted(to_disk.items(), reverse=bool(turn % 2)):
             found["lost"][name], found["overlapped"][f"{name}, disk"] = lost(method)
         for name, own in (("rollback, memory", fast), ("rollback, disk", disk)):
+            with Peak() as usual:
+                own.step()
+                own.step()
             with Peak() as peak:
                 own.save()
                 found["overlapped"][name] = own.blocked()
                 own.finish()
-            found["overlapped"][f"{name}: extra memory"] = peak.extra / size
+            found["overlapped"][f"{name}: extra memory"] = max(0, peak.peak - usual.peak) / size
         found["lost"]["rollback"], _ = lost(disk)
         found["restore"]["rollback"] = restored(fast)
         for row, values in found.items():
@@ -473,11 +478,11 @@ def main() -> None:
                 port = free.getsockname()[1]
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="rollback-bench-") as folder:
                 mp.spawn(measure, (world, args, port, folder, results), nprocs=world)
-        show({**results[2], **results[1]})
+            show(results[world])
 
 
 def show(rows: Rows) -> None:
-    for row in ("blocking", "overlapped", "lost", "restore"):
+    for row in (name for name in rows if name != "slots"):
         values = rows[row]
         bound = statistics.median(values["memmove"])
         table = Table(title=row)
@@ -490,8 +495,9 @@ def show(rows: Rows) -> None:
             else:
                 table.add_row(name, f"{middle:.4f}", f"{middle / bound:.2f}")
         Console().print(table)
-    used, given = (rows["slots"][name][0] for name in ("bytes used", "bytes given"))
-    Console().print(f"slots: {used / 1e6:.0f} MB used of {given / 1e6:.0f} MB given")
+    if "slots" in rows:
+        used, given = (rows["slots"][name][0] for name in ("bytes used", "bytes given"))
+        Console().print(f"slots: {used / 1e6:.0f} MB used of {given / 1e6:.0f} MB given")
 
 
 if __name__ == "__main__":
