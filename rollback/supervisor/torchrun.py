@@ -11,6 +11,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import importlib
 import json
@@ -181,6 +182,18 @@ def wait_for_order(descriptor: int) -> None:
     name_this_process("torchrun")
 
 
+def end_what_is_left() -> None:
+    """SIGTERM to every child. torchrun forgets a rank that it was starting when a signal ended it."""
+    for listed in Path("/proc/self/task").glob("*/children"):
+        try:
+            children = listed.read_text().split()
+        except OSError:
+            continue  # that thread has ended
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(child), signal.SIGTERM)
+
+
 def main() -> None:
     waits_at = os.environ.pop(ENV_SPARE, None)
     if waits_at is not None:
@@ -203,6 +216,8 @@ def main() -> None:
         if not told["failures"]:
             raise
         sys.exit(1)  # the supervisor says in a line what torchrun's traceback says in forty
+    finally:
+        end_what_is_left()
 
 
 if __name__ == "__main__":

@@ -108,6 +108,7 @@ def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(jo
     supervisor = job.start("ignore_everything")
     (rank,) = job.wait_for_heartbeats(1)
     torchrun = job.torchrun()
+    worker = psutil.Process(int((job.folder / "worker-0").read_text()))
     job.wait_for(lambda: job.facts(AttemptStarted))
     supervisor.kill()
     supervisor.wait(timeout=LIMIT)
@@ -117,6 +118,7 @@ def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(jo
     assert "an earlier supervisor left behind" in output
     assert is_gone(rank)
     assert is_gone(torchrun)
+    assert is_gone(worker)
     assert [record.attempt for record in read_journal(job.paths.train_journal).records] == [1, 2]
 
 

@@ -114,6 +114,7 @@ class Follower:
             if not kept and self._journal.has_attached(running.attempt):
                 kept = True
                 self._host.output.keep()
+                self._host.keep_spare()
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if move in ("end", "quit") or self._signals.insistent:
                 return running.kill()
