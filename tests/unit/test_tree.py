@@ -18,7 +18,7 @@ from torch.optim import lr_scheduler as lr
 
 from rollback.errors import CheckpointDamaged, UsageError
 from rollback.train import tree
-from rollback.train.snapshots import bytes_of
+from rollback.train.capture import bytes_of
 
 
 def through_json(value: Any) -> Any:
