@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ from toy import Toy, facts, require_same, train
 
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode, RingUnavailable
-from rollback.events import Attached, Drained, DrainFailed, Finished
+from rollback.events import Attached, Committed, Drained, DrainFailed, Finished
 from rollback.rundir.drain import drainer
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote import store as storing
@@ -48,8 +49,25 @@ def test_a_run_goes_on_from_the_url_alone_bit_for_bit(
     portrait = train(TOY, tmp_path / "fresh", log=log)
     require_same(portrait, undisturbed, "the run that went on elsewhere")
     (attached,) = facts(tmp_path / "fresh", Attached)[1:]
-    assert attached.checkpoint == "c000002-s00000008", "the newest of all, which the end of the run had brought there"
+    newest = facts(tmp_path / "lost", Committed)[-1].checkpoint
+    assert attached.checkpoint == newest, "the newest of all, which the end of the run had brought there"
     assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+
+
+@pytest.mark.parametrize("at_url", [False, True], ids=["in the run directory", "at a URL"])
+def test_a_reboot_that_takes_the_fast_tier_along_leaves_the_durable_ring(
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], at_url: bool
+) -> None:
+    memory, log = tmp_path / "memory", tmp_path / "log"
+    memory.mkdir()
+    toy = TOY.with_settings(fast_tier=str(memory), ring=URL if at_url else None)
+    train(toy.but(max_steps=9), tmp_path / "run", log=log)
+    newest = facts(tmp_path / "run", Committed)[-1].checkpoint
+    shutil.rmtree(memory)
+    memory.mkdir()
+    portrait = train(toy, tmp_path / "run", log=log)
+    require_same(portrait, undisturbed, "the run whose machine was booted in between")
+    assert facts(tmp_path / "run", Attached)[-1].checkpoint == newest
 
 
 def fail_at_each(every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> None:
@@ -109,7 +127,8 @@ def test_a_bucket_that_goes_away_is_said_once_and_used_again_when_it_is_back(
     train(toy, tmp_path / "run", hook=outage)
     said = capsys.readouterr().err
     assert said.count("the durable ring: ") <= 1
-    assert "c000014-s00000056" in [fact.checkpoint for fact in facts(tmp_path / "run", Drained)]
+    newest = facts(tmp_path / "run", Committed)[-1].checkpoint
+    assert newest in [fact.checkpoint for fact in facts(tmp_path / "run", Drained)]
     assert len(facts(tmp_path / "run", DrainFailed)) <= 1
 
 
