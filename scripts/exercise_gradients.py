@@ -57,8 +57,9 @@ def train(factor: float, run: Path | None = None, *, retry_first: bool = True) -
     guard = None
     if run is not None:
         guard = rollback.Guard(
-            model=model, optimizer=optimizer, loader=loader, max_steps=STEPS, run=run, retry_first=retry_first
-        )
+            model=model, optimizer=optimizer, loader=loader, max_steps=STEPS, run=run, retry_first=retry_first,
+            snapshot_every=50,
+        )  # fmt: skip
     for number, (tokens, _) in enumerate(guard or islice(loader, STEPS)):
         loss = loss_of(model, tokens)
         loss.backward()

@@ -36,6 +36,7 @@ from rollback.train.state import Image
 
 _PAGE = 4096
 _SPARE = 1 << 16
+_MEMORY_OF_LOSSES = 1 << 15  # the sentinel's state, which is empty in a fresh run, takes a third of it
 _HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
 
 
@@ -88,7 +89,7 @@ class Snapshots:
         share = share_of(image, self._ranks)
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
-        self._head = 2 * room_for(kinds, share.metadata, _PAGE)
+        self._head = 2 * room_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES
         self._size = lay_out(kinds, self._head).size + _SPARE
         self._make_room()
         return self._size
