@@ -30,7 +30,9 @@ _EVERY_SECONDS = 0.5
 
 class SignsOfLife:
     """Writes this rank's heartbeat for as long as the process lives, its stacks when it is signalled to, and its last
-    words."""
+    words. Where one process trains several times, the next guard's take the place of the last one's."""
+
+    _present: SignsOfLife | None = None
 
     def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
         self._path = paths.heartbeat(ranks.rank)
@@ -47,6 +49,9 @@ class SignsOfLife:
         self._write()
         LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
+        if SignsOfLife._present is not None:
+            SignsOfLife._present._over.set()
+        SignsOfLife._present = self
         atexit.register(self._over.set)
         threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
 
