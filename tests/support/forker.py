@@ -4,10 +4,10 @@ Reads requests from stdin, a JSON object a line, and answers each on stdout with
 itself: autograd does not survive a fork.
 
 Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
-(stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `signal_after` (`[seconds, number]`: until
-that signal), `die` (`[before | after, kind of fact, n]`: end at once around the n-th such fact), `signal` (`[batch,
-number]`: send itself a signal at that batch), `raise_at` (a batch), `ask` (`[batch, request]`: hand in that request
-there, see asking.py). Answer: `status`, the exit code or minus the signal.
+(stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
+end at once around the n-th such fact), `signal` (`[batch, number, seconds]`: send itself a signal at that batch, or so
+many seconds later), `raise_at` (a batch), `ask` (`[batch, request]`: hand in that request there, see asking.py).
+Answer: `status`, the exit code or minus the signal.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,6 @@ def main() -> None:
         if (delay := request.get("kill_after")) is not None:
             time.sleep(delay)
             os.kill(child, signal.SIGKILL)
-        if "signal_after" in request:
-            delay, number = request["signal_after"]
-            time.sleep(delay)
-            os.kill(child, number)
         _, status = os.waitpid(child, 0)
         print(json.dumps({"status": os.waitstatus_to_exitcode(status)}), flush=True)
 
@@ -96,10 +93,12 @@ def hook(request: dict[str, Any]) -> Any:
     if "ask" in request:
         batch, asked = request["ask"]
         return asking(batch, lambda: hand_in(Path(request["run"]), **asked))
-    batch, number = request.get("signal", (None, None))
+    batch, number, seconds = (*request.get("signal", (None, None)), 0.0)[:3]
 
     def at_batch(_guard: object, position: int) -> None:
-        if position == batch:
+        if position == batch and seconds:
+            threading.Timer(seconds, os.kill, [os.getpid(), number]).start()
+        elif position == batch:
             os.kill(os.getpid(), number)
         if position == request.get("raise_at"):
             raise RuntimeError(f"a crash at random, at {time.monotonic()}")
