@@ -39,8 +39,13 @@ except metadata.PackageNotFoundError:
 PYTHON
 }
 
+# What was asked for: an environment that was made for other requirements is brought up to date.
+_requirements() {
+    cat pyproject.toml constraints.txt | cksum
+}
+
 use_environment() {
-    local extra="${1:-}" python
+    local extra="${1:-}" python stamp
     if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" ]]; then
         if [[ ! -x .venv/bin/python ]]; then
             python="$(_suitable_python)" || return 1
@@ -50,8 +55,10 @@ use_environment() {
         # shellcheck disable=SC1091
         source .venv/bin/activate || return 1
     fi
-    if ! _is_installed "$extra"; then
+    stamp="${VIRTUAL_ENV:-$CONDA_PREFIX}/.rollback-requirements"
+    if [[ "$(cat "$stamp" 2>/dev/null)" != "$(_requirements)" ]] || ! _is_installed "$extra"; then
         echo "installing rollback${extra:+ [$extra]} and what it needs into ${VIRTUAL_ENV:-$CONDA_PREFIX}" >&2
         python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".${extra:+[$extra]}" || return 1
+        _requirements >"$stamp"
     fi
 }
