@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,7 @@ def refused(kind: type[RollbackError], run: Path, text: str, **changes: Any) -> 
         ({"ema": Keeps([print])}, "shared/objects/ema/deep/inside/0"),
         ({"ema": Keeps(torch.zeros(2).to_sparse())}, "shared/objects/ema/deep/inside"),
     ],
-    ids=lambda value: str(value)[:40].replace("/", "-"),
+    ids=lambda value: re.sub(r" object at 0x\w+", "", str(value))[:40].replace("/", "-"),
 )
 def test_a_wrong_call_makes_no_run_directory(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     error = refused(UsageError, tmp_path / "run", text, **changes)
@@ -109,7 +110,7 @@ def renamed() -> nn.Module:
         ({"loader": DataLoader(range(20), batch_size=2, shuffle=True)}, "sampler: the run has 'SequentialSampler'"),
         ({"ema": Keeps(1)}, "objects: the run has [], this job ['ema']"),
     ],
-    ids=lambda value: str(value)[:50].replace("/", "-"),
+    ids=lambda value: re.sub(r" object at 0x\w+", "", str(value))[:50].replace("/", "-"),
 )
 def test_another_job_is_refused_with_the_difference(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     make(tmp_path / "run").close()

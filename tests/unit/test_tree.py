@@ -108,7 +108,7 @@ def test_an_ordered_dict_comes_back_in_order() -> None:
         np.datetime64("2020-01-01"),
         np.zeros(1, dtype=np.longdouble)[0],
     ],
-    ids=repr,
+    ids=lambda value: type(value).__name__,
 )
 def test_what_has_no_faithful_form_is_refused_with_its_path(value: Any) -> None:
     with pytest.raises(UsageError, match=r"state/outer/1") as refused:
