@@ -218,7 +218,7 @@ class Ours(Method):
         super().__init__(script, folder)
         self.guard = rollback.Guard(
             model=script.model, optimizer=script.optimizer, loader=lambda: script.x, run=folder / "run",
-            snapshot_every=10**9, checkpoint_every=str(10**9), keep=3, fast_tier=str(MEMORY) if fast else "off",
+            snapshot_every=10**8, checkpoint_every=str(10**8), keep=3, fast_tier=str(MEMORY) if fast else "off",
             evidence_limit=0, observe_only=True,
         )  # fmt: skip
         self.batches: Iterator[Any] = iter(self.guard)
