@@ -34,7 +34,7 @@
     const size = Math.abs(value);
     return size !== 0 && (size < 1e-3 || size >= 1e6) ? value.toExponential(2) : String(Number(value.toPrecision(5)));
   };
-  const whole_number = (value) => Math.round(value).toLocaleString("en");
+  const whole_number = (value) => (Math.round(value) || 0).toLocaleString("en"); // no minus zero
 
   // Scales ---------------------------------------------------------------------------------------------------------
   const x = (step) => LEFT + (step - state.view[0]) / (state.view[1] - state.view[0]) * (width - LEFT - RIGHT);
