@@ -9,7 +9,7 @@ import pytest
 from job_results import Scenarios
 from toy import Toy, facts, files, require_same, skipped, train, weights
 
-from rollback.events import Committed, Dropped, Incident, Planned, Restored, Stopped
+from rollback.events import Committed, Dropped, Incident, Planned, Quarantined, Restored, Stopped
 
 SAMPLES = 800  # 100 batches of 4 for each of two ranks
 BAD = {
@@ -23,6 +23,8 @@ BAD = {
     ),
 }
 HEALTHY = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True)
+
+UNREADABLE = HEALTHY.but(nan=(57,))
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +40,8 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
     scenarios.add("asked", HEALTHY, ask=[37, {"order": "rewind", "to": 35, "skip": [40, 44], "why": "a hunch"}])
     scenarios.add("asked, fresh", HEALTHY, skips_of=str(scenarios.run("asked")))
     scenarios.add("one full disk", HEALTHY, full_disk=[1, 25])
+    scenarios.add("one unreadable disk", UNREADABLE, unreadable=[1, "c000004-s00000040", 2])
+    scenarios.add("one unreadable disk, fresh", UNREADABLE, skips_of=str(scenarios.run("one unreadable disk")))
     train(Toy(120), scenarios.run("of one rank"))
     scenarios.add("of one rank", Toy(120))
     scenarios.torchrun(2)
@@ -115,6 +119,15 @@ def test_a_rank_that_cannot_write_its_shard_means_no_checkpoint_and_no_harm(two:
     assert sorted(path.name for path in (run / "ring").iterdir()) == [
         fact.checkpoint for fact in facts(run, Committed)
     ], "something is left of what was dropped"
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_restore_that_fails_twice_on_one_rank_sends_all_to_an_older_checkpoint(two: Scenarios, rank: int) -> None:
+    """Rank 0 has read all of the newer one by then."""
+    name = "one unreadable disk"
+    assert [fact.checkpoint for fact in facts(two.run(name), Quarantined)] == ["c000004-s00000040"]
+    assert [fact.checkpoint for fact in facts(two.run(name), Restored)] == ["c000003-s00000030"]
+    require_same(two.portrait(name, rank), two.portrait(f"{name}, fresh", rank), f"rank {rank}")
 
 
 def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp_path: Path) -> None:

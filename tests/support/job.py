@@ -4,12 +4,14 @@ SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and o
 supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
 (`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
 can write no shard), `flip` (`[rank, batch]`: there a bit of a weight of that rank changes), `ask` (`[batch, request]`:
-rank 0 hands in that request there, see asking.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else
+rank 0 hands in that request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails
+to read it when it is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else
 `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import json
 import os
@@ -21,6 +23,7 @@ import torch
 import torch.distributed as dist
 from asking import asking, hand_in
 from toy import Hook, Toy, skip_list, train
+from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
@@ -33,9 +36,11 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
         toy = toy.with_settings(skip=skip_list(Path(scenario["skips_of"])))
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
     write = snapshots.write_direct
+    reader, *what = scenario.get("unreadable", [None])
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
-        return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, rank), log=log)}
+        with unreadable(*what) if reader == rank else contextlib.nullcontext():
+            return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, rank), log=log)}
     except SystemExit as end:
         return {"exit": end.code}
     except RollbackError as error:

@@ -1,0 +1,70 @@
+"""A checkpoint that passes verification, and whose tensors the disk then refuses to read."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+from rollback.rundir.manifest import read_manifest
+from rollback.train import restoring
+
+_READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
+
+
+class Attempts:
+    """How often the tensors of the checkpoint were to be read; the first of these times failed."""
+
+    count = 0
+
+
+@contextlib.contextmanager
+def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda shard: True) -> Iterator[Attempts]:
+    """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
+    load, attempts = restoring._load, Attempts()
+
+    def load_or_fail(reading: restoring._Reading, *rest: Any) -> str | None:
+        if is_of(reading, name) and where(reading.shards[0].path):
+            attempts.count += 1
+            if attempts.count <= times:
+                with mock.patch("os.preadv", failing(os.preadv)):
+                    return load(reading, *rest)
+        return load(reading, *rest)
+
+    with mock.patch.object(restoring, "_load", load_or_fail):
+        yield attempts
+
+
+@contextlib.contextmanager
+def cut_short(name: str) -> Iterator[None]:
+    """The first shard of a checkpoint is cut off when it has just been verified, for good."""
+    load = restoring._load
+
+    def cut_and_load(reading: restoring._Reading, *rest: Any) -> str | None:
+        shard = reading.shards[0]
+        if is_of(reading, name):
+            os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])
+        return load(reading, *rest)
+
+    with mock.patch.object(restoring, "_load", cut_and_load):
+        yield
+
+
+def is_of(reading: restoring._Reading, name: str) -> bool:
+    return read_manifest(reading.shards[0].path.parent, in_slot=True).name == name
+
+
+def failing(read: Callable[..., int]) -> Callable[..., int]:
+    reads: list[int] = []
+
+    def refuse(fd: int, *rest: Any) -> int:
+        reads.append(fd)
+        if len(reads) > _READ:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return read(fd, *rest)
+
+    return refuse
