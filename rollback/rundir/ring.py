@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged
@@ -88,30 +87,6 @@ def open_shards(paths: RunPaths, manifest: Manifest) -> list[ShardReader]:
             reader.close()
         raise
     return opened
-
-
-def choose_evictions(
-    held: Sequence[str], good: Collection[str], discarded: Collection[str], keep: int
-) -> list[tuple[str, str]]:
-    """Which checkpoints leave a ring of capacity `keep`, with the reason, given all names oldest first.
-
-    Discarded ones go at once. Beyond capacity the oldest goes first, except that three always stay: the newest good
-    one; the oldest candidate after it, which will be the next good one (where checkpoints come faster than probation
-    passes, a ring that evicted it would never gain another); and the newest of all, from which a crash resumes.
-    """
-    leaving = [(name, "beyond a restored checkpoint") for name in held if name in discarded]
-    staying = [name for name in held if name not in discarded]
-    goods = [place for place, name in enumerate(staying) if name in good]
-    after = goods[-1] + 1 if goods else 0
-    protected = {*(staying[place] for place in goods[-1:]), *staying[after : after + 1], *staying[-1:]}
-    surplus = len(staying) - keep
-    for name in staying:
-        if surplus <= 0:
-            break
-        if name not in protected:
-            leaving.append((name, "the ring is full"))
-            surplus -= 1
-    return leaving
 
 
 def evict(paths: RunPaths, name: str) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 
 from rollback.policy import Held
-from rollback.rundir import ring
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.retention import choose_evictions
 
 
 class Holdings:
@@ -99,7 +99,7 @@ class Holdings:
     def surplus(self, keep: int, counted: Collection[str] | None = None) -> list[tuple[str, str]]:
         """What must leave a ring (by default all that is held) of capacity `keep`, with the reason."""
         names = [m.name for m in self._in_order() if counted is None or m.name in counted]
-        return ring.choose_evictions(names, self._good, (), keep)
+        return choose_evictions(names, self._good, (), keep)
 
     def _in_order(self) -> list[Manifest]:
         return sorted(self._held.values(), key=lambda manifest: manifest.seq)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -15,75 +14,12 @@ from rollback.errors import CheckpointDamaged
 from rollback.rundir import ring
 from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
-from rollback.rundir.ring import choose_evictions
 from rollback.rundir.shard import Piece, write_shard
-
-NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(20)]
 
 
 @pytest.fixture
 def paths(tmp_path: Path) -> RunPaths:
     return RunPaths(tmp_path)
-
-
-# --- choosing what leaves ---------------------------------------------------------------------------------------------
-
-
-@st.composite
-def rings(draw: st.DrawFn) -> tuple[list[str], set[str], set[str], int]:
-    held = NAMES[: draw(st.integers(0, len(NAMES)))]
-    some = st.sets(st.sampled_from(held)) if held else st.just(set())
-    discarded = draw(some)
-    return held, draw(some) - discarded, discarded, draw(st.integers(3, 8))
-
-
-@given(rings())
-def test_the_newest_good_the_next_good_and_the_newest_checkpoint_always_stay(
-    case: tuple[list[str], set[str], set[str], int],
-) -> None:
-    held, good, discarded, keep = case
-    leaving = {name for name, _ in choose_evictions(held, good, discarded, keep)}
-    staying = [name for name in held if name not in leaving]
-    present = [name for name in held if name not in discarded]
-    newest_good = max((name for name in present if name in good), default="")
-    assert newest_good in ("", *staying)
-    assert [name for name in present if name > newest_good][:1] == [name for name in staying if name > newest_good][:1]
-    assert present[-1:] == staying[-1:]
-
-
-@given(rings())
-def test_capacity_is_kept_and_nothing_leaves_below_it(case: tuple[list[str], set[str], set[str], int]) -> None:
-    held, good, discarded, keep = case
-    evictions = choose_evictions(held, good, discarded, keep)
-    leaving = [name for name, _ in evictions]
-    assert len(leaving) == len(set(leaving))
-    assert discarded & set(held) <= set(leaving)
-    present = len(held) - len(discarded)
-    assert len(held) - len(leaving) == min(present, keep)
-    assert all(reason for _, reason in evictions)
-
-
-@given(st.integers(1, 12), st.integers(1, 60), st.integers(3, 8))
-def test_new_checkpoints_become_good_for_ever_however_often_they_come(every: int, probation: int, keep: int) -> None:
-    """A ring that fills with candidates faster than probation passes must not evict each before it is good."""
-    held: list[tuple[str, int]] = []
-    good: set[str] = set()
-    became_good = []
-    for step in range(0, 20 * (every + probation), every):
-        for name, taken in held:
-            if step - taken >= probation and name not in good:
-                good.add(name)
-                became_good.append(taken)
-        held.append((checkpoint_name(step, step), step))
-        gone = {name for name, _ in choose_evictions([name for name, _ in held], good, (), keep)}
-        held = [(name, taken) for name, taken in held if name not in gone]
-    gaps = [later - earlier for earlier, later in pairwise(became_good)]
-    assert len(became_good) > 5
-    assert max(gaps) <= 2 * (every + probation)
-
-
-def test_the_oldest_of_several_good_ones_goes_first() -> None:
-    assert choose_evictions(NAMES[:5], set(NAMES[:5]), (), 4) == [(NAMES[0], "the ring is full")]
 
 
 # --- names ------------------------------------------------------------------------------------------------------------

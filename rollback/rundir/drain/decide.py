@@ -11,10 +11,10 @@ import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from rollback.rundir import ring
 from rollback.rundir.history import History
 from rollback.rundir.paths import parse_checkpoint_name
 from rollback.rundir.resume import of_present_timeline
+from rollback.rundir.retention import choose_evictions
 
 _SHARE = 20  # auto: draining takes at most one part in so many of the time
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -111,7 +111,7 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     present = {item.name for item in _present(now.history)}
     free = [name for name in now.drained if name not in now.pinned]
     discarded = {name for name in free if name in now.history.committed and name not in present}
-    return ring.choose_evictions(free, now.history.good, discarded, keep)
+    return choose_evictions(free, now.history.good, discarded, keep)
 
 
 def _present(history: History) -> list[Committed]:
