@@ -83,6 +83,10 @@ def measure(way: str, folder: Path, width: int) -> float:
     else:
         start = ["-m", "rollback", "launch", *ranks, "--run", str(folder / "run")]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "BENCH_FAULT": "nan" if way == "in process" else "kill"}
+    if way == "by hand":
+        # Ranks that torchrun restarts share one store with their forerunners and may take the addresses of the dead
+        # for each other's, and wait for ever (https://github.com/pytorch/pytorch/issues/135712): a store for each.
+        environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     done = subprocess.run(
         [sys.executable, *start, *job], env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         timeout=600, check=False,

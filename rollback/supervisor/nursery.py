@@ -49,6 +49,12 @@ def import_ahead() -> None:
             continue
 
 
+def settle_objects() -> None:
+    """Before a fork: let no later collection write to, and so copy, the pages that are shared then."""
+    gc.collect()
+    gc.freeze()
+
+
 def name_this_process(name: str) -> None:
     """What `ps -o comm` and `top` show; at most 15 characters. Command lines are all alike: that of torchrun."""
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
@@ -60,8 +66,7 @@ class Nursery:
     def __init__(self) -> None:
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        gc.collect()
-        gc.freeze()  # a collection would write to, and so copy, every page that the ranks share
+        settle_objects()
         if os.fork() == 0:
             ours.close()
             _serve(theirs)

@@ -25,10 +25,10 @@ from collections.abc import Iterator, Mapping
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 from rollback.rundir.durable import write_file
-from rollback.supervisor.nursery import Nursery, import_ahead, name_this_process, start_ranks_from
+from rollback.supervisor.nursery import Nursery, import_ahead, name_this_process, settle_objects, start_ranks_from
 
 # `pid of the supervisor:path to write the account of failed ranks to`. Meant for this process, not for the ranks.
 # It is read here and not in `rollback.config` because every restart waits for the imports of this module.
@@ -69,6 +69,23 @@ def leave_stopping_to(supervisor: int) -> None:
             end(number, frame)
 
     api._terminate_process_handler = heed
+
+
+def method_name(depth: int = 2) -> str:
+    """The name of the function so many calls above, as the rendezvous of torchrun asks for it."""
+    try:
+        return sys._getframe(depth).f_code.co_name
+    except ValueError:
+        return "no_method_name"
+
+
+def name_methods_quickly() -> None:
+    """torchrun's rendezvous names its running method, for a log that nobody reads, by `inspect.stack`, which goes
+    through all modules that are loaded: with torch, a second before the ranks start and half a second after they fail.
+    """
+    rendezvous: Any = importlib.import_module("torch.distributed.elastic.rendezvous.dynamic_rendezvous")
+    if hasattr(rendezvous, "get_method_name"):
+        rendezvous.get_method_name = method_name
 
 
 class LogsSpecsFinder(DistributionFinder):
@@ -161,6 +178,7 @@ def wait_for_order(descriptor: int) -> None:
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         import_ahead()
         importlib.import_module("torch.distributed.run")
+        settle_objects()
 
     thread = threading.Thread(target=import_at_leisure)
     thread.start()
@@ -194,6 +212,15 @@ def end_what_is_left() -> None:
                 os.kill(int(child), signal.SIGTERM)
 
 
+def _leave_at_once(status: int) -> NoReturn:
+    """End without taking the interpreter down piece by piece: the next attempt waits for it."""
+    end_what_is_left()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
+
+
 def main() -> None:
     waits_at = os.environ.pop(ENV_SPARE, None)
     if waits_at is not None:
@@ -207,6 +234,7 @@ def main() -> None:
         import_ahead()
         start_ranks_from(Nursery())  # before anything starts a thread, and with what is ignored ignored
     sys.meta_path.append(LogsSpecsFinder())
+    name_methods_quickly()
     sent = note_whom_torchrun_ends()
     try:
         runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
@@ -215,7 +243,7 @@ def main() -> None:
         write_file(Path(account), json.dumps(told).encode(), durable=False)
         if not told["failures"]:
             raise
-        sys.exit(1)  # the supervisor says in a line what torchrun's traceback says in forty
+        _leave_at_once(1)  # the supervisor says in a line what torchrun's traceback says in forty
     finally:
         end_what_is_left()
 

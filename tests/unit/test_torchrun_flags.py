@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import get_args_parser
 
 from rollback.config import Settings
 from rollback.supervisor.flags import FLAGS, RENDEZVOUS, names_a_rendezvous
 from rollback.supervisor.outcome import Failures
-from rollback.supervisor.torchrun import describe
+from rollback.supervisor.torchrun import describe, method_name
 
 
 def flags_of_torchrun() -> dict[str, tuple[bool, str | None]]:
@@ -80,3 +81,12 @@ def test_what_a_rank_left_in_its_error_file_is_handed_on(tmp_path: Path) -> None
 
 def test_another_error_of_torchrun_names_itself() -> None:
     assert describe(RuntimeError("no\nrendezvous")) == {"error": "RuntimeError: no", "failures": []}
+
+
+@pytest.mark.parametrize("depth", [1, 2, 3, 10**4])
+def test_methods_are_named_as_torchruns_rendezvous_names_them(depth: int) -> None:
+    def asked() -> tuple[str, str]:
+        return dynamic_rendezvous.get_method_name(depth), method_name(depth)
+
+    theirs, ours = asked()
+    assert ours == theirs
