@@ -20,6 +20,7 @@ from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.pins import pinned
 from rollback.rundir.resume import of_present_timeline
+from rollback.rundir.tiers import in_slots
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST = "newest-good", "newest"
@@ -85,6 +86,22 @@ def read_listing(root: Path) -> Listing:
     held = {entry.checkpoint for entry in entries}
     notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in held]
     return Listing(schema=1, directory=str(root), checkpoints=entries, leftovers=leftovers, notices=notices)
+
+
+def read_held(root: Path) -> list[Checkpoint]:
+    """The checkpoints of a run that may be gone back to, also those in this host's memory alone; oldest first.
+
+    Those of the ring whose manifest is damaged are left out. Raises as `read_listing`.
+    """
+    paths = require_run_directory(root)
+    history = _read_history(paths, [])
+    entries = {entry.checkpoint: entry for entry in read_listing(root).in_ring()}
+    in_memory = [place.manifest for place in in_slots(paths) if place.name not in entries]
+    present = {manifest.name for manifest in of_present_timeline(history, in_memory)} if history else set()
+    for manifest in in_memory:
+        entries[manifest.name] = _entry(manifest, _status(manifest, history, present), pinned=False)
+    held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
+    return sorted(held, key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
 
 
 def choose(listing: Listing, word: str) -> str:

@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rollback.audit.checkpoints import Checkpoint, read_listing
+from rollback.audit.checkpoints import read_held
 from rollback.audit.ledger import Entry
 from rollback.audit.material import require_run_directory
 from rollback.audit.status import Status, read_status
@@ -30,6 +30,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request
+from rollback.rundir.tiers import fast_tier_of
 
 _POLL = 0.1
 _LOOK_FOR_LIFE = 1.0
@@ -81,8 +82,12 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
             f"{run} cannot go back to step {to}: it is at step {status.step}",
             hint="`rollback ring list` shows the steps that it can go back to",
         )
-    held = _held(run)
+    held = read_held(run)
     usable = [entry for entry in held if entry.step <= to]
+    elsewhere = status.state in _LIVE and _has_memory_elsewhere(paths)
+    if not usable and elsewhere:
+        notice = f"no checkpoint at or before step {to} can be seen from this host; the ranks know those in memory too"
+        return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
     if not usable:
         oldest = f"the oldest one is of step {held[0].step}" if held else "it has none"
         raise NoUsableCheckpoint(
@@ -98,13 +103,15 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
     notice = f"the newest checkpoint at or before step {to} is {target.checkpoint}, of step {target.step}"
     if target.status != "good":
         notice += "; it is only a candidate: it has not survived probation"
+    if elsewhere:
+        notice += "; the job's host may have a newer one in memory"
     return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
 
 
 def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     """Hand in a request to pass over batches that are still to come."""
     paths, status = _standing(run)
-    held = _held(run)
+    held = read_held(run)
     # A job that is not running goes on from its newest checkpoint.
     position = status.batch if status.state in _LIVE else held[-1].batch if held else 0
     if position is not None and skip.last < position:
@@ -192,9 +199,9 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
     return paths, status
 
 
-def _held(run: Path) -> list[Checkpoint]:
-    """Checkpoints that belong to the run, oldest first."""
-    return [entry for entry in read_listing(run).in_ring() if entry.status in ("good", "candidate", "unknown")]
+def _has_memory_elsewhere(paths: RunPaths) -> bool:
+    """Whether the run has a fast tier that this host does not see: what it holds is known to the ranks alone."""
+    return paths.fast_pointer.exists() and fast_tier_of(paths) is None
 
 
 def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, why: str, **order: object) -> Asked:

@@ -52,6 +52,17 @@ class Holdings:
         if left is not None:
             self._left[name] = left
 
+    def admit(self, manifest: Manifest, good: bool) -> None:
+        """A checkpoint may be gone back to that was held no longer, or never by this attempt."""
+        if manifest.name in self._held:
+            return
+        self._left.pop(manifest.name, None)
+        self._held[manifest.name] = manifest
+        if good:
+            self._good.add(manifest.name)
+        else:
+            self._healthy[manifest.name] = 0
+
     def consult(self, in_ring: Collection[str], in_slots: Collection[str]) -> None:
         """What the ring holds, as one rank saw it and told all: the good ones that left the fast tier are back."""
         for name in list(self._held):

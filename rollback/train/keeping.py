@@ -10,8 +10,10 @@ from collections.abc import Sequence
 from rollback.events import BecameGood, Committed, Drifted, Dropped, Evicted, Planned, Quarantined, Saving, Tier
 from rollback.policy import Held
 from rollback.rundir import ring
+from rollback.rundir.history import fold
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.resume import of_present_timeline
 from rollback.train.advice import REPLICAS_DIFFER
 from rollback.train.flight import Landing
 from rollback.train.holdings import Holdings
@@ -73,6 +75,14 @@ class Keeper:
             self._holdings.consult(there, self._snapshots.in_slots)
         return self._holdings.as_held()
 
+    def look_into_ring(self) -> None:
+        """Hold all that the ring has of this timeline, also what left the slots as a candidate or stays for its pin.
+
+        So that an operator may go back to whatever `rollback ring list` shows. A plan of ours does without.
+        """
+        for manifest, good in self._ranks.from_first(self._of_present_timeline() if self._ranks.first else None):
+            self._holdings.admit(Manifest.model_validate_json(manifest), good)
+
     def manifest(self, name: str) -> Manifest:
         return self._holdings.manifest(name)
 
@@ -96,6 +106,13 @@ class Keeper:
         for name in plan.discards:
             self._holdings.drop(name)
             self._evict(name, "beyond a restored checkpoint")
+
+    def _of_present_timeline(self) -> list[tuple[str, bool]]:
+        """Rank 0: the manifests in the ring that belong to the run, and whether they are good."""
+        history = fold(self._record.records)
+        sound, _ = ring.manifests(self._paths)
+        present = [m for m in of_present_timeline(history, sound) if m.name not in history.gone]
+        return [(manifest.model_dump_json(), manifest.name in history.good) for manifest in present]
 
     def _land(self, landing: Landing | None) -> None:
         if landing is None:

@@ -180,6 +180,7 @@ class Requests:
 
     def _target(self, step: int) -> tuple[Held | None, int | None]:
         """Collective: the newest checkpoint at or before `step` that every rank can read; and the oldest step held."""
+        self._keeper.look_into_ring()
         for point in reversed(self._keeper.as_held()):
             if point.step > step:
                 continue

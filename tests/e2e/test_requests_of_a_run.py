@@ -9,10 +9,27 @@ from pathlib import Path
 import pytest
 from asking import answers, asking, hand_in
 from attempts import DIED, Forker
-from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
+from toy import Hook, Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
 
+from rollback import Guard
 from rollback.audit import compile_ledger, read_material
-from rollback.events import Answered, Concluded, Incident, Planned, Requested, Restored, SkipAdded, Stopped, Window
+from rollback.control.asking import ask_to_rewind
+from rollback.events import (
+    Answered,
+    BecameGood,
+    Concluded,
+    Evicted,
+    Incident,
+    Planned,
+    Quarantined,
+    Requested,
+    Restored,
+    SkipAdded,
+    Stopped,
+    Window,
+)
+from rollback.rundir import pins, tiers
+from rollback.rundir.drain.in_run import RingInRun
 from rollback.rundir.history import Case
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
@@ -71,6 +88,67 @@ def test_a_rewind_with_a_skip_is_as_if_the_batches_had_never_been_there(
     portrait = train(TOY, run, hook=asking(57, lambda: hand_in(run, "rewind", to=44, skip=SKIP)))
     assert sorted(skipped(run)) == list(range(SKIP[0], SKIP[1] + 1))
     require_same(portrait, as_if_never_there, "rewound with a skip")
+
+
+def by_command(run: Path, at: int, to: int, then: Hook | None = None) -> tuple[Hook, list[str | None]]:
+    """A hook that asks at batch `at` for a rewind as `rollback rewind` does, and the notices that it is given."""
+    notices: list[str | None] = []
+
+    def hook(guard: Guard | None, position: int) -> None:
+        if then is not None:
+            then(guard, position)
+        if position == at and guard is not None:
+            guard._life.show("training", guard.step, guard.batch, now=True)  # or the command thinks it is not there yet
+        ask(guard, position)
+
+    ask = asking(at, lambda: notices.append(ask_to_rewind(run, to, None, "ann@site", "").notice))
+    return hook, notices
+
+
+def test_a_rewind_may_go_back_to_what_only_a_pin_keeps(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    """The ranks hold it no longer; who asks sees it in the ring."""
+    run = tmp_path / "run"
+
+    def pin(_guard: object, position: int) -> None:
+        if position == 15:
+            pins.pin(RunPaths(run), "c000001-s00000010")
+
+    hook, _ = by_command(run, at=87, to=25, then=pin)
+    portrait = train(TOY.with_settings(keep=3), run, hook=hook)
+    assert [fact.step for fact in facts(run, Restored)] == [10], answers(run)
+    assert not facts(run, Quarantined)
+    require_same(portrait, undisturbed, "rewound to a pinned checkpoint")
+
+
+@pytest.mark.parametrize("good", [True, False], ids=["good", "candidate"])
+def test_a_rewind_may_go_back_to_what_has_left_the_fast_tier_and_is_in_the_ring(
+    tmp_path: Path, undisturbed: dict[str, str], good: bool
+) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+
+    def drain(_guard: object, position: int) -> None:
+        if position == 25 and not facts(run, Requested):  # of a candidate, the drainer does it when an attempt ends
+            (place,) = [place for place in tiers.in_slots(RunPaths(run)) if place.manifest.step == 20]
+            RingInRun(RunPaths(run)).put(place.manifest, place.directory)
+
+    hook, _ = by_command(run, at=87, to=25, then=drain)
+    settings = {"keep": 3, "probation": 8 if good else 90, "checkpoint_every": "1000", "keep_durable": 9}
+    portrait = train(TOY.with_settings(fast_tier=str(memory), **settings), run, hook=hook)
+    assert "c000002-s00000020" in {fact.checkpoint for fact in facts(run, Evicted) if fact.tier == "fast"}
+    assert ("c000002-s00000020" in {fact.checkpoint for fact in facts(run, BecameGood)}) == good
+    assert [fact.step for fact in facts(run, Restored)] == [20], answers(run)
+    require_same(portrait, undisturbed, "rewound to what has left the fast tier")
+
+
+def test_a_rewind_may_go_back_to_what_is_in_memory_alone(tmp_path: Path, undisturbed: dict[str, str]) -> None:
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    hook, notices = by_command(run, at=57, to=44)
+    portrait = train(TOY.with_settings(fast_tier=str(memory), checkpoint_every="1000"), run, hook=hook)
+    assert notices == ["the newest checkpoint at or before step 44 is c000004-s00000040, of step 40"]
+    assert [fact.step for fact in facts(run, Restored)] == [40], answers(run)
+    require_same(portrait, undisturbed, "rewound to what is in memory")
 
 
 def test_batches_before_the_restored_checkpoint_are_part_of_the_run_and_stay_so(tmp_path: Path) -> None:

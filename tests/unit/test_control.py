@@ -112,6 +112,16 @@ def test_without_waiting(run: RecordedRun) -> None:
     assert [read_request(run.paths, name).order for name in names(run.paths)] == ["stop", "rewind"]
 
 
+def test_what_the_memory_of_another_host_may_hold_is_not_refused_from_here(run: RecordedRun) -> None:
+    run.paths.fast_pointer.write_text(json.dumps({"format": 1, "directory": "/elsewhere"}))
+    result = ask(run, "rewind", "--to", "19", "--no-wait")
+    assert result.exit_code == 0
+    assert "no checkpoint at or before step 19 can be seen from this host" in result.stderr
+    assert "may have a newer one in memory" in ask(run, "rewind", "--to", "25", "--no-wait").stderr
+    dead(run)
+    assert "the oldest one is of step 20" in refusal(ask(run, "rewind", "--to", "19"))
+
+
 def test_a_run_that_is_not_running_is_told_at_its_next_start(run: RecordedRun) -> None:
     dead(run)
     result = ask(run, "rewind", "--to", "25")
