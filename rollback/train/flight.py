@@ -38,7 +38,8 @@ class Stage(Enum):
 class Flight:
     """The snapshot in flight. error: this rank's own, for its log; whether it failed is decided by pulse.
 
-    capture: under way, where it overlaps with training, until the fence; copied: its thread's work.
+    outgrown: the state had no room on this rank. capture: under way, where it overlaps with training, until the fence;
+    copied: its thread's work.
     """
 
     manifest: Manifest
@@ -51,6 +52,7 @@ class Flight:
     letter: Letter | None = None
     error: str | None = None
     torn: bool = False
+    outgrown: bool = False
 
     def fail(self, error: str) -> None:
         self.stage, self.error = Stage.FAILED, error

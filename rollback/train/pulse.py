@@ -39,14 +39,15 @@ class Slot(IntEnum):
     TORN = 11
     READY = 12
     TIER_FAILED = 13
-    STALL = 14
-    STEP_SECONDS = 15
-    SCALE = 16
-    KEPT = 17
-    MEASURED = 18
-    SCALE_COUNT = 19
-    KEPT_COUNT = 20
-    MEASURED_COUNT = 21
+    OUTGROWN = 14
+    STALL = 15
+    STEP_SECONDS = 16
+    SCALE = 17
+    KEPT = 18
+    MEASURED = 19
+    SCALE_COUNT = 20
+    KEPT_COUNT = 21
+    MEASURED_COUNT = 22
 
 
 LETTER = 5
@@ -66,7 +67,8 @@ class Ailment(IntFlag):
 class Signs:
     """What one rank puts on the pulse besides loss and gradient norm: facts that only its host knows.
 
-    ready: what the next snapshot is copied into is. stall: seconds that the last snapshot held up the loop.
+    ready: what the next snapshot is copied into is. outgrown: the state had no room in the last one. stall: seconds
+    that the last snapshot held up the loop.
     step_seconds: what a step takes. letter: `LETTER` whole numbers for all ranks to read, on all ranks or on none.
     """
 
@@ -80,6 +82,7 @@ class Signs:
     torn: bool = False
     ready: bool = False
     tier_failed: bool = False
+    outgrown: bool = False
     stall: float = 0.0
     step_seconds: float = 0.0
     letter: tuple[int, ...] | None = None
@@ -99,6 +102,7 @@ class Signs:
                 self.torn,
                 self.ready,
                 self.tier_failed,
+                self.outgrown,
                 self.stall,
                 self.step_seconds,
             )
@@ -167,6 +171,7 @@ class Beat:
     torn: int = 0
     ready: int = 0
     tiers_failed: int = 0
+    outgrown: int = 0
     stall: float = 0.0
     step_seconds: float = 0.0
     letters: tuple[tuple[int, ...], ...] = ()
@@ -296,6 +301,7 @@ def _beat(vector: list[float], world_size: int) -> Beat:
         torn=int(slots[Slot.TORN]),
         ready=int(slots[Slot.READY]),
         tiers_failed=int(slots[Slot.TIER_FAILED]),
+        outgrown=int(slots[Slot.OUTGROWN]),
         stall=slots[Slot.STALL] / world_size,
         step_seconds=slots[Slot.STEP_SECONDS] / world_size,
         letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),

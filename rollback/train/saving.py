@@ -72,7 +72,7 @@ class Saver:
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
-        if self._incomplete and self._state.optimizer.state:
+        if (self._incomplete and self._state.optimizer.state) or self._snapshots.outgrown:
             self._prepare()
 
     def due(self, beat: Beat | None) -> bool:
@@ -99,6 +99,8 @@ class Saver:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
+        if self._snapshots.outgrown:
+            self._prepare()
         if not self._snapshots.ready:
             self._snapshots.await_ready(image)
         if not self._snapshots.ready:
@@ -121,24 +123,35 @@ class Saver:
         self._step_began = None
 
     def _prepare(self) -> None:
-        """Make room for snapshots, as much as they will need. Once more after the first update of a fresh run."""
+        """Make room for snapshots, as much as they will need.
+
+        Once more after the first update of a fresh run, and where the state has grown beyond it. A fast tier that has
+        failed meanwhile is left alone.
+        """
+        before = self._allotted
+        failed = before is not None and before.slots and not self._snapshots.slots
         image = self._state.image()
         needed = self._snapshots.expect(image)
         self._incomplete = not self._state.optimizer.state
         if self._incomplete:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
-        allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
+        tier = (None, "the fast tier has failed") if failed else self._tier
+        allotted = allot(*tier, self._ranks, needed, self._settings.keep)
         self._snapshots.use(allotted.slots)
         on_device = any(item.is_cuda for item in image.shared_tensors.values())
         mode, why = usual_capture_mode(on_device, self._ranks)
-        self._snapshots.mode = mode
-        if allotted != self._allotted:
-            told = self._allotted is not None and not self._allotted.slots
+        if before is None:
+            self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`
+        if allotted != before:
+            told = before is not None and not before.slots
             notice = allotted.reason if not (allotted.slots or told) and self._tier[0] is not None else None
             reason = f"{allotted.reason}; {why}"
             self._record.note(
-                Saving(slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=mode, reason=reason), notice
+                Saving(
+                    slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=self._snapshots.mode, reason=reason
+                ),
+                notice,
             )
         self._allotted = allotted
 

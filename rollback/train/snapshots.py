@@ -44,7 +44,8 @@ class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
     fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `choices`.
-    stalled: seconds for which the last snapshot has held up the loop.
+    stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
+    the last one, so that `expect` is due on all; the same on all of them.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class Snapshots:
     ) -> None:
         self.mode: CaptureMode = mode
         self.stalled = 0.0
+        self.outgrown = False
         self._paths = paths
         self._ranks = ranks
         self._next_seq = next_seq
@@ -67,7 +69,6 @@ class Snapshots:
         self._staging = Staging(self._thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
-        self._outgrown: Image | None = None
         self._all_ready = self._said_ready = False
         self._flight: Flight | None = None
         self._job: Future[None] | None = None
@@ -80,12 +81,13 @@ class Snapshots:
     @property
     def ready(self) -> bool:
         """Whether all ranks have said that the next one can be begun; the same on all of them."""
-        return self._all_ready and not self.in_flight
+        return self._all_ready and not self.in_flight and not self.outgrown
 
     # Room ----------------------------------------------------------------------------------------------------------
 
     def expect(self, image: Image) -> int:
         """Make room for snapshots like this one, in the background. Bytes of this rank's shard. All ranks alike."""
+        self.outgrown = False
         share = share_of(image, self._ranks)
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
@@ -160,8 +162,8 @@ class Snapshots:
             capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region)
             capture.begin()
         except ValueError as error:
+            flight.outgrown = True
             flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
-            self._outgrown = image
         else:
             if self.mode == "overlapped":
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
@@ -197,8 +199,9 @@ class Snapshots:
             shard_failed=stage is Stage.FAILED,
             torn=flight is not None and flight.torn,
             committed=stage is Stage.COMMITTED,
-            ready=self._outgrown is None and self._can_begin(),
+            ready=self._can_begin(),
             tier_failed=self._room.fault is not None,
+            outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
             letter=flight.letter.words() if flight and flight.letter and stage is Stage.TELLING else None,
         )
@@ -210,6 +213,7 @@ class Snapshots:
         flight = self._flight
         if flight is None:
             return None
+        self.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "at_once"
             return self._land(False, f"tensors changed while they were copied, on {beat.torn} ranks")
@@ -231,6 +235,7 @@ class Snapshots:
         self.fence()
         self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not Stage.FAILED):
+            self.outgrown = not self._ranks.all_of(not flight.outgrown)
             return self._land(False, "a rank could not write")
         if not flight.manifest.shards:
             assert flight.letter is not None
@@ -271,9 +276,6 @@ class Snapshots:
             self._thread.submit(
                 self._tell, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
             )
-        if self._outgrown is not None:
-            self.expect(self._outgrown)
-            self._outgrown = None
         detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
         return Landing(flight.manifest, flight.tier, committed, detail, time.monotonic() - flight.began, drifted)
 

@@ -90,6 +90,33 @@ def test_slots_are_never_more_nor_larger_than_was_said(tmp_path: Path, base: Pat
     train(fast(Toy(), base).with_settings(keep=4), run, hook=look)
 
 
+@pytest.mark.parametrize("memory", [True, False], ids=["slots", "no slots"])
+@pytest.mark.parametrize("mode", ["at_once", "overlapped"])
+def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_room(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, memory: bool, mode: str
+) -> None:
+    """What the scheduler keeps, which goes into the header, grows by half a megabyte and then by two."""
+    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: (mode, "the test says so"))
+    run, toy = tmp_path / "run", fast(Toy(), base) if memory else Toy()
+
+    def grow(guard: object, position: int) -> None:
+        if position in (25, 65):
+            guard._state.objects["scheduler"].notes = str(position) * 10_000 * position  # type: ignore[attr-defined]
+        said = facts(run, Saving)[-1]
+        for file in base.glob("*/*/slot-*/rank-*"):
+            assert file.stat().st_size <= said.slot_bytes, "larger than was said"
+
+    ended = train(toy, run, hook=grow, log=tmp_path / "log")
+    dropped = facts(run, Dropped)
+    assert [fact.step for fact in dropped] == [30, 70]
+    assert all("what is kept has grown" in fact.reason for fact in dropped)
+    assert {fact.step for fact in facts(run, Committed)} == {0, 10, 20, 40, 50, 60, 80, 90}
+    assert {fact.capture for fact in facts(run, Saving)} == {mode}
+    require_same(weights(ended), weights(train(Toy())), "what is kept has grown")
+    again = train(toy, run, log=tmp_path / "log")
+    require_same(again, ended, "what has grown is restored")
+
+
 def test_a_rank_killed_at_random_moments_goes_on_from_memory(tmp_path: Path, base: Path) -> None:
     seed, killed, run = 11, 0, tmp_path / "run"
     moments = random.Random(seed)

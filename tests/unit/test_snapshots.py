@@ -51,6 +51,7 @@ class TwoRanks:
             shards_failed=sum(sign.shard_failed for sign in said),
             commits=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
             ready=sum(sign.ready for sign in said), tiers_failed=sum(sign.tier_failed for sign in said),
+            outgrown=sum(sign.outgrown for sign in said),
             letters=tuple(sign.letter for sign in said if sign.letter is not None),
         )  # fmt: skip
         return [one.advance(reduced) for one in self.ranks]
@@ -122,6 +123,34 @@ def test_a_commit_that_fails_drops_it_on_all(two: TwoRanks, monkeypatch: pytest.
     landed = two.beat()
     assert [landing and landing.committed for landing in landed] == [False, False]
     assert ring.names(two.paths) == []
+
+
+def test_a_state_that_outgrows_its_room_on_one_rank_is_dropped_on_all_and_fits_the_next_time(two: TwoRanks) -> None:
+    two.begin(10)
+    for _ in range(3):
+        two.beat()
+    larger = Image(two.image.shared, ["x" * 300_000, {"$tensor": "l"}], two.image.shared_tensors, {"l": torch.ones(2)})
+    images = [two.image, larger]
+    names = {
+        one.begin(image, step=20, batch=20, epoch=0, timeline=0) for one, image in zip(two.ranks, images, strict=True)
+    }
+    assert len(names) == 1
+    landed = two.beat()
+    assert [landing is not None and not landing.committed for landing in landed] == [True, True]
+    assert "what is kept has grown" in landed[1].reason  # type: ignore[union-attr]
+    assert [one.outgrown for one in two.ranks] == [True, True], "all ranks make room, or none would agree on it"
+    two.beat()
+    assert not any(one.ready for one in two.ranks), "there is none yet"
+    for one, image in zip(two.ranks, images, strict=True):
+        one.expect(image)
+    two.beat()
+    assert all(one.ready for one in two.ranks)
+    for one, image in zip(two.ranks, images, strict=True):
+        one.begin(image, step=30, batch=30, epoch=0, timeline=0)
+    for _ in range(3):
+        landed = two.beat()
+    assert [landing is not None and landing.committed for landing in landed] == [True, True]
+    assert ring.names(two.paths) == ["c000000-s00000010", "c000002-s00000030"]
 
 
 def test_only_one_is_in_flight(two: TwoRanks) -> None:
