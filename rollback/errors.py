@@ -93,3 +93,7 @@ class CheckpointDamaged(RollbackError):
     """A checkpoint fails verification: it is quarantined and an older one is used."""
 
     exit_code = ExitCode.NO_CHECKPOINT
+
+
+class CheckpointUnreadable(CheckpointDamaged):
+    """The disk refuses to read a checkpoint. It may be sound, so it is worth another try."""

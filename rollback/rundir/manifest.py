@@ -9,7 +9,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
 from rollback.rundir.shard import Written
@@ -70,9 +70,14 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        data = read_small_file(path, MANIFEST_LIMIT)
+        try:
+            data = read_small_file(path, MANIFEST_LIMIT)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            data = read_small_file(path, MANIFEST_LIMIT)  # a disk that refuses once must not cost a checkpoint
     except OSError as error:
-        raise CheckpointDamaged(f"reading the manifest {path}: {error.strerror or error}") from error
+        raise CheckpointUnreadable(f"reading the manifest {path}: {error.strerror or error}") from error
     except ValueError as error:
         raise CheckpointDamaged(f"the manifest {path} is damaged: {error}") from error
     return parse_manifest(data, None if in_slot else directory.name, str(path))

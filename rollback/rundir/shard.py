@@ -19,7 +19,7 @@ from types import TracebackType
 
 import xxhash
 
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.durable import write_all
 from rollback.rundir.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
 
@@ -90,7 +90,7 @@ class ShardReader:
 
     Opening checks, in this order: a regular file and not a link, the expected size, the expected hash (unless `hashed`
     says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
-    gaps or overlaps. Raises CheckpointDamaged, also where the disk fails.
+    gaps or overlaps. Raises CheckpointDamaged; CheckpointUnreadable where the disk fails.
 
     memory: the same file in memory (the fast tier's), where the caller has it mapped anyway.
     """
@@ -103,9 +103,9 @@ class ShardReader:
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         except OSError as error:
-            raise CheckpointDamaged(f"opening the shard {path}: {error.strerror or error}") from error
+            raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
         try:
-            status = os.fstat(self._fd)
+            status = self._status()
             if not stat.S_ISREG(status.st_mode):
                 raise CheckpointDamaged(f"the shard {path} is not a regular file")
             if status.st_size != expected.size or expected.size < 8:
@@ -119,13 +119,13 @@ class ShardReader:
             raise
 
     def data(self, name: str) -> memoryview:
-        """The bytes of a tensor, in memory of their own. Raises CheckpointDamaged where the disk fails."""
+        """The bytes of a tensor, in memory of their own. Raises CheckpointUnreadable where the disk fails."""
         memory = memoryview(bytearray(self.entries[name].nbytes))
         self.read_into(name, memory)
         return memory
 
     def read_into(self, name: str, memory: memoryview) -> None:
-        """Read a tensor into memory of exactly its size. Raises CheckpointDamaged where the disk fails."""
+        """Read a tensor into memory of exactly its size. Raises CheckpointUnreadable where the disk fails."""
         entry = self.entries[name]
         if memory.nbytes != entry.nbytes:
             raise ValueError(f"{entry.nbytes} bytes into {memory.nbytes}")
@@ -145,6 +145,12 @@ class ShardReader:
     ) -> None:
         self.close()
 
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._fd)
+        except OSError as error:
+            raise CheckpointUnreadable(f"looking at the shard {self.path}: {error.strerror or error}") from error
+
     def _fill(self, memory: memoryview, start: int) -> None:
         if self._memory is not None:
             memory[:] = self._memory[start : start + len(memory)]
@@ -154,7 +160,7 @@ class ShardReader:
             try:
                 got = os.preadv(self._fd, [memory[done:]], start + done)
             except OSError as error:
-                raise CheckpointDamaged(f"reading the shard {self.path}: {error.strerror or error}") from error
+                raise CheckpointUnreadable(f"reading the shard {self.path}: {error.strerror or error}") from error
             if not got:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
             done += got

@@ -104,7 +104,8 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
             body = {**_read(paths, identity), "accepted": [fact.model_dump(mode="json") for fact in accepted]}
-        except RollbackError as error:
+        except (RollbackError, OSError) as failure:
+            error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
             body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
             if lock is not None:
                 lock.release()
@@ -123,6 +124,13 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
     )
     return reading, lock
+
+
+def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
+    return RunDirectoryError(
+        f"reading the run directory {paths.root}: {error}",
+        hint="see whether its disk can be read, then run the same command again; nothing was changed",
+    )
 
 
 def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
@@ -206,7 +214,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     for fact in reading.accepted:
         record.note(fact, fact.in_words())
     for name, reason in damaged.items():
-        if ranks.first and paths.checkpoint(name).exists():
+        if ranks.first and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
     given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]

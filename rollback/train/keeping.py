@@ -5,7 +5,8 @@ Between `Snapshots`, which knows files, and `Holdings`, which knows what ranks m
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from rollback.events import BecameGood, Committed, Drifted, Dropped, Evicted, Planned, Quarantined, Saving, Tier
 from rollback.policy import Held
@@ -19,7 +20,7 @@ from rollback.train.flight import Landing
 from rollback.train.holdings import Holdings
 from rollback.train.pulse import Beat
 from rollback.train.ranks import Ranks
-from rollback.train.record import Record
+from rollback.train.record import Record, say
 from rollback.train.restoring import Place
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Image
@@ -71,8 +72,9 @@ class Keeper:
     def as_held(self) -> list[Held]:
         """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
         if self._snapshots.drained:
-            there = self._ranks.from_first(ring.names(self._paths) if self._ranks.first else None)
-            self._holdings.consult(there, self._snapshots.in_slots)
+            there = self._rank_0_sees(lambda: ring.names(self._paths))
+            if there is not None:
+                self._holdings.consult(there, self._snapshots.in_slots)
         return self._holdings.as_held()
 
     def look_into_ring(self) -> None:
@@ -80,7 +82,7 @@ class Keeper:
 
         So that an operator may go back to whatever `rollback ring list` shows. A plan of ours does without.
         """
-        for manifest, good in self._ranks.from_first(self._of_present_timeline() if self._ranks.first else None):
+        for manifest, good in self._rank_0_sees(self._of_present_timeline) or ():
             self._holdings.admit(Manifest.model_validate_json(manifest), good)
 
     def manifest(self, name: str) -> Manifest:
@@ -106,6 +108,16 @@ class Keeper:
         for name in plan.discards:
             self._holdings.drop(name)
             self._evict(name, "beyond a restored checkpoint")
+
+    def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
+        """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
+        found = None
+        if self._ranks.first:
+            try:
+                found = look()
+            except OSError as error:
+                say(f"looking into {self._paths.ring} failed ({error}); what is held is known all the same")
+        return self._ranks.from_first(found)
 
     def _of_present_timeline(self) -> list[tuple[str, bool]]:
         """Rank 0: the manifests in the ring that belong to the run, and whether they are good."""

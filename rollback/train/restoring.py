@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollback.errors import CheckpointDamaged
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.contents import require_parts
 from rollback.rundir.manifest import read_manifest
 from rollback.rundir.shard import ShardReader
@@ -25,7 +25,7 @@ from rollback.train.ranks import Ranks
 from rollback.train.state import TrainingState
 from rollback.train.worlds import adopt, source_of
 
-_TRIES = 2  # of one that verifies and then fails: a disk may recover, but a checkpoint that fails twice is bad
+_TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
 
 
 @dataclass(frozen=True)
@@ -99,13 +99,28 @@ class _Reading:
 
 
 def _verify(name: str, place: Place, ranks: Ranks) -> tuple[_Reading | None, str | None]:
+    """The open shards, or what is wrong with them. Where the disk refuses, and only there, it is tried again."""
+    fault = ""
+    for _ in range(_TRIES):
+        try:
+            return _open(name, place, ranks), None
+        except CheckpointUnreadable as error:
+            fault = error.message
+        except CheckpointDamaged as error:
+            return None, error.message
+        except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:
+            return None, f"the trees of checkpoint {name} do not fit its tensors: {error!r}"
+    return None, fault
+
+
+def _open(name: str, place: Place, ranks: Ranks) -> _Reading:
+    # Read from there even where the caller has a manifest: it may hold something else by now.
+    manifest = read_manifest(place.directory, in_slot=place.in_slot)
+    if manifest.name != name:
+        raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
+    here = ranks.on_this_host
     shards: list[ShardReader] = []
     try:
-        # Read from there even where the caller has a manifest: it may hold something else by now.
-        manifest = read_manifest(place.directory, in_slot=place.in_slot)
-        if manifest.name != name:
-            raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
-        here = ranks.on_this_host
         for number, record in enumerate(manifest.shards):
             others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
             memory = place.memory if number == ranks.rank else None
@@ -115,14 +130,11 @@ def _verify(name: str, place: Place, ranks: Ranks) -> tuple[_Reading | None, str
         local = json.loads(shards[source_of(ranks.rank, len(shards))].metadata["local"])
         reading = _Reading(shards, shared, local)
         _decode(reading, ranks.rank, _stand_in)
-        return reading, None
-    except CheckpointDamaged as error:
-        fault = error.message
-    except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:
-        fault = f"the trees of checkpoint {name} do not fit its tensors: {error!r}"
-    for shard in shards:
-        shard.close()
-    return None, fault
+    except BaseException:
+        for shard in shards:
+            shard.close()
+        raise
+    return reading
 
 
 def _load(reading: _Reading, rank: int, state: TrainingState) -> str | None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -350,7 +351,7 @@ class Snapshots:
         """Put a checkpoint that cannot be believed out of reach: in the ring, rank 0 moves it where it can be seen."""
         if self._fast is not None and name in self._fast.held:
             self._fast.let_go(name)
-        if self._ranks.first and self._paths.checkpoint(name).exists():
+        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
             self._tell(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
 
     def wait(self) -> None:

@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from straced import GO, Place, Strace, spread, why_not
+from straced import Place, Server, spread, why_not
 from toy import Toy, facts, require_same
 
 from checkpoints import whole, write_checkpoint
@@ -25,41 +21,6 @@ from rollback.rundir.paths import RunPaths
 UNAVAILABLE = why_not()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
-SUPPORT = Path(__file__).parents[1] / "support"
-
-
-class Server:
-    """One of the programs in tests/support that fork victims: a request a line, an answer a line."""
-
-    def __init__(self, program: str) -> None:
-        self._process = subprocess.Popen(
-            [sys.executable, str(SUPPORT / program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
-        )  # fmt: skip
-
-    def ask(self, request: str) -> None:
-        assert self._process.stdin is not None
-        self._process.stdin.write(request + "\n")
-        self._process.stdin.flush()
-
-    def answer(self) -> Any:
-        assert self._process.stdout is not None
-        return json.loads(self._process.stdout.readline())
-
-    def trace(self, log: Path, kill_at: Place | None, fault: str = "signal=KILL") -> Strace:
-        """Attach to the thread that the victim names, and let the victim go."""
-        assert self._process.stdout is not None
-        process, thread = map(int, self._process.stdout.readline().split())
-        strace = Strace(thread, log, kill_at, fault)
-        os.kill(process, GO)
-        return strace
-
-    def close(self) -> None:
-        try:
-            self._process.communicate(timeout=30)
-        except subprocess.TimeoutExpired:  # a victim that nobody lets go, after a test that failed half-way
-            os.killpg(self._process.pid, signal.SIGKILL)
-            raise
 
 
 @pytest.fixture

@@ -7,23 +7,28 @@ go. strace counts calls from there on, for each kind of call on its own, so a pl
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 GO = signal.SIGUSR1
 CALLS = "%file,write,pwrite64,writev,fsync,fdatasync,ftruncate,fallocate,close"
 """What changes files or their names, and what stands between such calls."""
+READS = "openat,read,pread64,preadv,preadv2,getdents64,fstat,newfstatat,statx"
 _ANY_PROCESS = ctypes.c_ulong(-1)
 _PR_SET_PTRACER = 0x59616D61
 
-Place = tuple[str, int]
+Place = tuple[str, int | str]
+"""A call's name and the how-manieth of that name; or, as strace takes it, `2+`: that one and all behind it."""
 
 
 def hold_back() -> None:
@@ -40,11 +45,21 @@ def wait_for_strace(tell: int, thread: int | None = None) -> None:
 
 class Strace:
     """strace, attached to a thread. `at`: the call that is not carried out: the process dies there, or, with another
-    `fault`, that error is what the call returns."""
+    `fault`, that error is what the call returns. paths: only calls about these are seen and counted; all, by default.
+    """
 
-    def __init__(self, thread: int, log: Path, at: Place | None = None, fault: str = "signal=KILL") -> None:
+    def __init__(
+        self,
+        thread: int,
+        log: Path,
+        at: Place | None = None,
+        fault: str = "signal=KILL",
+        calls: str = CALLS,
+        paths: Sequence[Path] = (),
+    ) -> None:
         inject = ["-e", f"inject={at[0]}:{fault}:when={at[1]}"] if at else []
-        command = ["strace", "-p", str(thread), "-o", str(log), "-e", f"trace={CALLS}", *inject]
+        only = [word for path in paths for word in ("-P", str(path))]
+        command = ["strace", "-p", str(thread), "-o", str(log), "-e", f"trace={calls}", *only, *inject]
         self._log = log
         self._process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         assert self._process.stderr is not None
@@ -61,6 +76,40 @@ class Strace:
             seen[name] += 1
             places.append((name, seen[name]))
         return places
+
+
+class Server:
+    """A program of this folder that forks victims: a request a line, an answer a line."""
+
+    def __init__(self, program: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+            text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
+        )  # fmt: skip
+
+    def ask(self, request: str) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(request + "\n")
+        self._process.stdin.flush()
+
+    def answer(self) -> Any:
+        assert self._process.stdout is not None
+        return json.loads(self._process.stdout.readline())
+
+    def trace(self, log: Path, kill_at: Place | None, fault: str = "signal=KILL", **what: Any) -> Strace:
+        """Attach to the thread that the victim names, and let the victim go. what: to look at, see `Strace`."""
+        assert self._process.stdout is not None
+        process, thread = map(int, self._process.stdout.readline().split())
+        strace = Strace(thread, log, kill_at, fault, **what)
+        os.kill(process, GO)
+        return strace
+
+    def close(self) -> None:
+        try:
+            self._process.communicate(timeout=30)
+        except subprocess.TimeoutExpired:  # a victim that nobody lets go, after a test that failed half-way
+            os.killpg(self._process.pid, signal.SIGKILL)
+            raise
 
 
 def why_not() -> str | None:

@@ -1,8 +1,10 @@
 """Attempts of a toy job on two ranks, cheaply: imports torch once and forks for each. Requests as JSON lines on stdin.
 
 Request: `toy`, `run`; optional `trace` (`[rank, batch]`: at that batch, before it is used, the rank tells on stdout the
-thread that writes its snapshots and waits for strace). When a rank dies the other is killed, as torchrun would. Answer:
-`statuses`, by rank. Portraits go to RUN-portrait-<rank>.json, consumed samples of all attempts to RUN-log-<rank>.
+thread that writes its snapshots and waits for strace), `trace_training` (the same for the thread that trains; batch
+null: before the guard is made), `end_at` (a batch at which all ranks end without a word). When a rank dies the other is
+killed, as torchrun would. Answer: `statuses`, by rank. Portraits go to RUN-portrait-<rank>.json, consumed samples of
+all attempts to RUN-log-<rank>.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from straced import hold_back, wait_for_strace
 from toy import Toy, train
 
 RANKS = 2
+ENDED = 99
 
 
 def main() -> None:
@@ -56,6 +59,8 @@ def attempt(request: dict[str, Any], rank: int, store: Path) -> int:
     try:
         dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=RANKS)
         run = request["run"]
+        if request.get("trace_training") == [rank, None]:
+            wait_for_strace(told)
         portrait = train(
             Toy.from_json(request["toy"]), Path(run), hook=hook(request, rank, told), log=Path(f"{run}-log-{rank}")
         )
@@ -67,14 +72,15 @@ def attempt(request: dict[str, Any], rank: int, store: Path) -> int:
 
 
 def hook(request: dict[str, Any], rank: int, told: int) -> Any:
-    if request.get("trace", [None])[0] != rank:
-        return None
-
-    def wait(guard: Any, position: int) -> None:
-        if position == request["trace"][1]:
+    def at_batch(guard: Any, position: int) -> None:
+        if request.get("trace") == [rank, position]:
             wait_for_strace(told, guard._snapshots._thread.submit(threading.get_native_id).result())
+        if request.get("trace_training") == [rank, position]:
+            wait_for_strace(told)
+        if request.get("end_at") == position:
+            os._exit(ENDED)
 
-    return wait
+    return at_batch
 
 
 if __name__ == "__main__":
