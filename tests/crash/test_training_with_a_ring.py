@@ -70,8 +70,8 @@ def test_a_reboot_that_takes_the_fast_tier_along_leaves_the_durable_ring(
     assert facts(tmp_path / "run", Attached)[-1].checkpoint == newest
 
 
-def fail_at_each(every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> None:
-    train(TOY, tmp_path / "counted")
+def fail_at_each(toy: Toy, every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> None:
+    train(toy, tmp_path / "counted")
     operations = BUCKETS["bucket"].operations
     start = next(place for place, name in enumerate(operations) if name.startswith("put") and "probe" not in name)
     numbers = range(start, len(operations) + 1, every)
@@ -79,7 +79,7 @@ def fail_at_each(every: int, tmp_path: Path, undisturbed: dict[str, str], manner
         bucket = new_bucket("bucket")
         bucket.fail(number, manner)
         run = tmp_path / str(number)
-        portrait = train(TOY, run)
+        portrait = train(toy, run)
         require_same(portrait, undisturbed, f"operation {number} fails {manner}")
         assert facts(run, Finished)
         reached = len(bucket.operations) >= number  # how many there are depends on which steps the thread sees
@@ -92,15 +92,20 @@ def fail_at_each(every: int, tmp_path: Path, undisturbed: dict[str, str], manner
 def test_an_operation_that_fails_does_not_touch_training(
     bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner
 ) -> None:
-    fail_at_each(5, tmp_path, undisturbed, manner)
+    fail_at_each(TOY, 5, tmp_path, undisturbed, manner)
 
 
 @pytest.mark.soak
+@pytest.mark.parametrize("fast_tier", [False, True], ids=["no slots", "slots"])
 @pytest.mark.parametrize("manner", ["once", "for ever"])
 def test_no_operation_that_fails_touches_training(
-    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner, fast_tier: bool
 ) -> None:
-    fail_at_each(1, tmp_path, undisturbed, manner)
+    memory = tmp_path / "memory"
+    memory.mkdir()
+    toy = TOY.with_settings(fast_tier=str(memory) if fast_tier else "off")
+    fail_at_each(toy, 1, tmp_path, undisturbed, manner)
+    assert {fact.tier for fact in facts(tmp_path / "counted", Committed)} == {"fast" if fast_tier else "durable"}
 
 
 def heal_and_fetch(root: Path) -> None:
