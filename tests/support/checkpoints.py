@@ -5,9 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollback.rundir import ring
+from rollback.rundir.direct import BLOCK, write_direct
+from rollback.rundir.layout import lay_out, room_for
 from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
-from rollback.rundir.shard import Piece, write_shard
+from rollback.rundir.region import Region
 
 RANKS = 2
 
@@ -23,14 +25,23 @@ def content(rank: int, step: int) -> bytes:
     return bytes((rank + step + place) % 256 for place in range(64))
 
 
+def shard_of(rank: int, step: int) -> Region:
+    """A shard in memory, as a rank leaves it for its thread to write: whole blocks, and a few bytes more."""
+    kinds, metadata = {f"w{rank}": ("U8", (64,))}, {"local": "{}"}
+    layout = lay_out(kinds, room_for(kinds, metadata, BLOCK))
+    region = Region(layout.size)
+    region.view[: layout.room] = layout.head(metadata)
+    region.view[layout.room :] = content(rank, step)
+    return region
+
+
 def write_checkpoint(paths: RunPaths, seq: int, step: int) -> str:
-    """Every step of the protocol, by both ranks."""
+    """Every step of the protocol, by both ranks, as their threads take them."""
     manifest = manifest_of(seq, step)
     shards = []
     for rank in range(RANKS):
         directory = ring.begin_writing(paths, manifest.name)
-        piece = Piece(f"w{rank}", "U8", (64,), memoryview(content(rank, step)))
-        shards.append(ShardRecord.of(rank, write_shard(directory / shard_name(rank), [piece], {"local": "{}"})))
+        shards.append(ShardRecord.of(rank, write_direct(directory / shard_name(rank), shard_of(rank, step).view)))
     ring.commit(paths, manifest.model_copy(update={"shards": tuple(shards)}))
     return manifest.name
 
