@@ -116,9 +116,10 @@ def quarantine(paths: RunPaths, name: str) -> None:
     if paths.quarantine.exists():
         shutil.rmtree(paths.quarantine)
     paths.quarantine.mkdir()
+    sync_directory(paths.root)  # before anything is moved into it
     os.rename(paths.checkpoint(name), paths.quarantine / name)
-    for directory in (paths.quarantine, paths.ring, paths.root):
-        sync_directory(directory)
+    sync_directory(paths.quarantine)
+    sync_directory(paths.ring)
 
 
 def leftovers(paths: RunPaths) -> list[str]:

@@ -13,16 +13,18 @@ from typing import Any
 import pytest
 
 from checkpoints import damage, whole, write_checkpoint
-from mortal import Mortal
+from mortal import Died, Mortal
 from rollback.rundir import ring
 from rollback.rundir.paths import RunPaths
 
 
-@pytest.fixture(params=["the process dies", "the power fails"])
+@pytest.fixture(params=["the process dies", "the power fails", "the power fails and names are lost"])
 def mortal(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Mortal:
     mortal = Mortal(monkeypatch)
     if request.param == "the process dies":
         monkeypatch.setattr(mortal, "lose_power", lambda root: None)
+    elif request.param == "the power fails and names are lost":
+        monkeypatch.setattr(mortal, "lose_power", mortal.lose_names)
     return mortal
 
 
@@ -33,18 +35,28 @@ def for_every_crash(
     change: Callable[[RunPaths], object],
     judge: Callable[[RunPaths], None],
 ) -> int:
-    """Die at every operation of `change`, each time in a fresh directory; now and then in the sweep too; then judge."""
+    """Die at every operation of `change`, each time in a fresh directory; now and then in the sweep too; then judge.
+
+    And die behind the last one: what `change` did is done then.
+    """
+
+    def change_and_die(paths: RunPaths) -> None:
+        change(paths)
+        raise Died
+
     paths = RunPaths(tmp_path / "undisturbed")
     paths.root.mkdir()
     prepare(paths)
     total = mortal.live(lambda: change(paths))
+    done = ring.names(paths)
     judge(paths)
-    for at in range(1, total + 1):
+    for at in range(1, total + 2):
         paths = RunPaths(tmp_path / f"dies-at-{at}")
         paths.root.mkdir()
         prepare(paths)
-        mortal.die(at, lambda paths=paths: change(paths))  # type: ignore[misc]
+        mortal.die(at, lambda paths=paths: change_and_die(paths))  # type: ignore[misc]
         mortal.lose_power(paths.root)
+        assert at <= total or ring.names(paths) == done
         if at % 3 == 0 and any(path.name.startswith(".") for path in paths.ring.iterdir()):
             mortal.die(1, lambda paths=paths: ring.sweep(paths))  # type: ignore[misc]
         ring.sweep(paths)

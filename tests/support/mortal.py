@@ -2,13 +2,15 @@
 
 That operation is not done (a write is done by half), and neither is anything after it, clean-up handlers included.
 Where the power goes with it, every file that was written to and not synced since comes back empty, under the name that
-it had last: file systems may write names before contents.
+it had last: file systems may write names before contents. Or they write contents first: then every name that was given
+in a directory not synced since is lost, the latest first.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ class Mortal:
         self.count = 0
         self.dies_at: int | None = None
         self._unsynced: set[int] = set()
+        self._names: list[tuple[int, str, tuple[int, str] | None]] = []  # directory, name; where it was before
         for name in OPERATIONS:
             monkeypatch.setattr(os, name, self._mortal(name, getattr(os, name)))
 
@@ -38,10 +41,7 @@ class Mortal:
                 return really(*args, **kwargs)
             self.count += 1
             if self.dies_at is None or self.count < self.dies_at:
-                if name == "write":
-                    self._unsynced.add(os.fstat(args[0]).st_ino)
-                elif name == "fsync":
-                    self._unsynced.discard(os.fstat(args[0]).st_ino)
+                self._note(name, args)
                 return really(*args, **kwargs)
             if name == "write" and self.count == self.dies_at:
                 fcntl.fcntl(args[0], fcntl.F_SETFL, fcntl.fcntl(args[0], fcntl.F_GETFL) & ~os.O_DIRECT)  # any length
@@ -49,6 +49,22 @@ class Mortal:
             raise Died
 
         return operation
+
+    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+        """Before an operation is done: what a power failure would take back."""
+        if self.dies_at is None:
+            return
+        if name == "write":
+            self._unsynced.add(os.fstat(args[0]).st_ino)
+        elif name == "fsync":
+            synced = os.fstat(args[0]).st_ino
+            self._unsynced.discard(synced)
+            self._names = [given for given in self._names if given[0] != synced]
+        elif name in ("rename", "replace", "mkdir", "open"):
+            path = Path(args[1] if name.startswith("re") else args[0])
+            before = (_inode(Path(args[0]).parent), Path(args[0]).name) if name == "rename" else None
+            if not path.exists():
+                self._names.append((_inode(path.parent), path.name, before))
 
     def live(self, act: Callable[[], object]) -> int:
         """Do it undisturbed; the number of operations it took."""
@@ -59,12 +75,29 @@ class Mortal:
     def die(self, at: int, act: Callable[[], object]) -> None:
         self.count, self.dies_at = 0, at
         self._unsynced.clear()
+        self._names.clear()
         with pytest.raises(Died):
             act()
         self.dies_at = None
+
+    def lose_names(self, root: Path) -> None:
+        """After `die`: names that were given since then are lost where their directory was not synced."""
+        for directory, name, before in reversed(self._names):
+            homes = {_inode(path): path for path in (root, *root.rglob("*")) if path.is_dir()}
+            path = homes[directory] / name
+            if before is not None:
+                path.rename(homes[before[0]] / before[1])
+            elif path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
 
     def lose_power(self, root: Path) -> None:
         """After `die`: what was not synced since then is lost."""
         for path in root.rglob("*"):
             if path.is_file() and path.stat().st_ino in self._unsynced:
                 os.truncate(path, 0)
+
+
+def _inode(path: Path) -> int:
+    return path.stat().st_ino
