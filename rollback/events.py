@@ -103,14 +103,14 @@ class Evicted(Fact):
 class Saving(Fact):
     """How snapshots are taken from now on, and why so.
 
-    `slots` of `slot_bytes` (on each host) in the fast tier; none: straight to the ring. `capture`: `at_once`, or
-    `overlapped` with the next forward and backward.
+    `slots` of `slot_bytes` (on each host) in the fast tier; none: straight to the ring. `capture`: `at_once`,
+    `overlapped` with the next forward and backward, or `held`: the loop waits for the digest of the parameters too.
     """
 
     kind: Literal["saving"] = "saving"
     slots: int
     slot_bytes: int
-    capture: Literal["at_once", "overlapped"]
+    capture: Literal["overlapped", "at_once", "held"]
     reason: str
 
 

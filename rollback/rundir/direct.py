@@ -11,10 +11,10 @@ import fcntl
 import os
 from pathlib import Path
 
-import numpy as np
 import xxhash
 
 from rollback.rundir.durable import write_all
+from rollback.rundir.region import address_of
 from rollback.rundir.shard import Written, chunks
 
 BLOCK = 4096
@@ -75,7 +75,7 @@ def _write(fd: int, chunk: memoryview) -> None:
 
 
 def _is_aligned(data: memoryview) -> bool:
-    return np.frombuffer(data, dtype=np.uint8).ctypes.data % BLOCK == 0 if data.nbytes else False
+    return data.nbytes > 0 and address_of(data) % BLOCK == 0
 
 
 def _is_direct(fd: int) -> bool:

@@ -11,10 +11,37 @@ import errno
 import mmap
 import os
 
+import numpy as np
+
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _LIBC.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _MADV_POPULATE_WRITE = 23
+_PAGE = 4096
+_BEHIND = 1024
+_PIECE = 1 << 19
 _STRIDE = 64 << 20  # pages that are asked for at once: a thread that is told to end does not wait for more
+
+
+OFFSET = 64
+"""Where in its page torch's allocator begins a large tensor, and where `copy` likes what it is copied to to begin."""
+
+
+def copy(target: int, source: int, size: int) -> None:
+    """Copy bytes from one address to another. Other threads of Python run meanwhile.
+
+    glibc's copy past the caches takes three times as long where the target lies a little further in its page than the
+    source in its own, since each read then seems to wait for a write. Pieces that go through the caches do not.
+    """
+    if not 0 < (target - source) % _PAGE < _BEHIND:
+        ctypes.memmove(target, source, size)
+        return
+    for start in range(0, size, _PIECE):
+        ctypes.memmove(target + start, source + start, min(_PIECE, size - start))
+
+
+def address_of(memory: memoryview) -> int:
+    """Where the bytes of a contiguous view begin; any address for an empty one."""
+    return int(np.frombuffer(memory, dtype=np.uint8).ctypes.data) if memory.nbytes else 0
 
 
 class Region:

@@ -22,6 +22,7 @@ import xxhash
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.durable import write_all
 from rollback.rundir.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
+from rollback.rundir.region import address_of, copy
 
 _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
 
@@ -153,7 +154,7 @@ class ShardReader:
 
     def _fill(self, memory: memoryview, start: int) -> None:
         if self._memory is not None:
-            memory[:] = self._memory[start : start + len(memory)]
+            copy(address_of(memory), address_of(self._memory[start : start + len(memory)]), len(memory))
             return
         done = 0
         while done < len(memory):

@@ -4,13 +4,15 @@ Two kinds of tensors. *Still* ones (parameters, optimizer state) change only ins
 copied by a thread while the next forward and backward run, until the optimizer begins. *Restless* ones (buffers, and
 whatever other objects keep) are copied at once. Version counters tell whether a still one moved all the same; the
 capture is torn then. What is written past them (`parameter.data`, or raw memory) is not seen.
+
+For `drift` a rank digests all parameters: those that it stores out of the copy, whenever there is time, and the others
+where they lie, before the optimizer begins.
 """
 
 from __future__ import annotations
 
-import ctypes
 import json
-from collections.abc import Mapping
+from collections.abc import ItemsView, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,22 +21,26 @@ import xxhash
 from torch import Tensor
 
 from rollback.rundir.layout import Entry, Kind, Layout
-from rollback.rundir.region import Region
+from rollback.rundir.region import Region, copy
 from rollback.train import drift, tree
+from rollback.train.choices import CaptureMode
 from rollback.train.ranks import Ranks
 from rollback.train.state import Image, owners
 
 PARAMETERS = "shared/model/"
 _STILL = (PARAMETERS, "shared/optimizer/state/")
-_CHUNK = 1 << 20  # is hashed while the copy has it in the processor's cache
 
 
 @dataclass(frozen=True)
 class Share:
-    """What one rank stores of an image. parameters: all of them, also those that others store; for drift only."""
+    """What one rank stores of an image.
 
+    replicas: all parameters by the rank that stores them, where there are ranks to compare them with.
+    """
+
+    rank: int
     tensors: Mapping[str, Tensor]
-    parameters: Mapping[str, Tensor]
+    replicas: Mapping[int, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
 
     def kinds(self) -> dict[str, Kind]:
@@ -47,27 +53,30 @@ def share_of(image: Image, ranks: Ranks) -> Share:
     metadata = {"local": json.dumps(image.local)}
     if ranks.first:
         metadata["shared"] = json.dumps(image.shared)
-    parameters = {
-        name: item
-        for name, item in image.shared_tensors.items()
-        if name.startswith(PARAMETERS) and ranks.world_size > 1
-    }
-    return Share({**mine, **image.local_tensors}, parameters, metadata)
+    replicas: dict[int, dict[str, Tensor]] = {}
+    for name, item in image.shared_tensors.items():
+        if name.startswith(PARAMETERS) and ranks.world_size > 1:
+            replicas.setdefault(owner[name], {})[name] = item
+    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata)
 
 
 class Capture:
-    """One copy under way. `begin` and `fence` belong to the thread that trains, `finish` to any one.
+    """One copy under way. `begin` and `fence` belong to the thread that trains, the rest to any one.
 
-    digest: of the parameters of this rank, for `drift`; 0 until `finish` is through.
+    mode: what `begin` does, and what it leaves to `finish`, which may then run beside the training until the fence.
     """
 
-    def __init__(self, share: Share, layout: Layout, region: Region) -> None:
-        self.digest = 0
+    def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
         self._share = share
         self._layout = layout
         self._region = region
-        watched = {**share.parameters, **{name: item for name, item in share.tensors.items() if _is_still(name)}}
-        self._watched = [(name, item, item._version) for name, item in watched.items()]
+        self._mode = mode
+        self._still = {name: item for name, item in share.tensors.items() if _is_still(name)}
+        self._digests: dict[int, int] = {}
+        left = {} if mode == "held" else {name: item for items in self._elsewhere.values() for name, item in items}
+        if mode == "overlapped":
+            left |= self._still
+        self._watched = [(name, item, item._version) for name, item in left.items()]
         self._stream: Any = None
         self._arrived: Any = None
         self._device_digest: Tensor | None = None
@@ -78,27 +87,37 @@ class Capture:
         Raises ValueError where the trees have outgrown the header's room.
         """
         self._region.view[: self._layout.room] = self._layout.head(self._share.metadata)
-        for name, item in self._share.tensors.items():
-            if not item.is_cuda and not _is_still(name):
-                self._copy(name, item)
+        self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
         on_device = [(name, item) for name, item in self._share.tensors.items() if item.is_cuda]
         if on_device:
             self._begin_on_device(on_device)
+        if self._mode != "overlapped":
+            self._copy(self._still)
+        if self._mode == "held":
+            self._digest_elsewhere()
 
     def finish(self) -> None:
-        """Copy the rest. When it returns all is in the region."""
-        running = xxhash.xxh3_64()
-        for name, item in self._share.parameters.items():
-            if not item.is_cuda:
-                self._copy(name, item, running)
-        for name, item in self._share.tensors.items():
-            if not item.is_cuda and _is_still(name) and name not in self._share.parameters:
-                self._copy(name, item)
+        """Do the rest. When it returns all is in the region, and the live tensors are no longer looked at."""
+        if self._mode == "overlapped":
+            self._copy(self._still)
+        if self._mode != "held":
+            self._digest_elsewhere()
         if self._arrived is not None:
             self._arrived.synchronize()
+
+    def digest(self) -> int:
+        """Of the parameters of this rank, for `drift`; 0 where there is nobody to compare it with. After `finish`."""
+        if not self._share.replicas:
+            return 0
+        own = xxhash.xxh3_64()
+        for name, item in self._share.replicas.get(self._share.rank, {}).items():
+            entry = self._layout.entries[name]
+            if not item.is_cuda:
+                own.update(self._region.view[entry.start : entry.end])
+        digests = {**self._digests, self._share.rank: own.intdigest()}
+        together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
         on_device = int(self._device_digest) if self._device_digest is not None else 0
-        if self._share.parameters:
-            self.digest = drift.fold(running.intdigest() ^ (on_device & ((1 << 64) - 1)))
+        return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
 
     def fence(self) -> None:
         """What the training stream does from now on comes after the copy. The host does not wait."""
@@ -109,21 +128,24 @@ class Capture:
         """Names of still tensors that were written to since the beginning."""
         return [name for name, item, version in self._watched if item._version != version]
 
-    def _copy(self, name: str, item: Tensor, running: Any = None) -> None:
-        """Into the region, if this rank stores it, and into the running digest, if there is one."""
-        entry = self._layout.entries.get(name) if name in self._share.tensors else None
-        if not item.is_contiguous() or item.is_conj() or item.is_neg():
-            item = item.resolve_conj().resolve_neg().contiguous()
-        target, source, size = self._region.address + (entry.start if entry else 0), item.data_ptr(), item.nbytes
-        if running is None:
-            ctypes.memmove(target, source, size)
-            return
-        bits = bytes_of(item)
-        for start in range(0, size, _CHUNK):
-            length = min(_CHUNK, size - start)
-            if entry is not None:
-                ctypes.memmove(target + start, source + start, length)
-            running.update(bits[start : start + length])
+    @property
+    def _elsewhere(self) -> Mapping[int, ItemsView[str, Tensor]]:
+        """Parameters that other ranks store."""
+        return {rank: items.items() for rank, items in self._share.replicas.items() if rank != self._share.rank}
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, item in tensors.items():
+            if not item.is_cuda:
+                plain = _as_it_is_stored(item)
+                copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
+
+    def _digest_elsewhere(self) -> None:
+        for rank, items in self._elsewhere.items():
+            running = xxhash.xxh3_64()
+            for _, item in items:
+                if not item.is_cuda:
+                    running.update(bytes_of(_as_it_is_stored(item)))
+            self._digests[rank] = running.intdigest()
 
     def _begin_on_device(self, tensors: list[tuple[str, Tensor]]) -> None:
         device = tensors[0][1].device
@@ -134,7 +156,7 @@ class Capture:
             for name, item in tensors:
                 view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
                 item.record_stream(self._stream)
-            held = [item for item in self._share.parameters.values() if item.is_cuda]
+            held = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]
             if held:
                 self._device_digest = torch.zeros((), dtype=torch.int64, pin_memory=True)
                 self._device_digest.copy_(drift.on_device(held), non_blocking=True)
@@ -149,6 +171,13 @@ def view(region: Region, entry: Entry) -> Tensor:
         return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
     flat = torch.frombuffer(region.view[entry.start : entry.end], dtype=tree.DTYPE[entry.dtype])
     return flat.reshape(entry.shape)
+
+
+def _as_it_is_stored(item: Tensor) -> Tensor:
+    """Its items one behind the other: mostly the tensor itself."""
+    if item.is_contiguous() and not item.is_conj() and not item.is_neg():
+        return item
+    return item.resolve_conj().resolve_neg().contiguous()
 
 
 def bytes_of(value: Tensor) -> memoryview:

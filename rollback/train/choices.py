@@ -17,7 +17,14 @@ from rollback.rundir.sizing import bytes_of, free_memory, slots_that_fit
 from rollback.rundir.slots import SlotPaths
 from rollback.train.ranks import Ranks
 
-CaptureMode = Literal["at_once", "overlapped"]
+_PAGE = 4096
+_MANIFEST = 1 << 16  # bytes of a slot for its manifest, amply
+
+CaptureMode = Literal["overlapped", "at_once", "held"]
+"""What the loop waits for: nothing; the copy, while a thread digests; both.
+
+The last is for scripts that change parameters outside of the optimizer's step: it is found out, not chosen.
+"""
 
 
 def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> tuple[SlotPaths | None, str]:
@@ -57,7 +64,7 @@ class Allotment:
 def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, keep: int) -> Allotment:
     """Collective: how many slots every host can give. shard_bytes: of this rank."""
     stored = [json.loads(text) for text in ranks.from_each(json.dumps(shard_bytes))]
-    here = sum(stored[rank] for rank in ranks.on_this_host)
+    here = sum(-(-stored[rank] // _PAGE) * _PAGE for rank in ranks.on_this_host) + _MANIFEST
     free = 0
     if tier is not None:
         try:

@@ -22,7 +22,7 @@ from rollback.rundir.direct import write_direct
 from rollback.rundir.layout import lay_out, room_for
 from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
-from rollback.rundir.region import Region
+from rollback.rundir.region import OFFSET, Region
 from rollback.rundir.shard import Written
 from rollback.train import drift
 from rollback.train.capture import Capture, share_of
@@ -92,7 +92,7 @@ class Snapshots:
         share = share_of(image, self._ranks)
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
-        self._head = 2 * room_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES
+        self._head = 2 * room_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
         self._size = lay_out(kinds, self._head).size + _SPARE
         self._make_room()
         return self._size
@@ -160,16 +160,16 @@ class Snapshots:
         self._all_ready = self._said_ready = False
         share, region = share_of(image, self._ranks), self._room.take(manifest.name)
         try:
-            capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region)
+            capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region, self.mode)
             capture.begin()
         except ValueError as error:
             flight.outgrown = True
             flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
         else:
-            if self.mode == "overlapped":
-                flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            else:
+            if self.mode == "held":
                 capture.finish()
+            else:
+                flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
             self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
         self.stalled = time.perf_counter() - began
         return manifest.name
@@ -185,7 +185,7 @@ class Snapshots:
         flight.copied.exception()
         if moved := capture.moved():
             flight.torn = True
-            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were copied")
+            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were read")
         self.stalled += time.perf_counter() - began
 
     def signs(self) -> Signs:
@@ -216,8 +216,8 @@ class Snapshots:
             return None
         self.outgrown = beat.outgrown > 0
         if beat.torn:
-            self.mode = "at_once"
-            return self._land(False, f"tensors changed while they were copied, on {beat.torn} ranks")
+            self.mode = "held"
+            return self._land(False, f"tensors changed while they were read, on {beat.torn} ranks")
         if beat.shards_failed:
             return self._land(False, f"{beat.shards_failed} of {self._ranks.world_size} ranks could not write")
         if beat.commits and beat.commits == self._commits_needed(flight):
@@ -267,7 +267,7 @@ class Snapshots:
         assert flight is not None
         self.fence()
         if flight.torn:
-            self.mode = "at_once"
+            self.mode = "held"
         self._flight = None
         name = flight.manifest.name
         if not committed and flight.tier == "fast" and self._fast is not None:
@@ -290,7 +290,7 @@ class Snapshots:
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
-        flight.letter = Letter(written, capture.digest)
+        flight.letter = Letter(written, capture.digest())
 
     def _commit(self, flight: Flight) -> None:
         if flight.tier == "fast" and self._fast is not None:

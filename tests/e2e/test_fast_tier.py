@@ -42,7 +42,7 @@ def fast(toy: Toy, base: Path) -> Toy:
     return toy.with_settings(fast_tier=str(base))
 
 
-@pytest.mark.parametrize("mode", ["at_once", "overlapped"])
+@pytest.mark.parametrize("mode", ["at_once", "overlapped", "held"])
 def test_as_if_the_bad_batches_had_never_been_there_however_it_is_copied(
     tmp_path: Path, base: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,7 +201,7 @@ def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_mor
 
     train(fast(Toy(), base), run, hook=meddle)
     (dropped,) = facts(run, Dropped)
-    assert "changed while they were copied" in dropped.reason
+    assert "changed while they were read" in dropped.reason
     assert len(facts(run, Committed)) >= 5
     assert not facts(run, Trouble)
 

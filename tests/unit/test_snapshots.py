@@ -13,6 +13,7 @@ import torch
 from rollback.rundir import ring
 from rollback.rundir.paths import RunPaths
 from rollback.train import snapshots as module
+from rollback.train.choices import CaptureMode
 from rollback.train.pulse import Beat, Signs
 from rollback.train.ranks import Ranks
 from rollback.train.snapshots import Landing, Snapshots
@@ -167,3 +168,65 @@ def test_a_bug_of_ours_is_not_taken_for_a_refusing_disk(two: TwoRanks, monkeypat
     two.begin(10)
     with pytest.raises(AssertionError, match="ours"):
         two.beat()
+
+
+class Replicas(TwoRanks):
+    """The model is the same on both ranks, and each stores one of its two parameters."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.models = [[torch.arange(6.0), torch.ones(6)] for _ in range(2)]
+        self.images = [
+            Image({}, {}, {f"shared/model/{number}": item for number, item in enumerate(model)}, {})
+            for model in self.models
+        ]
+
+    def begin(self, step: int) -> str:
+        for one, image in zip(self.ranks, self.images, strict=True):
+            if not one.ready:
+                one.await_ready(image)
+        for one, image in zip(self.ranks, self.images, strict=True):
+            name = one.begin(image, step=step, batch=step, epoch=0, timeline=0)
+        return name
+
+    def land(self) -> Landing:
+        return next(landing for landing, _ in iter(self.beat, None) if landing is not None)
+
+
+@pytest.fixture
+def replicas(tmp_path: Path) -> Iterator[Replicas]:
+    two = Replicas(tmp_path / "run")
+    yield two
+    two.close()
+
+
+@pytest.mark.parametrize("mode", ["overlapped", "at_once", "held"])
+@pytest.mark.parametrize("number", [0, 1])
+def test_a_bit_that_differs_is_found_whichever_rank_stores_the_parameter(
+    replicas: Replicas, mode: CaptureMode, number: int
+) -> None:
+    for one in replicas.ranks:
+        one.mode = mode
+    replicas.begin(10)
+    assert replicas.land().committed
+    replicas.models[1][number].view(torch.int32)[3] ^= 1
+    replicas.begin(20)
+    landing = replicas.land()
+    assert not landing.committed
+    assert landing.drifted == (0, 1), "of two, none is the majority"
+
+
+def test_a_parameter_that_another_rank_stores_must_not_move_before_it_is_digested(replicas: Replicas) -> None:
+    replicas.begin(10)
+    for item in replicas.models[1]:
+        item.add_(1.0)
+    landing = replicas.land()
+    assert (landing.committed, landing.drifted) == (False, ())
+    assert "changed while they were read, on 1 ranks" in landing.reason
+    for item in replicas.models[1]:
+        item.sub_(1.0)
+    assert {one.mode for one in replicas.ranks} == {"held"}
+    name = replicas.begin(20)
+    replicas.models[1][0].add_(1.0)
+    assert replicas.land().committed
+    assert ring.names(replicas.paths) == [name]

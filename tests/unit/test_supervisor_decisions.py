@@ -190,6 +190,7 @@ class TestCommand:
         )
         assert found == {
             "HOME": "/root",
+            "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
             "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",

@@ -1,0 +1,274 @@
+"""Ways to save and restore a training state, ours and those that people use, behind one interface: for benchmarks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+import rollback
+from rollback.rundir import tiers
+from rollback.rundir.sizing import bytes_of
+from rollback.train.restoring import restore
+
+try:
+    import torchsnapshot
+except ImportError:
+    torchsnapshot = None
+
+WIDTH = 1024
+MEMORY = Path("/dev/shm")
+
+
+class Script:
+    """A model with its optimizer, and one training step."""
+
+    def __init__(self, megabytes: int) -> None:
+        torch.manual_seed(0)
+        layers = max(1, round(megabytes * 1e6 / 12 / WIDTH**2))
+        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
+        self.x = torch.randn(8, WIDTH)
+        self.train_on(self.x)
+
+    def train_on(self, x: Tensor) -> Tensor:
+        loss: Tensor = self.model(x).square().mean()
+        loss.backward()
+        for parameter in self.model.parameters():
+            if dist.is_initialized() and dist.get_world_size() > 1:
+                dist.all_reduce(parameter.grad[:1])  # a little of DDP, so that the ranks keep step
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return loss
+
+    def step(self) -> None:
+        self.train_on(self.x)
+
+    def state(self) -> dict[str, Any]:
+        return {"model": self.model.state_dict(), "optimizer": self.optimizer.state_dict()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """As a flat mapping, which is all that safetensors takes."""
+        flat = {f"model/{name}": item for name, item in self.model.state_dict().items()}
+        for number, state in self.optimizer.state_dict()["state"].items():
+            flat |= {f"optimizer/{number}/{name}": item for name, item in state.items()}
+        return flat
+
+
+class Method:
+    """A way to save. `save` returns when the script may go on; `durable` tells whether what it saved is on disk."""
+
+    durable_by_itself = True
+
+    def __init__(self, script: Script, folder: Path) -> None:
+        self.script, self.folder = script, folder
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def save(self) -> None:
+        raise NotImplementedError
+
+    def done(self) -> bool:
+        return True
+
+    def finish(self) -> None:
+        """Wait until it is done."""
+
+    def step(self) -> None:
+        self.script.step()
+
+    def restore(self) -> None:
+        raise NotImplementedError
+
+    def sync(self) -> None:
+        """What a script adds so that files survive a power loss: most writers do not."""
+        for path in self.folder.rglob("*"):
+            if path.is_file():
+                fd = os.open(path, os.O_RDONLY)
+                os.fsync(fd)
+                os.close(fd)
+
+    def close(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class TorchSave(Method):
+    def save(self) -> None:
+        if first():
+            torch.save(self.script.state(), self.folder / "state.pt")
+        barrier()
+
+    def restore(self) -> None:
+        state = torch.load(self.folder / "state.pt", weights_only=True)
+        self.script.model.load_state_dict(state["model"])
+        self.script.optimizer.load_state_dict(state["optimizer"])
+
+
+class Safetensors(Method):
+    def save(self) -> None:
+        if first():
+            safetensors.torch.save_file(self.script.tensors(), self.folder / "state.safetensors")
+        barrier()
+
+    def restore(self) -> None:
+        loaded = safetensors.torch.load_file(self.folder / "state.safetensors")
+        optimizer = self.script.optimizer.state_dict()
+        for number, state in optimizer["state"].items():
+            for name in state:
+                state[name] = loaded[f"optimizer/{number}/{name}"]
+        model = {key.removeprefix("model/"): item for key, item in loaded.items() if key.startswith("model/")}
+        self.script.model.load_state_dict(model)
+        self.script.optimizer.load_state_dict(optimizer)
+
+
+class Dcp(Method):
+    def save(self) -> None:
+        dcp.save(self.script.state(), checkpoint_id=self.folder)
+
+    def restore(self) -> None:
+        state = self.script.state()
+        dcp.load(state, checkpoint_id=self.folder)
+        self.script.model.load_state_dict(state["model"])
+        self.script.optimizer.load_state_dict(state["optimizer"])
+
+
+class DcpAsync(Method):
+    kind = dcp.AsyncCheckpointerType.THREAD if hasattr(dcp, "AsyncCheckpointerType") else None
+
+    def __init__(self, script: Script, folder: Path) -> None:
+        super().__init__(script, folder)
+        self.future: Any = None
+        self.stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+            )
+        )
+
+    def save(self) -> None:
+        from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
+
+        kind = AsyncCheckpointerType.PROCESS if self.in_process else AsyncCheckpointerType.THREAD
+        self.future = dcp.async_save(
+            self.script.state(), checkpoint_id=self.folder, async_checkpointer_type=kind, async_stager=self.stager
+        )
+
+    in_process = False
+
+    def _future(self) -> Any:
+        return getattr(self.future, "upload_completion", self.future)
+
+    def done(self) -> bool:
+        return bool(self._future().done())
+
+    def finish(self) -> None:
+        self._future().result()
+
+
+class DcpAsyncProcess(DcpAsync):
+    in_process = True
+
+
+class TorchSnapshot(Method):
+    def save(self) -> None:
+        app = {"model": self.script.model, "optimizer": self.script.optimizer}
+        torchsnapshot.Snapshot.take(path=str(self.folder), app_state=app)
+
+    def restore(self) -> None:
+        app = {"model": self.script.model, "optimizer": self.script.optimizer}
+        torchsnapshot.Snapshot(path=str(self.folder)).restore(app_state=app)
+
+
+class Ours(Method):
+    """The guard as a script uses it, told when to save."""
+
+    def __init__(self, script: Script, folder: Path, fast: bool) -> None:
+        super().__init__(script, folder)
+        self.guard = rollback.Guard(
+            model=script.model, optimizer=script.optimizer, loader=lambda: script.x, run=folder / "run",
+            snapshot_every=10**8, checkpoint_every=str(10**8), keep=3, fast_tier=str(MEMORY) if fast else "off",
+            evidence_limit=0, observe_only=True,
+        )  # fmt: skip
+        self.batches: Iterator[Any] = iter(self.guard)
+        self.loss: Tensor | None = None
+        for _ in range(3):
+            self.step()
+        self.guard._snapshots.wait()
+        for _ in range(4):
+            self.step()
+
+    def step(self) -> None:
+        x = next(self.batches)
+        self.guard.observe(self.script.train_on(x))
+
+    def save(self) -> None:
+        self.guard._saver.wanted = True
+        before = self.guard._saver._taken_at
+        while self.guard._saver._taken_at == before:
+            self.step()
+
+    def blocked(self) -> float:
+        """Of the snapshot that was taken, with what the optimizer waited since."""
+        self.step()
+        return self.guard._snapshots.stalled
+
+    def done(self) -> bool:
+        return not self.guard._snapshots.in_flight
+
+    def finish(self) -> None:
+        for _ in range(50):
+            if self.done() and self.guard._snapshots.ready:
+                return
+            self.guard._snapshots.wait()
+            self.step()
+        raise RuntimeError("the snapshot never landed")
+
+    def restore(self) -> None:
+        newest = self.guard._keeper.newest()
+        assert newest is not None
+        places = self.guard._keeper.places(newest.name)
+        result = restore(newest.name, places, self.guard._ranks, self.guard._state)
+        assert result.place is not None, result.fault
+
+    def slots(self) -> tuple[int, int]:
+        """Bytes of the tier on this host, and bytes that it was given."""
+        tier = tiers.fast_tier_of(self.guard._paths)
+        assert tier is not None
+        allotted = self.guard._saver._allotted
+        assert allotted is not None
+        return bytes_of(tier.root), allotted.slots * allotted.slot_bytes
+
+    def close(self) -> None:
+        tier = tiers.fast_tier_of(self.guard._paths)
+        self.guard.close()
+        barrier()  # rank 0 has drained what was left
+        if tier is not None and first():
+            shutil.rmtree(tier.root, ignore_errors=True)
+        barrier()
+        super().close()
+
+
+def peers_of(script: Script, folder: Path) -> dict[str, Method]:
+    kinds: dict[str, type[Method]] = {
+        "torch.save": TorchSave, "safetensors": Safetensors, "DCP": Dcp,
+        "DCP async, thread": DcpAsync, "DCP async, process": DcpAsyncProcess,
+    }  # fmt: skip
+    if torchsnapshot is not None:
+        kinds["torchsnapshot"] = TorchSnapshot
+    return {name: kind(script, folder / name.replace(" ", "-").replace(",", "")) for name, kind in kinds.items()}
+
+
+def first() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def barrier() -> None:
+    if dist.is_initialized():
+        dist.barrier()
