@@ -35,7 +35,7 @@ from rollback.rundir.evidence import (
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import Piece, write_shard
 from rollback.train import tree
-from rollback.train.gradients import GradientNorms
+from rollback.train.gradients import GradientNorms, norm_of_each
 from rollback.train.ranks import Ranks
 from rollback.train.record import say
 
@@ -214,9 +214,7 @@ class Evidence:
 
     def _weights(self) -> Norms:
         parameters = list(self._model.parameters())
-        norms = torch.stack(
-            [torch.linalg.vector_norm(p.detach(), dtype=torch.float64).cpu() for p in parameters]
-        ).tolist()
+        norms = norm_of_each([p.detach() for p in parameters]).tolist() if parameters else []
         names = [self._names.get(id(p), "?") for p in parameters]
         return self._norms(names, norms, [p.dtype for p in parameters])
 

@@ -182,10 +182,8 @@ def _dense(gradient: Tensor | None) -> Tensor:
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """Norm of each tensor and of all, divided by `scale`."""
     device = gradients[0].device
-    on_host = device.type == "cpu"  # where numbers can be looked at, and small operations cost more than their numbers
-    each = _each(gradients, torch.float32 if on_host else torch.float64)
-    if on_host and not math.isfinite(sum(each.tolist())):
-        each = _each(gradients, torch.float64)
+    on_host = device.type == "cpu"  # where small operations cost more than their numbers
+    each = norm_of_each(gradients)
     if scale is not None:
         each = each / scale.to(device)
     # The sum of squares is what overflows first in single precision.
@@ -195,6 +193,19 @@ def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Ten
         squares = each.square().sum().float()
     narrow = torch.float16 if gradients[0].dtype == torch.float16 else torch.float32
     return each, squares.sqrt().to(narrow).float()
+
+
+def norm_of_each(tensors: list[Tensor]) -> Tensor:
+    """On the device of the first. A device measures in double precision. The host, which would convert every tensor for
+    that, a copy of twice its size, does so only for those whose squares overflow in single precision."""
+    if tensors[0].device.type != "cpu":
+        return _each(tensors, torch.float64)
+    each = _each(tensors, torch.float32)
+    overflown = [place for place, norm in enumerate(each.tolist()) if norm == math.inf]
+    if overflown:
+        each = each.double()
+        each[overflown] = _each([tensors[place] for place in overflown], torch.float64)
+    return each
 
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:

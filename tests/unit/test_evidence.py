@@ -18,7 +18,7 @@ from recorded_run import incident
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.paths import RunPaths
 from rollback.train.evidence import Evidence
-from rollback.train.gradients import Gradients
+from rollback.train.gradients import Gradients, norm_of_each
 from rollback.train.ranks import Ranks
 
 SETTINGS: dict[str, Any] = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
@@ -360,3 +360,14 @@ def test_sparse_gradients_have_norms_too() -> None:
     gradients = Gradients(optimizer, None)
     model(torch.tensor([1, 1, 2])).sum().backward()
     assert gradients.before_step().total.item() == pytest.approx(math.sqrt(3 * 4 + 3))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16, torch.bfloat16])
+def test_norms_are_those_of_double_precision_also_where_single_precision_overflows(dtype: torch.dtype) -> None:
+    largest = torch.finfo(dtype).max
+    rows = [[3.0, 4.0], [largest, largest / 2], [math.inf, 1.0], [math.nan, math.inf], [0.0, 0.0]]
+    tensors = [torch.tensor(row, dtype=dtype) for row in rows]
+    expected = torch.stack([torch.linalg.vector_norm(item.double()) for item in tensors])
+    if dtype == torch.float64:
+        expected[1] = math.inf  # there is nothing wider
+    torch.testing.assert_close(norm_of_each(tensors).double(), expected, equal_nan=True, rtol=1e-5, atol=0.0)
