@@ -1,4 +1,7 @@
-"""What the drainer says, in the journal of the process in which it runs: the supervisor's, or else the ranks'."""
+"""What happens between a run and its durable ring.
+
+The drainer says what it does in the journal of the process in which it runs: the supervisor's, or else the ranks'.
+"""
 
 from __future__ import annotations
 
@@ -37,3 +40,14 @@ class LeftDurableRing(Fact):
     checkpoint: str
     place: str
     reason: str
+
+
+class Fetched(Fact):
+    """A checkpoint that a rollback needs and that was only at the URL was brought into the run directory's ring."""
+
+    kind: Literal["fetched"] = "fetched"
+    checkpoint: str
+    step: int
+    place: str
+    bytes: int
+    seconds: float

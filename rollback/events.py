@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
-from rollback.drain_facts import Drained, DrainFailed, LeftDurableRing
+from rollback.drain_facts import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.fact import Fact, Window
 from rollback.supervisor_facts import (
     AttemptEnded,
@@ -337,7 +337,7 @@ AnyFact = Annotated[
         ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered,
         PassedOver, Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
-        Drained, DrainFailed, LeftDurableRing,
+        Drained, DrainFailed, LeftDurableRing, Fetched,
     ],
     Field(discriminator="kind"),
 ]  # fmt: skip

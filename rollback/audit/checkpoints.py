@@ -13,12 +13,15 @@ from rollback.audit.cost import seconds_since_epoch
 from rollback.audit.ledger import Entry
 from rollback.audit.material import require_run_directory
 from rollback.errors import CheckpointDamaged, JournalDamaged, NoUsableCheckpoint, RunDirectoryError, UsageError
+from rollback.events import Attached
+from rollback.policy import Held
 from rollback.rundir import ring
 from rollback.rundir.history import History, fold
 from rollback.rundir.journal import read_journal
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.pins import pinned
+from rollback.rundir.remote.told import good_ones_at
 from rollback.rundir.resume import of_present_timeline
 from rollback.rundir.tiers import in_slots
 
@@ -89,7 +92,8 @@ def read_listing(root: Path) -> Listing:
 
 
 def read_held(root: Path) -> list[Checkpoint]:
-    """The checkpoints of a run that may be gone back to, also those in this host's memory alone; oldest first.
+    """The checkpoints of a run that may be gone back to, oldest first: also those in this host's memory alone, and the
+    good ones that, by the record, are only at the URL of its ring.
 
     Those of the ring whose manifest is damaged are left out. Raises as `read_listing`.
     """
@@ -100,6 +104,10 @@ def read_held(root: Path) -> list[Checkpoint]:
     present = {manifest.name for manifest in of_present_timeline(history, in_memory)} if history else set()
     for manifest in in_memory:
         entries[manifest.name] = _entry(manifest, _status(manifest, history, present), pinned=False)
+    for point in _at_url(paths):
+        if point.name not in entries or entries[point.name].status == "damaged":
+            away = _without_manifest(point.name, "good", pinned=False, fault=None)
+            entries[point.name] = away.model_copy(update={"batch": point.batch})
     held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
     return sorted(held, key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
 
@@ -126,6 +134,17 @@ def choose(listing: Listing, word: str) -> str:
             hint="`rollback ring list` shows what there is; any of it can be named",
         )
     return suitable[-1]
+
+
+def _at_url(paths: RunPaths) -> list[Held]:
+    """Good checkpoints at the URL of the ring that the last attempt was started with."""
+    try:
+        ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))
+    except JournalDamaged:
+        return []
+    attached = next((record.fact for record in reversed(ranks) if isinstance(record.fact, Attached)), None)
+    url = attached.settings.get("ring") if attached is not None else None
+    return good_ones_at(url, ranks, supervisor) if url else []
 
 
 def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
@@ -176,7 +195,7 @@ def _entry(manifest: Manifest, status: Status, pinned: bool) -> Checkpoint:
     )
 
 
-def _without_manifest(name: str, status: Status, pinned: bool, fault: str) -> Checkpoint:
+def _without_manifest(name: str, status: Status, pinned: bool, fault: str | None) -> Checkpoint:
     _, step = parse_checkpoint_name(name) or (0, 0)
     return Checkpoint(
         checkpoint=name, step=step, batch=None, epoch=None, timeline=None, attempt=None, created=None, age=None,

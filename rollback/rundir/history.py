@@ -17,6 +17,7 @@ from rollback.events import (
     Committed,
     Concluded,
     Evicted,
+    Fetched,
     Incident,
     PhaseAnnounced,
     Planned,
@@ -109,17 +110,8 @@ def fold(records: Iterable[Record], history: History | None = None) -> History:
 
 def _apply(history: History, record: Record) -> None:
     match record.fact:
-        case Committed() as fact:
-            history.committed[fact.checkpoint] = fact
-            if fact.step == 0:
-                history.good.add(fact.checkpoint)
-        case BecameGood() as fact:
-            history.good.add(fact.checkpoint)
-        case Evicted() as fact:  # what was good stays so: it may lie in a ring further out
-            history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
-        case Quarantined() as fact:
-            history.gone.add(fact.checkpoint)
-            history.good.discard(fact.checkpoint)
+        case Committed() | BecameGood() | Evicted() | Quarantined() | Fetched() as fact:
+            _note_checkpoint(history, fact)
         case Incident() as fact:
             history.cases.append(Case(fact))
         case Planned() as fact:
@@ -136,6 +128,24 @@ def _apply(history: History, record: Record) -> None:
             _note_told(history, fact)
         case _:
             pass
+
+
+def _note_checkpoint(history: History, fact: Committed | BecameGood | Evicted | Quarantined | Fetched) -> None:
+    match fact:
+        case Committed():
+            history.committed[fact.checkpoint] = fact
+            if fact.step == 0:
+                history.good.add(fact.checkpoint)
+        case BecameGood():
+            history.good.add(fact.checkpoint)
+        case Evicted():  # what was good stays so: it may lie in a ring further out
+            history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
+        case Quarantined():
+            history.gone.add(fact.checkpoint)
+            history.good.discard(fact.checkpoint)
+        case Fetched():
+            history.gone.discard(fact.checkpoint)
+            history.good.add(fact.checkpoint)
 
 
 def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered | Accepted) -> None:

@@ -10,6 +10,9 @@ code moved; evaluation, compilation and data loading do. The limit, unless the u
 | fewer than 3 steps done, or a rank saves, rewinds, or ends   | 30 minutes: compilation, slow disks            |
 | training                                                     | 5 minutes, or 10 times a step if that is longer |
 
+Ranks that fetch a checkpoint from a URL do not stall (`HangLimits.stall`): where nothing comes they give up by
+themselves.
+
 The suspect is the first rank of which one of these holds: it raised and did not end; it is stopped; it is in an
 uninterruptible system call; none of its threads gets to run Python while those of other ranks do; it is behind all
 others, by step, batch, and the number of collectives begun.
@@ -115,7 +118,7 @@ class HangWatch:
             seen.moved = now
         if beat.looked != seen.beat.looked:
             seen.looked = now
-        if (beat.step, beat.batch) != (seen.beat.step, seen.beat.batch):
+        if (beat.step, beat.batch) != (seen.beat.step, seen.beat.batch) or beat.doing == "fetching":
             if beat.step > seen.beat.step:
                 self._steps.append((now - seen.advanced) / (beat.step - seen.beat.step))
             seen.advanced = now

@@ -99,7 +99,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
                 require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
             store = reach_ring(settings)
             lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
-            fetch_run(store, paths)
+            fetch_run(store, paths, settings)
             if (identity := read_identity(paths)) is not None:  # once more: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)

@@ -9,9 +9,13 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.errors import RollbackError
+from rollback.rundir import tiers
 from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
+from rollback.rundir.history import fold
+from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.rundir.remote.store import Store
 from rollback.train.record import Record, say
 
@@ -32,10 +36,31 @@ def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) 
     return store
 
 
-def fetch_run(store: Store | None, paths: RunPaths) -> None:
-    """Rank 0, which holds the run directory: make it as new as the ring. Raises as `fetch`."""
+def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
+    """Rank 0, which holds the run directory: make it as new as the ring. Raises as `fetch`.
+
+    Where a supervisor has done that before its first attempt, only what a crash in mid-rollback has left to be fetched.
+    """
     if store is not None:
         fetch(store, paths, say)
+    elif settings.ring is not None:
+        _fetch_planned(settings.ring, paths)
+
+
+def _fetch_planned(url: str, paths: RunPaths) -> None:
+    """See that the checkpoint of a pending plan is here, where it is to be had; older ones will do where it is not."""
+    pending = fold(read_journal(paths.train_journal).records).pending
+    name = pending.checkpoint if pending is not None else None
+    if name is None or any(place.name == name for place in tiers.locate(paths)):
+        return
+    try:
+        store = Store(url, patience=_PATIENCE_AT_START)
+        manifest = read_manifest_at(store, name)
+        if manifest is not None:
+            fetch_checkpoint(store, manifest, paths, say)
+    except (RollbackError, OSError) as error:
+        text = error.message if isinstance(error, RollbackError) else error
+        say(f"checkpoint {name}, to which the run was going back, could not be fetched: {text}")
 
 
 def start_draining(

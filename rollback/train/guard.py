@@ -23,6 +23,7 @@ from rollback.train.arguments import settings_and_objects
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
+from rollback.train.elsewhere import elsewhere_of
 from rollback.train.evidence import Evidence
 from rollback.train.hand import StepInHand
 from rollback.train.holdings import Holdings
@@ -134,7 +135,8 @@ class Guard:
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
         holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
-        self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep)
+        away = elsewhere_of(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
+        self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away)
         self._watch = Watch(
             ranks,
             settings,

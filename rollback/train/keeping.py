@@ -13,9 +13,10 @@ from rollback.policy import Held
 from rollback.rundir import ring
 from rollback.rundir.history import fold
 from rollback.rundir.manifest import Manifest
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.resume import of_present_timeline
 from rollback.train.advice import REPLICAS_DIFFER
+from rollback.train.elsewhere import Elsewhere
 from rollback.train.flight import Landing
 from rollback.train.holdings import Holdings
 from rollback.train.pulse import Beat
@@ -27,10 +28,18 @@ from rollback.train.state import Image
 
 
 class Keeper:
-    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are."""
+    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. elsewhere: the ring at a
+    URL, where there is one."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, snapshots: Snapshots, holdings: Holdings, record: Record, keep: int
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        snapshots: Snapshots,
+        holdings: Holdings,
+        record: Record,
+        keep: int,
+        elsewhere: Elsewhere | None = None,
     ) -> None:
         self._paths = paths
         self._ranks = ranks
@@ -38,6 +47,8 @@ class Keeper:
         self._holdings = holdings
         self._record = record
         self._keep = keep
+        self._elsewhere = elsewhere
+        self._away: set[str] = set()  # what was last offered of it
 
     def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int) -> None:
         """Copy the state and start writing it; when `Snapshots.ready`."""
@@ -57,7 +68,9 @@ class Keeper:
             )
 
     def settle(self) -> None:
-        """Wait for the snapshot in flight."""
+        """Wait for the snapshot in flight. A plan that is made then may try again what another could not fetch."""
+        if self._elsewhere is not None:
+            self._elsewhere.forgive()
         self._land(self._snapshots.settle())
 
     def judge(self, healthy: bool, onset: int | None) -> None:
@@ -75,7 +88,27 @@ class Keeper:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
                 self._holdings.consult(there, self._snapshots.in_slots)
-        return self._holdings.as_held()
+        held = self._holdings.as_held()
+        if self._elsewhere is None:
+            return held
+        here = {point.name for point in held}
+        away = [point for point in self._elsewhere.held() if point.name not in here]
+        self._away = {point.name for point in away}
+        return sorted([*held, *away], key=lambda point: parse_checkpoint_name(point.name) or (0, 0))
+
+    def bring(self, name: str) -> str | None:
+        """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed, in words.
+
+        Call it before `manifest` and `places`, which know of what is here.
+        """
+        if self._elsewhere is None or name not in self._away:
+            return None
+        found = self._elsewhere.fetch(name)
+        if isinstance(found, str):
+            return found
+        self._away.discard(name)
+        self._holdings.admit(found, good=True)
+        return None
 
     def look_into_ring(self) -> None:
         """Hold all that the ring has of this timeline, also what left the slots as a candidate or stays for its pin.
@@ -98,7 +131,9 @@ class Keeper:
         return self._snapshots.places(name)
 
     def put_aside(self, name: str, reason: str) -> None:
-        """A checkpoint cannot be believed."""
+        """A checkpoint cannot be believed; one that is only at the URL is not offered any more for the present plan."""
+        if name in self._away:
+            return
         self._holdings.drop(name)
         self._snapshots.quarantine(name)
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
@@ -106,8 +141,9 @@ class Keeper:
     def discard(self, plan: Planned) -> None:
         """Remove what lies beyond the restored checkpoint."""
         for name in plan.discards:
-            self._holdings.drop(name)
-            self._evict(name, "beyond a restored checkpoint")
+            if name not in self._away:  # that is the drainer's
+                self._holdings.drop(name)
+                self._evict(name, "beyond a restored checkpoint")
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
@@ -155,7 +191,8 @@ class Keeper:
         self._evict_surplus()
 
     def _evict_surplus(self) -> None:
-        """Each tier has its own capacity; that of the ring is the drainer's care where there are slots."""
+        """Each tier has its own capacity. That of the ring in the run directory is the drainer's care where there are
+        slots, unless it fills one at a URL."""
         slots = self._snapshots.slots
         counted = self._snapshots.in_slots if slots else None
         for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
@@ -164,12 +201,18 @@ class Keeper:
             else:
                 self._holdings.drop(name)
             self._evict(name, reason)
+        if slots and self._elsewhere is not None:
+            in_ring = {point.name for point in self._holdings.as_held()} - self._snapshots.in_slots
+            for name, reason in self._holdings.surplus(self._keep, in_ring):
+                self._holdings.drop(name)
+                self._evict(name, reason)
 
     def _evict(self, name: str, reason: str) -> None:
         def told(tier: Tier) -> None:
             self._record.note(Evicted(checkpoint=name, reason=reason, tier=tier))
 
-        self._snapshots.evict(name, told)
+        if name in self._snapshots.in_slots or not self._snapshots.drained or self._elsewhere is not None:
+            self._snapshots.evict(name, told)
 
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest

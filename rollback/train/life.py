@@ -62,6 +62,10 @@ class SignsOfLife:
             self._moved = time.monotonic()
             self._write()
 
+    def turn_to(self, doing: str) -> None:
+        """Something else is being done, where the rank stands."""
+        self.show(doing, self.standing.step, self.standing.batch, now=True)
+
     def end(self) -> None:
         """The guard is closed. Where an exception led to that, its last words still tell the batch in hand."""
         self._ended, self._moved = True, time.monotonic()

@@ -184,7 +184,9 @@ class Requests:
         for point in reversed(self._keeper.as_held()):
             if point.step > step:
                 continue
-            fault = verify(point.name, self._keeper.places(point.name), self._ranks)
+            fault = self._keeper.bring(point.name)
+            if fault is None:
+                fault = verify(point.name, self._keeper.places(point.name), self._ranks)
             if fault is None:
                 return point, None
             self._keeper.put_aside(point.name, fault)

@@ -56,12 +56,16 @@ class Rewinder:
         began, reached = time.monotonic(), self._state.counters.step
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
-            assert decision.plan.checkpoint is not None
-            target = self._keeper.manifest(decision.plan.checkpoint)
-            result = restore(target.name, self._keeper.places(target.name), self._ranks, self._state)
-            if result.place is not None:
-                break
-            replanned = self._watch.plan_without(target.name, result.fault, decision)
+            name = decision.plan.checkpoint
+            assert name is not None
+            fault = self._keeper.bring(name)
+            if fault is None:
+                target = self._keeper.manifest(name)
+                result = restore(name, self._keeper.places(name), self._ranks, self._state)
+                if result.place is not None:
+                    break
+                fault = result.fault
+            replanned = self._watch.plan_without(name, fault, decision)
             if not isinstance(replanned, Rewind):
                 return replanned
             decision = replanned

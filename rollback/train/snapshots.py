@@ -329,7 +329,7 @@ class Snapshots:
 
     @property
     def drained(self) -> bool:
-        """Whether the run has a fast tier: then what is in the ring is the drainer's to evict."""
+        """Whether the run has a fast tier, which a drainer copies from."""
         return self._fast is not None
 
     @property
@@ -344,7 +344,7 @@ class Snapshots:
         """
         if self._fast is not None and name in self._fast.held:
             self._fast.let_go(name, lambda: then("fast"))
-        elif self._ranks.first and not self.drained:
+        elif self._ranks.first:
             self._thread.submit(self._evict, name, lambda: then("durable"))
 
     def quarantine(self, name: str) -> None:

@@ -7,12 +7,13 @@ from pathlib import Path
 
 import pytest
 import s3fs
+from asking import asking, hand_in
 from s3_server import S3Server, serving_s3
 from toy import Toy, facts, require_same, train
 
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode, RingUnavailable
-from rollback.events import Attached, Committed, DrainFailed
+from rollback.events import Attached, Committed, DrainFailed, Fetched, Restored
 from rollback.rundir.remote import store as storing
 from rollback.rundir.remote.store import Store
 from rollback.train import draining
@@ -54,6 +55,18 @@ def test_a_run_goes_on_from_s3_alone_through_503s_and_a_lost_object(
     assert s3.refused > 5
     assert facts(tmp_path / "fresh", Attached)[-1].step < last.step, "the newest one had lost a shard"
     assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
+
+
+def test_a_run_goes_back_to_a_checkpoint_that_is_only_in_s3_through_503s(s3: S3Server, tmp_path: Path) -> None:
+    run, log, older = tmp_path / "run", tmp_path / "log", "c000004-s00000020"
+    settings = {"snapshot_every": 5, "keep": 3, "checkpoint_every": "1", "keep_durable": 20, "ring": URL}
+    toy = Toy(samples=240, settings=settings)
+    train(toy.but(max_steps=30), run, log=log)  # its end brings the newest good one there
+    s3.refuses = lambda request: len(s3.requests) % 7 == 0
+    portrait = train(toy, run, log=log, hook=asking(50, lambda: hand_in(run, "rewind", to=24)))
+    assert [fact.checkpoint for fact in facts(run, Fetched)] == [older]
+    assert [fact.checkpoint for fact in facts(run, Restored)] == [older]
+    require_same(portrait, train(toy.with_settings(ring=None), tmp_path / "undisturbed"), "the run that went back")
 
 
 def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: Path) -> None:

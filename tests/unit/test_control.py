@@ -20,11 +20,11 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from checkpoints import write_checkpoint
-from recorded_run import RecordedRun
+from recorded_run import RecordedRun, attached
 from rollback.audit import read_status
 from rollback.cli import app
 from rollback.control import asking
-from rollback.events import Answered, Finished, Window
+from rollback.events import Answered, Drained, Finished, Window
 from rollback.rundir import requests
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
@@ -120,6 +120,18 @@ def test_what_the_memory_of_another_host_may_hold_is_not_refused_from_here(run: 
     assert "may have a newer one in memory" in ask(run, "rewind", "--to", "25", "--no-wait").stderr
     dead(run)
     assert "the oldest one is of step 20" in refusal(ask(run, "rewind", "--to", "19"))
+
+
+def test_what_is_only_at_the_url_may_be_gone_back_to(run: RecordedRun) -> None:
+    ten, place = "c000000-s00000010", "s3://bucket/run"
+    run.tell(0.0, attached(None, 0).model_copy(update={"settings": {"ring": place}}))
+    run.commit(0.0, ten, 10)
+    assert "the oldest one is of step 20" in refusal(ask(run, "rewind", "--to", "15"))
+    run.tell(0.0, Drained(checkpoint=ten, step=10, place=place, bytes=1, seconds=0.0))
+    result = ask(run, "rewind", "--to", "15", "--no-wait")
+    assert result.exit_code == 0
+    assert f"{ten}, of step 10" in result.stderr
+    assert "lie before batch 20" in refusal(ask(run, "rewind", "--to", "15", "--skip", "3:8"))
 
 
 def test_a_run_that_is_not_running_is_told_at_its_next_start(run: RecordedRun) -> None:

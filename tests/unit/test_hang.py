@@ -105,6 +105,17 @@ def test_a_stall_is_python_that_moves_and_finishes_no_batch() -> None:
     assert found.stalled
 
 
+def test_ranks_that_fetch_a_checkpoint_do_not_stall() -> None:
+    """They see to it themselves that it ends; a rewind that moves and ends nothing is a stall all the same."""
+    job = Job(HangLimits("auto", stall=60.0))
+    assert job.go(100, steps=0.1) is None
+    assert job.go(3600, doing="fetching") is None
+    assert job.go(50, doing="rewinding") is None
+    found = job.go(20, doing="rewinding")
+    assert found is not None
+    assert found.stalled
+
+
 def test_a_supervisor_that_was_stopped_itself_blames_nobody() -> None:
     job = Job(HangLimits(10.0))
     job.go(20, steps=1)

@@ -203,21 +203,33 @@ def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say
 
     Raises RingUnavailable, and OSError where the run directory cannot be written.
     """
+    say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
+    try:
+        bring(store, manifest, paths)
+    except CheckpointDamaged as error:
+        say(f"checkpoint {manifest.name} at the ring cannot be used: {error.message}")
+        return False
+    return True
+
+
+def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
+    """Fetch one checkpoint into the local ring, where it exists on return, verified and synced.
+
+    Raises CheckpointDamaged where it is not what its manifest says, RingUnavailable, and OSError where the run
+    directory cannot be written; it then does not exist.
+    """
     directory = paths.writing(manifest.name)
     if directory.exists():
         shutil.rmtree(directory)
     directory.mkdir(parents=True)
-    say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
     try:
         download_checkpoint(store, manifest, directory)
-    except CheckpointDamaged as error:
-        say(f"checkpoint {manifest.name} at the ring cannot be used: {error.message}")
+    except CheckpointDamaged:
         shutil.rmtree(directory)
-        return False
+        raise
     os.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)
-    return True
 
 
 def download_checkpoint(store: Store, manifest: Manifest, directory: Path) -> None:

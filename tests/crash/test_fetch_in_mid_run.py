@@ -1,0 +1,126 @@
+"""Fetching one checkpoint from a URL beside the training, with a file system that fails at any operation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from faulty import Bucket, Died, Manner, new_bucket
+
+from checkpoints import whole, write_checkpoint
+from recorded_run import RecordedRun
+from rollback.events import Drained, Fetched, Quarantined
+from rollback.rundir import ring
+from rollback.rundir.journal import read_journal
+from rollback.rundir.manifest import Manifest, read_manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote import store as storing
+from rollback.rundir.remote.ring import RingAtUrl
+from rollback.rundir.remote.store import Store
+from rollback.train import elsewhere
+from rollback.train.elsewhere import Elsewhere
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+
+URL = "faulty://bucket/runs/one"
+NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
+ORDINARY: tuple[Manner, ...] = ("once", "for ever", "dies")
+
+
+@pytest.fixture(autouse=True)
+def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
+    monkeypatch.setattr(elsewhere, "_PATIENCE", 0.05)
+    monkeypatch.setattr(elsewhere, "_MEET_EVERY", 0.01)
+
+
+@pytest.fixture
+def bucket() -> Bucket:
+    return new_bucket("bucket")
+
+
+@pytest.fixture
+def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> RunPaths:
+    """Of a run with three checkpoints, all good, at the URL only; the record says so."""
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    at_url = RingAtUrl(run.paths, Store(URL))
+    at_url.open()
+    for seq, name in enumerate(NAMES):
+        write_checkpoint(run.paths, seq, 10 * seq)
+        run.commit(10.0 * seq, name, 10 * seq)
+        at_url.put(read_manifest(run.paths.checkpoint(name)), run.paths.checkpoint(name))
+        run.tell(10.0 * seq + 1, Drained(checkpoint=name, step=10 * seq, place=URL, bytes=1, seconds=0.0))
+        ring.evict(run.paths, name)
+    return run.paths
+
+
+def reaching(paths: RunPaths) -> tuple[Elsewhere, list[str], Record]:
+    done: list[str] = []
+    record = Record(paths, 1, first=True)
+    return Elsewhere(paths, Ranks(), record, f"{URL}/", done.append), done, record
+
+
+def offered(there: Elsewhere) -> list[str]:
+    return [point.name for point in there.held()]
+
+
+def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPaths, bucket: Bucket) -> None:
+    there, done, record = reaching(paths)
+    operations = len(bucket.operations)
+    assert offered(there) == NAMES
+    assert len(bucket.operations) == operations, "nobody asks a network to make a plan"
+    found = there.fetch(NAMES[1])
+    assert isinstance(found, Manifest)
+    assert found == read_manifest(paths.checkpoint(NAMES[1]))
+    assert whole(paths, NAMES[1])
+    assert done == ["fetching", "rewinding"]
+    (fact,) = [line.fact for line in record.records if isinstance(line.fact, Fetched)]
+    assert (fact.checkpoint, fact.step, fact.bytes) == (NAMES[1], 10, found.bytes)
+
+
+@pytest.mark.parametrize("manner", ORDINARY)
+def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
+    paths: RunPaths, bucket: Bucket, manner: Manner
+) -> None:
+    there, _, record = reaching(paths)
+    bucket.fail(10**6, "once")
+    there.fetch(NAMES[1])
+    ring.evict(paths, NAMES[1])
+    numbers = range(1, len(bucket.operations) + 1)
+    assert len(numbers) >= 3
+    for number in numbers:
+        there.forgive()
+        bucket.fail(number, manner)
+        try:
+            found = there.fetch(NAMES[1])
+        except Died:
+            found = "the process is no more"
+        assert isinstance(found, Manifest) == (manner == "once"), f"operation {number}"
+        assert ring.names(paths) == ([NAMES[1]] if manner == "once" else [])
+        assert not [line for line in record.records if isinstance(line.fact, Quarantined)]
+        if manner == "for ever":
+            assert offered(there) == [], "the next one would have to be waited for just as long"
+        bucket.heal()
+        there.forgive()
+        assert offered(there) == NAMES, "the next plan tries again"
+        if manner != "once":
+            assert isinstance(there.fetch(NAMES[1]), Manifest)
+        assert whole(paths, NAMES[1])
+        ring.evict(paths, NAMES[1])
+
+
+def test_a_checkpoint_that_is_not_there_any_more_costs_that_choice_only(paths: RunPaths, bucket: Bucket) -> None:
+    there, _, _ = reaching(paths)
+    for key in [key for key in bucket.objects if NAMES[2] in key]:
+        del bucket.objects[key]
+    assert there.fetch(NAMES[2]) == f"{URL} has no checkpoint {NAMES[2]} any more"
+    assert offered(there) == NAMES[:2]
+
+
+def test_a_record_that_cannot_be_read_offers_nothing(paths: RunPaths) -> None:
+    there, _, _ = reaching(paths)
+    lines = paths.supervisor_journal.read_bytes().splitlines(keepends=True)
+    paths.supervisor_journal.write_bytes(b"".join([lines[0][:-5] + b"\n", *lines[1:]]))
+    assert offered(there) == []
+    assert read_journal(paths.train_journal).records
