@@ -151,7 +151,7 @@
       Object.assign(curve, { y, top, size });
       top += size + GAP;
     });
-    flags(inner, right);
+    flags(svg, right);  // not clipped: one at the edge would be cut in half
     lanes(inner, bottom);
     overlay();
   }
