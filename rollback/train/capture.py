@@ -12,7 +12,7 @@ where they lie, before the optimizer begins.
 from __future__ import annotations
 
 import json
-from collections.abc import ItemsView, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +73,11 @@ class Capture:
         self._mode = mode
         self._still = {name: item for name, item in share.tensors.items() if _is_still(name)}
         self._digests: dict[int, int] = {}
-        left = {} if mode == "held" else {name: item for items in self._elsewhere.values() for name, item in items}
+        self._elsewhere = {rank: items for rank, items in share.replicas.items() if rank != share.rank}
+        left: dict[str, Tensor] = {}
+        if mode != "held":
+            for items in self._elsewhere.values():
+                left |= items
         if mode == "overlapped":
             left |= self._still
         self._watched = [(name, item, item._version) for name, item in left.items()]
@@ -88,9 +92,7 @@ class Capture:
         """
         self._region.view[: self._layout.room] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
-        on_device = [(name, item) for name, item in self._share.tensors.items() if item.is_cuda]
-        if on_device:
-            self._begin_on_device(on_device)
+        self._begin_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
         if self._mode == "held":
@@ -128,11 +130,6 @@ class Capture:
         """Names of still tensors that were written to since the beginning."""
         return [name for name, item, version in self._watched if item._version != version]
 
-    @property
-    def _elsewhere(self) -> Mapping[int, ItemsView[str, Tensor]]:
-        """Parameters that other ranks store."""
-        return {rank: items.items() for rank, items in self._share.replicas.items() if rank != self._share.rank}
-
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, item in tensors.items():
             if not item.is_cuda:
@@ -142,26 +139,30 @@ class Capture:
     def _digest_elsewhere(self) -> None:
         for rank, items in self._elsewhere.items():
             running = xxhash.xxh3_64()
-            for _, item in items:
+            for item in items.values():
                 if not item.is_cuda:
                     running.update(bytes_of(_as_it_is_stored(item)))
             self._digests[rank] = running.intdigest()
 
-    def _begin_on_device(self, tensors: list[tuple[str, Tensor]]) -> None:
-        device = tensors[0][1].device
+    def _begin_on_device(self) -> None:
+        """What the device holds: it copies and digests that in a stream of its own."""
+        tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
+        replicas = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]
+        device = next((item.device for item in (*tensors.values(), *replicas)), None)
+        if device is None:
+            return
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(self._stream):
-            for name, item in tensors:
+            for name, item in tensors.items():
                 view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
                 item.record_stream(self._stream)
-            held = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]
-            if held:
+            if replicas:
                 self._device_digest = torch.zeros((), dtype=torch.int64, pin_memory=True)
-                self._device_digest.copy_(drift.on_device(held), non_blocking=True)
+                self._device_digest.copy_(drift.on_device(replicas), non_blocking=True)
             self._arrived.record(self._stream)
-        if any(not _is_still(name) for name, _ in tensors):
+        if any(not _is_still(name) for name in tensors):
             self.fence()  # restless ones: the next kernel may change them
 
 
