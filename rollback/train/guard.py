@@ -91,6 +91,7 @@ class Guard:
         self._max_steps = max_steps
         self._hand = StepInHand()
         self._closed = False
+        self._process = os.getpid()
         end_with_supervisor()
         atexit.register(self.close)
         at_exit(self.close)
@@ -246,8 +247,8 @@ class Guard:
 
     def close(self) -> None:
         """End the guard: wait for the disk, say how the last incident ended. Not collective; called at exit anyway."""
-        if self._closed:
-            return
+        if self._closed or os.getpid() != self._process:
+            return  # a loader worker, forked with all that is to be done at exit, is not the rank that ends
         self._closed = True
         self._life.end()
         self._snapshots.close()

@@ -14,6 +14,7 @@ from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, 
 from rollback.errors import RunInUse
 from rollback.events import Attached, Concluded, Incident, Planned, Restored, Stopped
 from rollback.rundir.paths import RunPaths
+from rollback.train.life import SignsOfLife
 
 JOBS = {
     "shuffled": Toy(augment=True),
@@ -128,6 +129,21 @@ def test_the_second_of_two_on_one_run_directory_is_refused(tmp_path: Path) -> No
 
     train(Toy(), run, hook=second)
     assert len(facts(run, Attached)) == 1
+
+
+def test_loader_workers_that_end_with_their_epoch_end_nothing_of_their_rank(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended, end = tmp_path / "ended", SignsOfLife.end
+
+    def noted(self: SignsOfLife) -> None:
+        with ended.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        end(self)
+
+    monkeypatch.setattr(SignsOfLife, "end", noted)
+    train(Toy(100, epochs=2, loop="epochs", workers=1), tmp_path / "run")
+    assert ended.read_text().split() == [str(os.getpid())]
 
 
 def test_a_resumed_run_remembers_the_windows_it_has_to_skip(tmp_path: Path, forker: Forker) -> None:
