@@ -16,7 +16,6 @@ import ctypes
 import importlib
 import json
 import os
-import runpy
 import signal
 import socket
 import sys
@@ -230,14 +229,17 @@ def main() -> None:
     leave_stopping_to(int(supervisor))
     if os.environ.pop(ENV_PRELOAD, None):
         # torchrun copies the error of its first failed rank there; without, it complains that there is no such place.
-        os.environ.setdefault("TORCHELASTIC_ERROR_FILE", f"{account}.first")
+        # Where it finds one of an earlier attempt, it complains of that, at length.
+        first = Path(f"{account}.first")
+        first.unlink(missing_ok=True)
+        os.environ.setdefault("TORCHELASTIC_ERROR_FILE", str(first))
         import_ahead()
         start_ranks_from(Nursery())  # before anything starts a thread, and with what is ignored ignored
     sys.meta_path.append(LogsSpecsFinder())
     name_methods_quickly()
     sent = note_whom_torchrun_ends()
     try:
-        runpy.run_module("torch.distributed.run", run_name="__main__", alter_sys=True)
+        importlib.import_module("torch.distributed.run").main()
     except Exception as error:
         told = describe(error, sent)
         write_file(Path(account), json.dumps(told).encode(), durable=False)
