@@ -28,7 +28,8 @@ class AttemptEnded(Fact):
     """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
 
     `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
-    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception.
+    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception, `host`
+    where that rank ran.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -42,13 +43,14 @@ class AttemptEnded(Fact):
     batch: int | None = None
     followed: tuple[int, ...] = ()
     fingerprint: str | None = None
+    host: str | None = None
 
 
 class Hung(Fact):
     """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
 
     `suspect` is the rank that the others seem to wait for, null where none stands out; `raised` the ranks that had
-    raised and not ended.
+    raised and not ended, `died` those whose processes were gone.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -59,6 +61,7 @@ class Hung(Fact):
     limit: float
     stacks: tuple[int, ...]
     raised: tuple[int, ...] = ()
+    died: tuple[int, ...] = ()
 
 
 class Blamed(Fact):

@@ -7,7 +7,7 @@ ranks themselves wrote: exceptions with their tracebacks, stacks, and where each
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, TypeVar
 
@@ -31,6 +31,7 @@ from rollback.events import (
     Stopped,
     Window,
 )
+from rollback.rundir.durable import open_regular
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
@@ -38,6 +39,7 @@ from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.supervisor_facts import Why
 
 _F = TypeVar("_F", bound=Fact)
+_LAST_WORDS = 8 << 10
 
 
 class RankStood(Entry):
@@ -63,6 +65,13 @@ class ProcessStacks(Entry):
     why_none: str | None
 
 
+class LastWords(Entry):
+    """The end of what a process wrote to stderr."""
+
+    path: str
+    text: str
+
+
 class Blame(Entry):
     """A batch that is skipped because of this failure."""
 
@@ -80,6 +89,7 @@ class Account(Entry):
     attempt: int | None = Field(description="that this account is about; null: no attempt has failed")
     why: Why | None = Field(description="class of the first cause; null: none was called")
     rank: int | None = Field(description="with which it began; null where that cannot be told")
+    host: str | None = Field(description="where that rank ran; null where that is not on record")
     cause: str | None
     began: str | None
     ended: str | None
@@ -91,6 +101,9 @@ class Account(Entry):
     decision: str | None = Field(description="what the supervisor did then")
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
+    last_words: LastWords | None = Field(
+        description="of that rank, or of torchrun, where it began with that: if it left no exception itself"
+    )
     processes: list[ProcessStacks]
     ranks: list[RankStood]
     earlier: dict[int, str] = Field(description="what ended the other attempts that failed, by attempt")
@@ -121,6 +134,7 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
         )
     number = attempt if attempt is not None else max(failed, default=None)
     own = by_attempt.get(number, []) if number is not None else []
+    told_of = own or by_attempt.get(max(by_attempt, default=0), [])  # where none has failed: how the last one ended
     ended, started, blamed = _last(own, AttemptEnded), _last(own, AttemptStarted), _last(own, Blamed)
     fact = ended.fact if ended and isinstance(ended.fact, AttemptEnded) else None
     first = fact.rank if fact else None
@@ -134,6 +148,7 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
         attempt=number,
         why=fact.why if fact else None,
         rank=first,
+        host=fact.host if fact else None,
         cause=fact.cause if fact else failed.get(number) if number is not None else None,
         began=started.at if started else own[0].at if own else None,
         ended=ended.at if ended else None,
@@ -142,9 +157,10 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
         followed=list(fact.followed) if fact else [],
         hung=hung.fact if hung and isinstance(hung.fact, Hung) else None,
         blamed=Blame(batch=culprit.batch, window=culprit.window, attempts=list(culprit.attempts)) if culprit else None,
-        decision=_decision(own),
-        signals=[record.fact.signal for record in own if isinstance(record.fact, Signalled)],
+        decision=_decision(told_of),
+        signals=[record.fact.signal for record in told_of if isinstance(record.fact, Signalled)],
         failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
+        last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
         processes=_processes(paths, number, notices) if number is not None else [],
         ranks=[
             RankStood(rank=rank, doing=beat.doing, step=beat.step, batch=beat.batch, collectives=beat.collectives)
@@ -185,11 +201,27 @@ def _decision(own: Sequence[Record]) -> str | None:
     return None
 
 
+def _last_words(
+    paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
+) -> LastWords | None:
+    """Of who left no exception: what broke below Python, and what the script said before it left."""
+    if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
+        return None
+    path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS))
+            text = file.read(_LAST_WORDS).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None  # kept elsewhere (--redirects, --log-dir), or nothing was said
+    return LastWords(path=str(path), text=text) if text.strip() else None
+
+
 def _processes(paths: RunPaths, attempt: int, notices: list[str]) -> list[ProcessStacks]:
     try:
-        seen = read_processes(paths.processes(attempt))
+        seen = read_processes(paths.all_processes(attempt))
     except (OSError, ValueError) as error:
-        notices.append(f"{paths.processes(attempt)} cannot be read ({error}); whose stacks are whose is not known")
+        notices.append(f"{paths.stacks(attempt)} cannot be read ({error}); whose stacks are whose is not known")
         return []
     return [_with_stacks(paths.rank_stacks(attempt, item.rank), item, notices) for item in seen]
 

@@ -83,7 +83,7 @@ def _attempt(entry: AttemptEntry) -> list[str]:
 def _stacks(paths: RunPaths, attempt: int) -> Iterator[tuple[str, str]]:
     """The stacks of a hanging attempt's processes."""
     try:
-        seen = read_processes(paths.processes(attempt))
+        seen = read_processes(paths.all_processes(attempt))
     except (OSError, ValueError):
         return
     for process in seen:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 FORMAT = 1
 
@@ -78,8 +79,13 @@ class RunPaths:
     def rank_stacks(self, attempt: int, rank: int) -> Path:
         return self.stacks(attempt) / f"rank-{rank:05d}.txt"
 
-    def processes(self, attempt: int) -> Path:
-        return self.stacks(attempt) / "processes.json"
+    def processes(self, attempt: int, node: str | None = None) -> Path:
+        """node: of a job on many nodes."""
+        return self.stacks(attempt) / ("processes.json" if node is None else f"processes-{node}.json")
+
+    def all_processes(self, attempt: int) -> list[Path]:
+        """Those that there are, of all nodes."""
+        return sorted(self.stacks(attempt).glob("processes*.json"))
 
     @property
     def logs(self) -> Path:
@@ -87,6 +93,12 @@ class RunPaths:
 
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:04d}"
+
+    def rank_log(self, attempt: int, rank: int, stream: Literal["out", "err"]) -> Path:
+        return self.attempt_logs(attempt) / f"rank-{rank:05d}.{stream}"
+
+    def torchrun_log(self, attempt: int, stream: Literal["out", "err"]) -> Path:
+        return self.attempt_logs(attempt) / f"torchrun.{stream}"
 
     @property
     def skips(self) -> Path:

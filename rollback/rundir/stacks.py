@@ -1,7 +1,8 @@
-"""What the supervisor saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes.json."""
+"""What supervisors saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes*.json, one of each node."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
@@ -36,12 +37,10 @@ def write_processes(path: Path, seen: list[ProcessSeen]) -> None:
     write_file(path, _LIST.dump_json(seen))
 
 
-def read_processes(path: Path) -> list[ProcessSeen]:
-    """Empty where there is none. Raises OSError or ValueError where it cannot be believed."""
-    try:
-        return _LIST.validate_json(read_small_file(path, _LIMIT))
-    except FileNotFoundError:
-        return []
+def read_processes(paths: Iterable[Path]) -> list[ProcessSeen]:
+    """Of all nodes, by rank. Raises OSError or ValueError where one cannot be believed."""
+    seen = [item for path in paths for item in _LIST.validate_json(read_small_file(path, _LIMIT))]
+    return sorted(seen, key=lambda item: (item.rank, not item.is_rank, item.pid))
 
 
 def read_stacks(path: Path, offset: int, size: int) -> str:

@@ -27,15 +27,18 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
 from rollback.events import Hung
 from rollback.rundir.failures import FailureRecord
+from rollback.rundir.records import Heartbeat
 from rollback.supervisor.outcome import Evidence, RankFailure
 from rollback.supervisor_facts import Why
 
+# What is said of its peers by a rank that is well itself.
+_NOTICED: tuple[Why, ...] = ("timeout", "lost_peer")
 _PRECEDENCE: dict[Why, int] = {why: place for place, why in enumerate(get_args(Why))}
 
 _DISTRIBUTED = re.compile(
@@ -69,6 +72,7 @@ class RankEnd:
 
     failure: what torchrun saw of it, None where it saw none. record: what the rank left itself. stopped: it was
     SIGSTOPped when last looked at. oom_killed: the kernel says that its OOM killer struck this rank or its host.
+    beat: its last sign of life, None where it gave none.
     """
 
     rank: int
@@ -76,6 +80,7 @@ class RankEnd:
     record: FailureRecord | None = None
     stopped: bool = False
     oom_killed: bool = False
+    beat: Heartbeat | None = None
 
     @property
     def exitcode(self) -> int:
@@ -92,12 +97,16 @@ class RankEnd:
             return self.record.seconds
         return self.failure.at + 1 if self.failure and self.failure.at else float("inf")
 
+    @property
+    def host(self) -> str | None:
+        return self.record.host if self.record else self.beat.host if self.beat else None
+
 
 @dataclass(frozen=True)
 class FirstCause:
     """What ended an attempt. text: in words. rank: with which it began, None where that cannot be told.
 
-    record: what that rank left. followed: the ranks whose failure is a consequence.
+    record: what that rank left. followed: the ranks whose failure is a consequence. host: where that rank ran.
     """
 
     why: Why
@@ -105,6 +114,7 @@ class FirstCause:
     rank: int | None = None
     record: FailureRecord | None = None
     followed: tuple[int, ...] = ()
+    host: str | None = None
 
     @property
     def may_blame_the_batch(self) -> bool:
@@ -124,8 +134,8 @@ def why_of(end: RankEnd) -> Why | None:
             return "aborted"
         return "oom_kill" if end.oom_killed and end.exitcode == -signal.SIGKILL else "signal"
     message = (end.failure.message if end.failure else None) or ""
-    error, separator, text = message.strip().partition(": ")
-    return _why_of_exception(error, text, end.oom_killed) if separator else "exit"
+    error, _, text = message.strip().partition(":")
+    return _why_of_exception(error, text.strip(), end.oom_killed) if error else "exit"
 
 
 def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
@@ -143,12 +153,12 @@ def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
     return "exception"
 
 
-def first_cause(evidence: Evidence, ends: Iterable[RankEnd]) -> FirstCause | None:
+def first_cause(evidence: Evidence, ends: Sequence[RankEnd]) -> FirstCause | None:
     """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
     classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
     classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
-        return _of_hang(evidence.hung, classed)
+        return _of_hang(evidence.hung, classed, ends)
     if evidence.lost_nodes:
         followed = tuple(sorted(end.rank for _, end in classed))
         return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} was lost", followed=followed)
@@ -159,26 +169,40 @@ def first_cause(evidence: Evidence, ends: Iterable[RankEnd]) -> FirstCause | Non
     if not classed:
         return FirstCause("launcher", _of_torchrun(evidence))
     why, first = classed[0]
-    others = [end for _, end in classed[1:]]
+    alike = [end for _, end in classed[1:] if why == "exception" and _same_exception(end, first)]
+    others = [end for _, end in classed[1:] if end not in alike]
     text = _describe(why, first)
+    if alike:
+        text += f"; {_enumerate([end.rank for end in alike])} raised the same"
     if others:
         text += f"; then {_enumerate([end.rank for end in others])} failed too"
-    nobody = why in ("lost_peer", "timeout") and others  # all of them only noticed
+    nobody = why in _NOTICED and others  # all of them only noticed
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
-    return FirstCause(why, text, None if nobody else first.rank, first.record, followed)
+    if nobody:
+        return FirstCause(why, text, None, first.record, followed)
+    return FirstCause(why, text, first.rank, first.record, followed, first.host)
 
 
-def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]]) -> FirstCause:
+def _same_exception(end: RankEnd, other: RankEnd) -> bool:
+    return end.record is not None and other.record is not None and end.record.fingerprint == other.record.fingerprint
+
+
+def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[RankEnd]) -> FirstCause:
     """What the supervisor called. What ranks left after that is the work of the kill, except that the suspect may have
     raised before, and have hung on its way out."""
-    raised = [(why, end) for why, end in classed if end.rank in hung.raised]
-    if raised:
-        why, first = raised[0]
-        followed = tuple(sorted(end.rank for _, end in classed if end is not first))
-        return FirstCause(why, f"{_describe(why, first)}, and did not end", first.rank, first.record, followed)
     followed = tuple(sorted(end.rank for _, end in classed if end.rank != hung.suspect))
-    stopped = any(end.stopped for _, end in classed if end.rank == hung.suspect)
-    return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed)
+    for why, end in classed:
+        if end.rank == hung.suspect and end.rank in hung.raised:
+            after = "and its peers did not end" if end.rank in hung.died else "and did not end"
+            return FirstCause(why, f"{_describe(why, end)}, {after}", end.rank, end.record, followed, end.host)
+    suspect = next((end for end in ends if end.rank == hung.suspect), None)
+    stopped, host = (suspect.stopped, suspect.host) if suspect else (False, None)
+    return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed, host)
+
+
+def merely_noticed(record: FailureRecord) -> bool:
+    """Whether a rank raised because of another one."""
+    return why_of(RankEnd(record.rank, None, record)) in _NOTICED
 
 
 def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
@@ -209,16 +233,23 @@ def _describe(why: Why, end: RankEnd) -> str:
     pid = end.failure.pid if end.failure else end.record.pid if end.record else None
     who = f"rank {end.rank}" + (f" (pid {pid})" if pid is not None else "")
     if why == "stopped":
-        return f"{who} was stopped (SIGSTOP), and its peers gave up on it"
+        return f"{who} was stopped (SIGSTOP), and its peers gave up on it{_last_seen(end)}"
     if end.record is not None:
         return f"{who} raised {_last_line(end.record)} at {_where(end.record)}{_OF_CLASS.get(why, '')}"
     if why == "oom_kill":
-        return f"{who} was killed by signal 9 (SIGKILL): the kernel was out of memory"
+        return f"{who} was killed by signal 9 (SIGKILL): the kernel was out of memory{_last_seen(end)}"
     if end.exitcode < 0:
-        return f"{who} was killed by {signal_name(-end.exitcode)}"
+        return f"{who} was killed by {signal_name(-end.exitcode)}{_last_seen(end)}"
     message = (end.failure.message if end.failure else None) or ""
     what = f": {message.strip().splitlines()[-1]}" if message.strip() else ""
-    return f"{who} exited with status {end.exitcode}{what}{_OF_CLASS.get(why, '')}"
+    return f"{who} exited with status {end.exitcode}{what}{_OF_CLASS.get(why, '')}{_last_seen(end)}"
+
+
+def _last_seen(end: RankEnd) -> str:
+    """Of a rank that left no word itself; its signs of life are half a second apart."""
+    if end.beat is None:
+        return ""
+    return f", last seen {end.beat.doing} at step {end.beat.step}, batch {end.beat.batch}"
 
 
 _OF_CLASS: dict[Why, str] = {

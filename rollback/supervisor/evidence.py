@@ -45,11 +45,13 @@ class TrainJournal:
 
 
 def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | None = None) -> int | None:
-    """The furthest step that facts and heartbeats know of, of one attempt if it is given."""
+    """The furthest step that facts and signs of life know of, of one attempt, with its last words, if it is given."""
     steps = [
         record.fact.step for record in records if isinstance(record.fact, Attached | Committed | Finished | Stopped)
     ]
     steps += [beat.step for beat in read_heartbeats(paths.ranks).values() if attempt in (None, beat.attempt)]
+    if attempt is not None:
+        steps += [record.step for record in read_failures(paths.failures(attempt)).values()]
     return max(steps, default=None)
 
 
@@ -96,12 +98,14 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     """How each rank ended of which anything is known: torchrun's account, the rank's own, and what the host saw."""
     records = read_failures(paths.failures(attempt))
     failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
+    beats = {rank: beat for rank, beat in read_heartbeats(paths.ranks).items() if beat.attempt == attempt}
     return [
         RankEnd(
-            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0
+            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,
+            beat=beats.get(rank),
         )
-        for rank in sorted({*records, *failures, *left.stopped})
-    ]
+        for rank in sorted({*records, *failures, *left.stopped, *beats})
+    ]  # fmt: skip
 
 
 def left_on_host(status: int, *, refusal: Path, failures: Path, stopped: tuple[int, ...], oom_kills: int) -> Left:

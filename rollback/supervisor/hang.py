@@ -13,9 +13,10 @@ code moved; evaluation, compilation and data loading do. The limit, unless the u
 Ranks that fetch a checkpoint from a URL do not stall (`HangLimits.stall`): where nothing comes they give up by
 themselves.
 
-The suspect is the first rank of which one of these holds: it raised and did not end; it is stopped; it is in an
-uninterruptible system call; none of its threads gets to run Python while those of other ranks do; it is behind all
-others, by step, batch, and the number of collectives begun.
+The suspect is the first rank of which one of these holds: it raised and did not end; it is stopped; it has died and its
+peers wait on; it is in an uninterruptible system call; none of its threads gets to run Python while those of other
+ranks do; it is behind all others, by step, batch, and the number of collectives begun. What a rank raised because it
+gave up on its peers counts for nothing here.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from typing import Literal
 
 from rollback.rundir.records import Heartbeat
 
+GONE = "X"  # the state of a process that is not there any more; /proc has this letter for one that is about to go
 FLOOR = 300.0
 SLOW_FLOOR = 1800.0
 STEPS_BEFORE_TRUST = 3
@@ -136,6 +138,10 @@ class HangWatch:
         return mute if len(mute) < len(self._ranks) else frozenset()
 
 
+_DIED = "has ended, but its peers have not"
+_STATES = {"Tt": "is stopped (SIGSTOP)", GONE: _DIED, "D": "is in a system call that cannot be interrupted (state D)"}
+
+
 @dataclass(frozen=True)
 class Suspicion:
     """The rank that the others seem to wait for, None where none stands out, and why."""
@@ -147,20 +153,18 @@ class Suspicion:
 def suspect(
     beats: Mapping[int, Heartbeat], states: Mapping[int, str], raised: Mapping[int, str], mute: Collection[int]
 ) -> Suspicion:
-    """Whom to suspect of a hang. states: of processes as in /proc (`T`: stopped), where known. raised: what ranks
-    raised that are still there, the first cause first. mute: see `Silence`."""
+    """Whom to suspect of a hang. states: of processes as in /proc (`T`: stopped, `X`: gone), where known. raised: what
+    ranks raised that did not merely notice others', the first cause first. mute: see `Silence`."""
     if not beats:
         return Suspicion(None, "no rank has come as far as making its Guard")
     for rank, error in raised.items():
-        return Suspicion(rank, f"rank {rank} raised {error} and did not end")
-    for rank, state in sorted(states.items()):
-        if state in ("T", "t"):
-            return Suspicion(rank, f"rank {rank} is stopped (SIGSTOP)")
-    for rank, state in sorted(states.items()):
-        if state == "D":
-            return Suspicion(rank, f"rank {rank} is in a system call that cannot be interrupted (state D)")
+        return Suspicion(rank, f"rank {rank} raised {error} and {_DIED if states.get(rank) == GONE else 'did not end'}")
+    for letters, what in _STATES.items():
+        for rank in sorted(rank for rank, state in states.items() if state in letters and rank in beats):
+            return Suspicion(rank, f"rank {rank} {what}, last seen {_place(beats[rank])}")
     for rank in sorted(mute):
-        return Suspicion(rank, f"no thread of rank {rank} gets to run: something holds its interpreter lock")
+        why = "something holds its interpreter lock"
+        return Suspicion(rank, f"no thread of rank {rank} gets to run: {why}, last seen {_place(beats[rank])}")
     if len(beats) == 1:
         ((rank, beat),) = beats.items()
         return Suspicion(rank, f"rank {rank} stands still, {_place(beat)}")

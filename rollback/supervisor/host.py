@@ -14,11 +14,13 @@ from rollback.config import Settings
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
+from rollback.supervisor.hang import GONE
 from rollback.supervisor.memory import OomCounters
 from rollback.supervisor.outcome import Left
 from rollback.supervisor.output import Audience, Output
 from rollback.supervisor.processes import (
     become_subreaper,
+    dead_ranks,
     descendants,
     end_all,
     leftovers,
@@ -40,8 +42,15 @@ _PATIENCE_WITH_LEFTOVERS = 5.0
 class Running:
     """A torchrun on this host, and the ranks that it started here."""
 
-    def __init__(self, paths: RunPaths, attempt: int, command: tuple[str, ...], torchrun: subprocess.Popen[bytes]):
-        self._paths = paths
+    def __init__(
+        self,
+        paths: RunPaths,
+        attempt: int,
+        command: tuple[str, ...],
+        torchrun: subprocess.Popen[bytes],
+        node: str | None = None,
+    ):
+        self._paths, self._node = paths, node
         self._torchrun = torchrun
         self._told: set[psutil.Process] = set()
         self._memory = OomCounters()
@@ -67,16 +76,19 @@ class Running:
         return bool(self._told)
 
     def look(self) -> dict[int, str]:
-        """The states of this host's ranks as in /proc (`T`: stopped), by rank; remembered for `left`."""
+        """The states of this host's ranks as in /proc (`T`: stopped), by rank; remembered for `left`.
+
+        `GONE` is that of one that has died. That is not remembered: who was killed because it was stopped was stopped.
+        """
         ranks = living_ranks(self._paths, self.attempt)
         self._memory.watch(process.pid for process in ranks.values())
         found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
         self._states.update(found)
-        return found
+        return dict.fromkeys(dead_ranks(self._paths, self.attempt), GONE) | found
 
     def take_stacks(self) -> tuple[int, ...]:
         """Have this host's ranks write their stacks: those that did. Raises OSError."""
-        return take_stacks(self._paths, self.attempt, living_ranks(self._paths, self.attempt))
+        return take_stacks(self._paths, self.attempt, living_ranks(self._paths, self.attempt), self._node)
 
     def kill(self, *, hopeless: bool = False) -> int:
         """End torchrun at once; its status. The ranks end with the attempt, without being asked to if `hopeless`."""
@@ -97,7 +109,8 @@ class Host:
     """Runs attempts here, one at a time.
 
     private: a directory where ranks and torchrun leave word, not in the run. audience: who sees what the ranks print.
-    preload: ranks are forked from a process that has imported torch, and the next attempt's is kept ready. `close` it.
+    preload: ranks are forked from a process that has imported torch, and the next attempt's is kept ready. node: this
+    one's name where there are many. `close` it.
     """
 
     def __init__(
@@ -110,8 +123,9 @@ class Host:
         audience: Audience,
         *,
         preload: bool = False,
+        node: str | None = None,
     ) -> None:
-        self._preload = preload
+        self._preload, self._node = preload, node
         self._spare = Spare()
         self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
@@ -150,7 +164,7 @@ class Host:
             command = torchrun_command(output.job, self._environment)
             streams = output.stdout, output.stderr
             torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
-            running = Running(self._paths, number, tuple(command), torchrun)
+            running = Running(self._paths, number, tuple(command), torchrun, self._node)
             try:
                 yield running
             finally:

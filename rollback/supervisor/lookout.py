@@ -8,9 +8,10 @@ from rollback.events import Hung
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.supervisor.classify import in_order_of_blame
-from rollback.supervisor.hang import HangLimits, HangWatch, suspect
+from rollback.supervisor.classify import in_order_of_blame, merely_noticed
+from rollback.supervisor.hang import GONE, HangLimits, HangWatch, suspect
 from rollback.supervisor.host import Running
+from rollback.supervisor.nodes.lead import Nodes
 
 _EVERY = 1.0
 
@@ -18,8 +19,8 @@ _EVERY = 1.0
 class Lookout:
     """Reads heartbeats about once a second, however often it is asked."""
 
-    def __init__(self, paths: RunPaths, limits: HangLimits, running: Running) -> None:
-        self._paths, self._running = paths, running
+    def __init__(self, paths: RunPaths, limits: HangLimits, running: Running, nodes: Nodes) -> None:
+        self._paths, self._running, self._nodes = paths, running, nodes
         self._watch = HangWatch(limits, time.monotonic())
         self._next = 0.0
 
@@ -36,21 +37,21 @@ class Lookout:
         self._next = now + _EVERY
         attempt = self._running.attempt
         beats = {rank: beat for rank, beat in read_heartbeats(self._paths.ranks).items() if beat.attempt == attempt}
-        states = self._running.look()
+        states = self._nodes.states() | self._running.look()
         silence = self._watch.look(now, beats)
         if silence is None:
             return None
         records = in_order_of_blame(read_failures(self._paths.failures(attempt)).values())
-        raised = {record.rank: record.error for record in records}
+        raised = {record.rank: record.error for record in records if not merely_noticed(record)}
         suspicion = suspect(beats, states, raised, silence.mute)
         reason = suspicion.reason
         if silence.stalled:
             reason = f"Python code runs, but no batch was finished; {reason}"
         try:
-            stacks = self._running.take_stacks()
+            stacks = self._nodes.take_stacks(self._running.take_stacks)
         except OSError as error:
             stacks, reason = (), f"{reason} (stacks could not be taken: {error})"
         return Hung(
             suspect=suspicion.rank, reason=reason, silent=round(silence.silent, 3), limit=silence.limit, stacks=stacks,
-            raised=tuple(sorted(raised)),
+            raised=tuple(sorted(raised)), died=tuple(sorted(rank for rank, state in states.items() if state == GONE)),
         )  # fmt: skip

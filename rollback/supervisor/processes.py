@@ -67,6 +67,17 @@ def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
     return found
 
 
+def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
+    """Ranks of an attempt that ran on this host and are gone, without having said that they end."""
+    return [
+        rank
+        for rank, heartbeat in read_heartbeats(paths.ranks).items()
+        if (heartbeat.attempt, heartbeat.host) == (attempt, socket.gethostname())
+        and heartbeat.doing != "ended"
+        and _process_of(heartbeat) is None
+    ]
+
+
 def leftovers(paths: RunPaths) -> list[psutil.Process]:
     """Living processes of earlier attempts, whose supervisor was killed. Call it while holding the run directory.
 

@@ -2,7 +2,7 @@
 
 A rank writes its own stacks, on a signal, into its own file (`rollback.train.life`); forked loader workers do so too.
 Which part of a file is whose, and what could not be had and why, is in processes.json beside them, which the supervisor
-writes. A stopped process takes no signal; one without the handler would die of it, so it is not sent any.
+of the host writes. A stopped process takes no signal; one without the handler would die of it, so it is not sent any.
 """
 
 from __future__ import annotations
@@ -31,11 +31,13 @@ def state_of(pid: int) -> str | None:
         return None
 
 
-def take_stacks(paths: RunPaths, attempt: int, ranks: Mapping[int, psutil.Process]) -> tuple[int, ...]:
+def take_stacks(
+    paths: RunPaths, attempt: int, ranks: Mapping[int, psutil.Process], node: str | None = None
+) -> tuple[int, ...]:
     """Have the ranks of this host and the processes below them write their stacks: the ranks that did.
 
     All ranks at once, then the first process below each of them, and so on: what shares a file takes turns. Raises
-    OSError where the result cannot be written.
+    OSError where the result cannot be written. node: of a job on many nodes; each writes a record of its own.
     """
     seen: list[ProcessSeen] = []
     families: dict[int, Sequence[psutil.Process]] = {
@@ -44,7 +46,9 @@ def take_stacks(paths: RunPaths, attempt: int, ranks: Mapping[int, psutil.Proces
     for place, turn in enumerate(zip_longest(*families.values())):
         processes = {rank: process for rank, process in zip(families, turn, strict=True) if process is not None}
         seen += _one_turn(paths, attempt, processes, are_ranks=place == 0)
-    write_processes(paths.processes(attempt), sorted(seen, key=lambda item: (item.rank, not item.is_rank, item.pid)))
+    write_processes(
+        paths.processes(attempt, node), sorted(seen, key=lambda item: (item.rank, not item.is_rank, item.pid))
+    )
     return tuple(sorted(item.rank for item in seen if item.is_rank and item.size))
 
 

@@ -85,7 +85,11 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     place = place_among_nodes(order.job.flags, environment, order.node_timeout)
     store = reach(order.settings.ring)
     with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-        host = Host(order.paths, order.job, order.settings, environment, Path(private), audience, preload=order.preload)
+        node = place.name if place else None
+        host = Host(
+            order.paths, order.job, order.settings, environment, Path(private), audience,
+            preload=order.preload, node=node,
+        )  # fmt: skip
         with closing(host):
             if place is not None:
                 return _take_part(order, place, store, audience.say, host, signals)
@@ -257,6 +261,7 @@ class _Supervisor:
                 batch=record.batch if record else None,
                 followed=first.followed if first else (),
                 fingerprint=record.fingerprint if record else None,
+                host=first.host if first else None,
             )
         )
         return evidence, first
@@ -266,7 +271,7 @@ class _Supervisor:
         its time is up, it failed on another node, or the ranks hang."""
         deadline: float | None = None
         hung: Hung | None = None
-        lookout = Lookout(self._paths, self._order.hang, running)
+        lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
                 self._begin_record()

@@ -49,6 +49,8 @@ class SignsOfLife:
         self._write()
         LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where
         if SignsOfLife._present is not None:
             SignsOfLife._present._over.set()
         SignsOfLife._present = self

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -60,6 +62,20 @@ class Launch:
         process = self.start(arguments, *flags, ranks=ranks)
         output, _ = process.communicate(timeout=LIMIT)
         return process.returncode, output
+
+    def why(self, *arguments: str) -> str:
+        """What `rollback why` prints of the run, as wide as it likes."""
+        done = subprocess.run(
+            [sys.executable, "-m", "rollback", "why", str(self.run), *arguments],
+            env={**os.environ, "NO_COLOR": "1", "COLUMNS": "500"}, stdout=subprocess.PIPE, text=True, check=True,
+            timeout=LIMIT,
+        )  # fmt: skip
+        return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
+
+    def account(self, attempt: int | None = None) -> dict[str, Any]:
+        """The same as an object."""
+        which = () if attempt is None else ("--attempt", str(attempt))
+        return dict(json.loads(self.why("--json", *which)))
 
     def facts(self, *kinds: type) -> list[object]:
         return [

@@ -115,6 +115,17 @@ def eat_memory() -> None:
         eaten.append(bytearray(b"x") * (16 << 20))
 
 
+def be_killed_for_memory() -> None:
+    """Rank 1 dies as the OOM killer's victims do, which the counter in the test's folder tells; once."""
+    attach()
+    beat(7)
+    if ATTEMPT == 1 and RANK == 1:
+        Path(os.environ["NOTES"], "here/cgroup/job/memory.events").write_text("oom 1\noom_kill 1\n")
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ATTEMPT == 1:
+        until_told()
+
+
 def die_always() -> None:
     attach()
     beat(3)

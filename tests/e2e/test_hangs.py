@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import socket
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from launching import Launch, launching
@@ -39,26 +35,28 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Launch]:
         yield launch
 
 
-def why(job: Launch, *arguments: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "rollback", "why", str(job.run), *arguments],
-        env={**os.environ, "NO_COLOR": "1"}, stdout=subprocess.PIPE, text=True, check=True, timeout=60,
-    )  # fmt: skip
-    return done.stdout if "--json" in arguments else " ".join(done.stdout.split())
-
-
-def account(job: Launch, attempt: int) -> dict[str, Any]:
-    return dict(json.loads(why(job, "--attempt", str(attempt), "--json")))
+def rows(job: Launch, attempt: int) -> dict[str, str]:
+    """The head of what `rollback why` prints, and (`stacks`) what stands behind it."""
+    head, _, rest = job.why("--attempt", str(attempt)).partition("\n\n")
+    assert head.startswith("why "), "the cause does not come first"
+    labels = [(line[:11].strip(), line[11:].strip()) for line in head.splitlines()]
+    return {**dict(labels), "stacks": rest}
 
 
 def test_a_stopped_rank_is_named_and_not_the_one_that_waits_for_it(job: Launch) -> None:
     ended, hung = job.facts(AttemptEnded)[0], job.facts(Hung)[0]
     assert (ended.why, ended.rank, hung.suspect) == ("stopped", 1, 1)
-    assert hung.reason == "rank 1 is stopped (SIGSTOP)"
+    assert hung.reason.startswith("rank 1 is stopped (SIGSTOP), last seen ")
     assert hung.stacks == (0,)
-    told = account(job, 1)
-    assert (told["why"], told["rank"]) == ("stopped", 1)
-    assert "SIGSTOP" in told["cause"]
+    told = job.account(1)
+    assert (told["why"], told["rank"], told["host"]) == ("stopped", 1, socket.gethostname())
+    assert told["step"] >= 5
+    shown = rows(job, 1)
+    assert shown["why"] == f"hang: {hung.reason}"
+    assert shown["rank"] == f"1, on host {socket.gethostname()}"
+    assert shown["then"].startswith("another attempt was started at once")
+    stopped, waiting = shown["stacks"].index("rank 1, pid"), shown["stacks"].index("rank 0, pid")
+    assert stopped < waiting, "the stopped rank does not come first"
 
 
 def test_an_evaluation_longer_than_the_limit_and_its_waiting_peer_are_no_hang(job: Launch) -> None:
@@ -67,15 +65,16 @@ def test_an_evaluation_longer_than_the_limit_and_its_waiting_peer_are_no_hang(jo
 
 
 def test_the_peers_stacks_are_there_and_the_stopped_rank_s_are_said_to_be_missing(job: Launch) -> None:
-    seen = read_processes(job.paths.processes(1))
+    seen = read_processes(job.paths.all_processes(1))
     ranks = {item.rank: item for item in seen if item.is_rank}
     assert ranks[1].state in ("T", "t")
     assert ranks[1].size == 0
     assert "stopped process cannot write" in (ranks[1].why_none or "")
     assert any(not item.is_rank and item.rank == 0 and item.size for item in seen), "no stacks of a loader worker"
-    text = why(job, "--attempt", "1")
-    assert "all_reduce" in text
-    assert "get_into_trouble" in text
+    stacks = rows(job, 1)["stacks"]
+    assert "torch/distributed/distributed_c10d.py:" in stacks
+    assert " in get_into_trouble\n" in stacks
+    assert "nursery.py" not in stacks, "how ranks are forked says nothing about a hang"
 
 
 def test_a_rank_whose_interpreter_lock_is_held_is_named_with_its_stack(job: Launch) -> None:
@@ -83,14 +82,28 @@ def test_a_rank_whose_interpreter_lock_is_held_is_named_with_its_stack(job: Laun
     assert (ended.why, ended.rank) == ("hang", 1)
     assert "no thread of rank 1 gets to run" in hung.reason
     assert hung.stacks == (0, 1)
-    (rank,) = (item for item in read_processes(job.paths.processes(2)) if item.is_rank and item.rank == 1)
+    (rank,) = (item for item in read_processes(job.paths.all_processes(2)) if item.is_rank and item.rank == 1)
     assert rank.size > 0
+    told, shown = job.account(2), rows(job, 2)
+    assert (told["why"], told["rank"]) == ("hang", 1)
+    assert shown["why"].startswith("hang: no thread of rank 1 gets to run")
+    suspect, _, others = shown["stacks"].partition("rank 0, pid")
+    assert " in get_into_trouble\n" in suspect
+    assert " in all_reduce\n" in others
 
 
 def test_a_rank_that_leaves_a_collective_out_is_named(job: Launch) -> None:
     ended, hung = job.facts(AttemptEnded)[2], job.facts(Hung)[2]
     assert (ended.why, ended.rank) == ("hang", 0)
     assert hung.reason.startswith("rank 0 is behind")
+    told, shown = job.account(3), rows(job, 3)
+    assert (told["why"], told["rank"]) == ("hang", 0)
+    assert shown["why"] == f"hang: {hung.reason}"
+    assert "step 8, batch 8" in shown["why"]
+    suspect, _, others = shown["stacks"].partition("rank 1, pid")
+    assert "threading.py:" in suspect
+    assert " in get_into_trouble\n" in suspect
+    assert " in all_reduce\n" in others
 
 
 def test_a_poisoned_sample_is_blamed_after_two_crashes_of_the_rank_that_reads_it(job: Launch) -> None:
@@ -107,17 +120,21 @@ def test_a_poisoned_sample_is_blamed_after_two_crashes_of_the_rank_that_reads_it
 
 
 def test_why_shows_rank_error_and_what_was_done_and_obeys_no_escape_sequence(job: Launch) -> None:
-    text = why(job, "--attempt", "5")
-    assert "rank 1" in text
-    assert "sample 37 cannot be decoded" in text
-    assert "__getitem__" in text, "the worker's traceback is missing"
-    assert "will be skipped" in text
-    assert "\x1b" not in text
-    told = account(job, 5)
+    shown = rows(job, 5)
+    assert "rank 1" in shown["why"]
+    assert "sample 37 cannot be decoded" in shown["why"]
+    assert shown["why"].endswith("then rank 0 failed too")
+    assert shown["step"].endswith("with batch 9 in hand")
+    assert shown["followed"] == "rank 0 failed because of it"
+    assert "will be skipped" in shown["blamed"]
+    assert "__getitem__" in shown["stacks"], "the worker's traceback is missing"
+    assert "rank 0: RuntimeError: " in shown["stacks"].partition("what followed")[2]
+    assert "\x1b" not in job.why("--attempt", "5")
+    told = job.account(5)
     assert (told["why"], told["rank"], told["batch"]) == ("exception", 1, 9)
     assert told["blamed"]["window"] == {"first": 9, "last": 9}
 
 
 def test_why_without_an_attempt_is_about_the_last_one_that_failed(job: Launch) -> None:
-    told = json.loads(why(job, "--json"))
+    told = job.account()
     assert (told["state"], told["attempt"], sorted(told["earlier"])) == ("ended", 5, ["1", "2", "3", "4"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -155,7 +156,39 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> N
     assert code == 0, output
     ended = job.facts(AttemptEnded)[0]
     assert (ended.why, ended.rank) == ("oom_kill", 0)
-    assert ended.cause.endswith("the kernel was out of memory")
+    assert "killed by signal 9 (SIGKILL): the kernel was out of memory" in ended.cause
+    shown, told = job.why(), job.account()
+    assert shown.startswith(f"why        {ended.cause}")
+    assert f"\nrank       0, on host {socket.gethostname()}" in shown
+    assert (told["why"], told["rank"], told["blamed"]) == ("oom_kill", 0, None)
+
+
+# Where no memory cgroup can be made: only the files in which the kernel counts are ours.
+WITH_COUNTER = """
+import functools, sys
+from pathlib import Path
+from rollback import cli
+from rollback.supervisor import host, memory
+
+here = Path("here").absolute()
+host.OomCounters = functools.partial(memory.OomCounters, here / "cgroup", here / "proc")
+cli.main()
+"""
+
+
+def test_a_rank_with_whose_death_the_kernel_s_count_grows_died_for_want_of_memory(job: Launch) -> None:
+    counter, membership = job.folder / "here/cgroup/job/memory.events", job.folder / "here/proc/self/cgroup"
+    for path, text in ((counter, "oom 0\noom_kill 0\n"), (membership, "0::/job\n")):
+        path.parent.mkdir(parents=True)
+        path.write_text(text)
+    job.program = ["-c", WITH_COUNTER]
+    code, output = job.finish("be_killed_for_memory", ranks=2)
+    assert code == 0, output
+    shown, told = job.why(), job.account()
+    assert (told["why"], told["rank"], told["step"], told["blamed"]) == ("oom_kill", 1, 7, None)
+    assert shown.startswith("why        rank 1 (pid ")
+    assert "the kernel was out of memory, last seen step at step 7, batch 7" in shown.splitlines()[0]
+    assert "class      killed: the kernel was out of memory" in shown
 
 
 @contextmanager

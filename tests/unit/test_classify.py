@@ -9,7 +9,7 @@ import pytest
 
 from rollback.events import Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.classify import RankEnd, cause, first_cause, why_of
+from rollback.supervisor.classify import RankEnd, cause, first_cause, merely_noticed, why_of
 from rollback.supervisor.outcome import Evidence, Failures, RankFailure
 from rollback.supervisor_facts import Why
 
@@ -32,7 +32,7 @@ def record(rank: int, error: str, message: str, *, at: float = 5.0) -> FailureRe
     return FailureRecord(
         rank=rank, pid=10 + rank, host="h", attempt=1, at="", seconds=at, step=7, batch=9,
         whole_step=Window(first=9, last=9), doing="training", error=error, message=message, traceback="", frames=[],
-        fingerprint="f",
+        fingerprint=f"{error} {message}",
     )  # fmt: skip
 
 
@@ -82,6 +82,7 @@ ASSERT = "CUDA error: device-side assert triggered"
         (raised(0, "TimeoutError", "reading sample 7 timed out"), "exception"),
         (died(0, 3), "exit"),
         (RankEnd(0, failure(0, 1, "ValueError: no such sample")), "exception"),
+        (RankEnd(0, failure(0, 1, "AssertionError:")), "exception"),
         (RankEnd(0, failure(0, 1, "RuntimeError: " + GLOO)), "lost_peer"),
         (raised(0, "RuntimeError", GLOO_TIMEOUT), "timeout"),
         (raised(0, "RuntimeError", GLOO), "lost_peer"),
@@ -125,6 +126,10 @@ HANG = Hung(suspect=1, reason="rank 1 stands still", silent=9.0, limit=8.0, stac
         pytest.param(
             [raised(0, "RuntimeError", GLOO), raised(1, "RuntimeError", GLOO)], "lost_peer", None, (0, 1), id="network"
         ),
+        pytest.param(
+            [raised(0, "ValueError", "bad"), raised(1, "ValueError", "bad"), raised(2, "RuntimeError", GLOO)],
+            "exception", 0, (2,), id="several raise the same",
+        ),
     ],
 )  # fmt: skip
 def test_the_first_cause_and_what_followed(
@@ -155,12 +160,21 @@ def test_a_rank_that_raised_and_did_not_end_hangs_because_of_what_it_raised() ->
     assert found is not None
     assert (found.why, found.rank) == ("exception", 1)
     assert found.text.endswith("and did not end")
-    both = HANG.model_copy(update={"suspect": 0, "raised": (0, 1)})
-    found = first_cause(
-        evidence(-9, hung=both), [raised(0, "RuntimeError", GLOO, at=4), raised(1, "ValueError", "bad")]
-    )
+    ended = HANG.model_copy(update={"raised": (1,), "died": (1,)})
+    found = first_cause(evidence(-9, hung=ended), [raised(0, "RuntimeError", GLOO), raised(1, "ValueError", "bad")])
     assert found is not None
     assert (found.why, found.rank, found.followed) == ("exception", 1, (0,))
+    assert found.text.endswith("and its peers did not end")
+
+
+def test_a_rank_that_is_stopped_is_the_cause_also_where_its_peer_gave_up_and_did_not_end() -> None:
+    hung = HANG.model_copy(update={"reason": "rank 1 is stopped (SIGSTOP)"})
+    ends = [raised(0, "RuntimeError", GLOO_TIMEOUT, at=4), RankEnd(1, stopped=True)]
+    found = first_cause(evidence(-9, hung=hung), ends)
+    assert found is not None
+    assert (found.why, found.rank, found.followed) == ("stopped", 1, (0,))
+    assert merely_noticed(record(0, "RuntimeError", GLOO_TIMEOUT))
+    assert not merely_noticed(record(0, "RuntimeError", "bad"))
 
 
 @pytest.mark.parametrize("why", ["MemoryError", "torch.OutOfMemoryError", "rollback.errors.UsageError"])

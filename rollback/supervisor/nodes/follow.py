@@ -12,6 +12,7 @@ from rollback.errors import NodesMissing, RunInUse
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.evidence import TrainJournal
+from rollback.supervisor.hang import GONE
 from rollback.supervisor.host import Host, Running
 from rollback.supervisor.nodes.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.supervisor.nodes.membership import Place
@@ -21,6 +22,8 @@ from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1
 _LOCK_EVERY = 1.0
+_LOOK_EVERY = 1.0
+_TELLING = ("T", "t", "D", GONE)  # states of a rank that say something about a hang
 _INTRODUCTION = 10.0  # seconds that whoever holds the lock has to give orders, else it does not lead a job like ours
 _KILLED = -9
 
@@ -36,6 +39,7 @@ class Follower:
         self._tower = Watchtower(paths.nodes, paths.orders.name, Orders)
         self._journal = TrainJournal(paths.train_journal)
         self._lock_looked_at = time.monotonic()
+        self._next_look = 0.0
         self._leader = ""
 
     def follow(self, in_use: RunInUse) -> Verdict | None:
@@ -91,7 +95,7 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
-                    beacon.show(state="ready", attempt=orders.attempt, left=None)
+                    beacon.show(state="ready", attempt=orders.attempt, states=(), stacks=None, left=None)
                 case "start":
                     beacon.show(state="running")
                     left = self._attempt(orders.attempt, beacon)
@@ -115,6 +119,7 @@ class Follower:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_spare()
+            self._look_at_ranks(running, beacon, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if move in ("end", "quit") or self._signals.insistent:
                 return running.kill()
@@ -125,6 +130,19 @@ class Follower:
                     return running.kill()
             time.sleep(_POLL)
         return status
+
+    def _look_at_ranks(self, running: Running, beacon: Beacon[Report], orders: Orders | None) -> None:
+        """Tell what the leader cannot see from its host, and have the stacks taken once it asks for them."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + _LOOK_EVERY
+            states = sorted((rank, state) for rank, state in running.look().items() if state in _TELLING)
+            beacon.show(states=tuple(states))
+        if orders is not None and orders.stacks and beacon.record.stacks is None:
+            try:
+                beacon.show(stacks=running.take_stacks())
+            except OSError as error:
+                self._say(f"the stacks of the ranks here could not be taken: {error}")
+                beacon.show(stacks=())
 
     def _tell_of_signals(self, beacon: Beacon[Report]) -> None:
         if self._signals.take():

@@ -24,6 +24,7 @@ from rollback.supervisor.outcome import Left
 
 _POLL = 0.1
 _SAY_AFTER = 10.0  # seconds of waiting for other nodes until the person who watches is told
+_STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
 
 
@@ -45,6 +46,15 @@ class Nodes(Protocol):
 
     def stop(self) -> None:
         """Have all ranks stop and save."""
+
+    def states(self) -> dict[int, str]:
+        """Of ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
+
+    def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        """Have the ranks of all nodes write their stacks: those that did. own: does it here; may raise OSError.
+
+        Waits some seconds for the other nodes.
+        """
 
     def signals(self) -> list[tuple[str, str]]:
         """Stop signals that other nodes got since the last call: node and name."""
@@ -74,6 +84,12 @@ class Alone:
 
     def stop(self) -> None:
         return
+
+    def states(self) -> dict[int, str]:
+        return {}
+
+    def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        return own()
 
     def signals(self) -> list[tuple[str, str]]:
         return []
@@ -108,7 +124,7 @@ class Leader:
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members = {}
-        self._beacon.show(phase="gather", attempt=attempt, members=())
+        self._beacon.show(phase="gather", attempt=attempt, members=(), stacks=False)
         began, said = time.monotonic(), False
         while True:
             self._look()
@@ -138,6 +154,21 @@ class Leader:
     def stop(self) -> None:
         if self._beacon.record.phase == "run":
             self._beacon.show(phase="stop")
+
+    def states(self) -> dict[int, str]:
+        return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
+
+    def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
+        self._beacon.show(stacks=True)
+        taken = own()
+        deadline = time.monotonic() + _STACKS
+        while any(report and report.stacks is None for report in self._member_reports().values()):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(_POLL)
+            self._look()
+        others = [report.stacks or () for report in self._member_reports().values() if report]
+        return tuple(sorted({*taken, *(rank for ranks in others for rank in ranks)}))
 
     def signals(self) -> list[tuple[str, str]]:
         new = []

@@ -60,7 +60,10 @@ class Verdict(BaseModel):
 
 
 class Orders(BaseModel):
-    """nodes/orders.json. leader: the launch that leads. members: the launches that take part in the attempt."""
+    """nodes/orders.json. leader: the launch that leads. members: the launches that take part in the attempt.
+
+    stacks: the job hangs; the members' ranks are to write their stacks before they are ended.
+    """
 
     model_config = ConfigDict(frozen=True)
     leader: str
@@ -69,6 +72,7 @@ class Orders(BaseModel):
     phase: Phase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
+    stacks: bool = False
     verdict: Verdict | None = None
     beat: int = 0
 
@@ -76,7 +80,9 @@ class Orders(BaseModel):
 class Report(BaseModel):
     """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
 
-    insistent: it was told to stop twice. left: what the attempt left on that node, once it has ended there.
+    insistent: it was told to stop twice. states: ranks of the attempt there that are stopped, in an uninterruptible
+    call or gone, with the letter of `Running.look`. stacks: those that have written theirs, once that was ordered.
+    left: what the attempt left on that node, once it has ended there.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -89,6 +95,8 @@ class Report(BaseModel):
     state: State = "ready"
     signals: tuple[str, ...] = ()
     insistent: bool = False
+    states: tuple[tuple[int, str], ...] = ()
+    stacks: tuple[int, ...] | None = None
     left: Left | None = None
     beat: int = 0
 

@@ -1,0 +1,124 @@
+"""`rollback why` on records that no job of two ranks would leave: many ranks, no exception, no failure."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from recorded_run import RecordedRun
+from rollback.audit.why import ProcessStacks, read_account
+from rollback.audit.why_stacks import groups, ranges
+from rollback.audit.why_text import print_account
+from rollback.events import AttemptEnded, AttemptStarted, RunEnded, Signalled
+from rollback.rundir.stacks import ProcessSeen, write_processes
+
+FORKED = """  File "/opt/rollback/supervisor/nursery.py", line 209 in _run
+  File "/opt/rollback/supervisor/torchrun.py", line 208 in main
+"""
+WAITING = f"""Thread 0x2 (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 9 in wait
+
+Current thread 0x1 (most recent call first):
+  File "/venv/lib/python3.11/site-packages/torch/distributed/c10d.py", line 3 in all_reduce
+  File "train.py", line 7 in <module>
+{FORKED}"""
+SAVING = WAITING.replace("line 7 in <module>", "line 9 in save")
+IDLE = """Current thread 0x1 (most recent call first):
+  File "/usr/lib/python3.11/multiprocessing/queues.py", line 113 in get
+  File "/venv/lib/python3.11/site-packages/torch/utils/data/_utils/worker.py", line 334 in _worker_loop
+"""
+
+
+def process(rank: int, stacks: str | None, *, is_rank: bool = True, state: str = "S") -> ProcessStacks:
+    return ProcessStacks(
+        rank=rank, pid=100 + rank, command="python", is_rank=is_rank, state=state, waits_in=None, stacks=stacks,
+        why_none=None if stacks else "it is stopped",
+    )  # fmt: skip
+
+
+def test_who_stands_at_the_same_place_is_told_of_once_and_the_suspect_first() -> None:
+    seen = [process(rank, SAVING if rank == 5 else WAITING) for rank in range(8) if rank != 3]
+    seen += [process(3, None, state="T"), *(process(rank, IDLE, is_rank=False) for rank in range(8))]
+    found = [(group.title, group.lines) for group in groups(seen, 3)]
+    assert found == [
+        ("rank 3, pid 103: stopped", ("no stacks: it is stopped",)),
+        ("below rank 3, pid 103 (python): waiting", ("waits for the next batch to read",)),
+        (
+            "ranks 0-2, 4, 6, 7: waiting",
+            ("torch/distributed/c10d.py:3 in all_reduce", "train.py:7 in <module>"),
+        ),
+        ("rank 5, pid 105: waiting", ("torch/distributed/c10d.py:3 in all_reduce", "train.py:9 in save")),
+        ("7 processes below ranks 0-2, 4-7 (python): waiting", ("waits for the next batch to read",)),
+    ]
+
+
+def test_ranks_in_a_row_are_a_range() -> None:
+    assert ranges([5, 1, 2, 0, 7, 8]) == "0-2, 5, 7, 8"
+
+
+def attempt_ended(**known: Any) -> AttemptEnded:
+    return AttemptEnded(status=1, cause="it ended", step=5, seconds=9.0, **known)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
+    recorded = RecordedRun(tmp_path / "run", monkeypatch)
+    recorded.tell(0, AttemptStarted(command=("torchrun",), host="node1", pid=1))
+    recorded.attach(0, 1, None, 0)
+    return recorded
+
+
+def shown(run: RecordedRun) -> str:
+    output = io.StringIO()
+    print_account(Console(file=output, width=200, highlight=False), read_account(run.paths.root))
+    return "\n".join(line.rstrip() for line in output.getvalue().splitlines())
+
+
+def test_of_a_rank_that_left_no_exception_the_end_of_its_stderr_is_shown(run: RecordedRun) -> None:
+    run.tell(9, attempt_ended(why="exit", rank=1, host="node2", followed=(0, 2, 3)))
+    log = run.paths.rank_log(1, 1, "err")
+    log.parent.mkdir(parents=True)
+    log.write_text("a line\n" * 3000 + "lr is negative \x1b[31m\n")
+    text = shown(run)
+    assert "rank       1, on host node2" in text
+    assert "followed   ranks 0, 2, 3 failed because of it" in text
+    assert f"the end of {log}" in text
+    assert "  lr is negative \\x1b[31m" in text
+    assert text.count("a line") == 19
+    told = read_account(run.paths.root).last_words
+    assert told is not None
+    assert len(told.text) == 8 << 10
+
+
+def test_a_log_that_is_no_file_of_ours_is_left_alone(run: RecordedRun, tmp_path: Path) -> None:
+    run.tell(9, attempt_ended(why="signal", rank=1))
+    log = run.paths.rank_log(1, 1, "err")
+    log.parent.mkdir(parents=True)
+    (tmp_path / "secret").write_text("a secret")
+    log.symlink_to(tmp_path / "secret")
+    assert read_account(run.paths.root).last_words is None
+
+
+def test_of_a_run_of_which_no_attempt_failed_it_says_how_it_ended(run: RecordedRun) -> None:
+    run.tell(8, Signalled(signal="SIGUSR1"))
+    run.tell(9, AttemptEnded(status=0, cause="the ranks stopped together", step=5, seconds=9.0))
+    run.tell(9, RunEnded(exit_code=75, reason="told to stop"))
+    assert "no attempt of this run has failed" in shown(run)
+    assert "signals    SIGUSR1" in shown(run)
+    assert "then       the run was ended with exit code 75: told to stop" in shown(run)
+    assert read_account(run.paths.root).attempt is None
+
+
+def test_processes_of_all_nodes_are_shown(run: RecordedRun) -> None:
+    run.tell(9, attempt_ended(why="hang", rank=2))
+    for node, rank in (("node-0", 0), ("node-1", 2)):
+        seen = ProcessSeen(
+            rank=rank, pid=7, command="python", is_rank=True, state="S", waits_in=None, offset=None, size=0,
+            why_none="it did not answer",
+        )  # fmt: skip
+        write_processes(run.paths.processes(1, node), [seen])
+    assert [item.rank for item in read_account(run.paths.root).processes] == [0, 2]
