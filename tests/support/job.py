@@ -3,10 +3,10 @@
 SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and optionally `run` (default: the
 supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
 (`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
-can write no shard), `flip` (`[rank, batch]`: there a bit of a weight of that rank changes), `ask` (`[batch, request]`:
-rank 0 hands in that request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails
-to read it when it is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else
-`exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+can write no shard), `flip` (`[rank, batch]`: there a bit of a weight of that rank changes), `ask` (`[batch, request]`,
+or several in a row: rank 0 hands in that request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so
+often that rank fails to read it when it is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside
+it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import errno
 import json
 import os
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -58,13 +59,14 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
         if scenario.get("flip") == [rank, position] and guard is not None:
             weight = next(guard._state.model.parameters()).data
             weight.view(torch.int32)[0, 0] ^= 1
-        if asked is not None:
-            asked(guard, position)
+        for ask in asked:
+            ask(guard, position)
 
-    asked = None
-    if scenario.get("ask") and rank == 0:
-        batch, request = scenario["ask"]
-        asked = asking(batch, lambda: hand_in(Path(scenario["run"]), **request))
+    asked = [
+        asking(batch, partial(hand_in, Path(scenario["run"]), **request))
+        for batch, request in zip(scenario.get("ask", [])[::2], scenario.get("ask", [])[1::2], strict=True)
+        if rank == 0
+    ]
     return at_batch
 
 
