@@ -54,6 +54,22 @@ def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) ->
         assert attached.step == stopped.step
 
 
+def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(tmp_path: Path, forker: Forker) -> None:
+    """The same, for certain in the midst of them, with loader workers."""
+    toy = Toy(samples=160, epochs=2, loop="epochs", between=True, workers=2, augment=True, patient=False)
+    toy = toy.with_settings(snapshot_every=3)
+    undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
+    run, log = tmp_path / "run", tmp_path / "log"
+    for moment in (["save", 4, signal.SIGTERM], ["evaluation", 1, signal.SIGUSR1]):
+        status = forker.status(toy, run, log=str(log), told_in=moment)
+        assert status == 75, f"{moment}: {Path(f'{run}.txt').read_text()}"
+    ended = forker.finish(toy, run, log=log)
+    require_same(ended, undisturbed, "stopped in a save and in an evaluation")
+    in_save, in_evaluation = facts(run, Stopped)
+    assert 0 < in_save.step < 40 <= in_evaluation.step, "it was told at another moment"
+    assert [fact.step for fact in facts(run, Attached)] == [0, in_save.step, in_evaluation.step]
+
+
 LONG = Toy(samples=1600, sampler="distributed", workers=1, augment=True, patient=False)
 
 

@@ -6,12 +6,14 @@ itself: autograd does not survive a fork.
 Request: `toy`, `run`; optional `log` (consumed samples, over all attempts), `portrait` (where to write it), `output`
 (stdout and stderr of the attempt), `kill_after` (seconds until SIGKILL), `die` (`[before | after, kind of fact, n]`:
 end at once around the n-th such fact), `signal` (`[batch, number, seconds]`: send itself a signal at that batch, or so
-many seconds later), `raise_at` (a batch), `ask` (`[batch, request]`: hand in that request there, see asking.py).
+many seconds later), `told_in` (`[evaluation | save, n, number]`: send itself a signal in the n-th of them), `raise_at`
+(a batch), `ask` (`[batch, request]`: hand in that request there, see asking.py).
 Answer: `status`, the exit code or minus the signal.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -23,9 +25,10 @@ from typing import Any
 
 import torch
 from asking import asking, hand_in
-from toy import Toy, train
+from toy import Toy, _Loop, train
 
 from rollback.events import Fact
+from rollback.train import snapshots
 from rollback.train.record import Record
 
 DIED = 99
@@ -58,6 +61,8 @@ def attempt(request: dict[str, Any]) -> int:
     os.dup2(output, 2)
     if "die" in request:
         die(*request["die"])
+    if "told_in" in request:
+        be_told_in(*request["told_in"])
     try:
         log = Path(request["log"]) if request.get("log") else None
         portrait = train(Toy.from_json(request["toy"]), Path(request["run"]), hook=hook(request), log=log)
@@ -87,6 +92,19 @@ def die(when: str, kind: str, count: int) -> None:
             os._exit(DIED)
 
     Record.note = note  # type: ignore[method-assign]
+
+
+def be_told_in(what: str, count: int, number: int) -> None:
+    """Send this process a signal in the midst of the `count`-th evaluation, or while that shard is written."""
+    owner, name = {"evaluation": (_Loop, "evaluate"), "save": (snapshots, "write_direct")}[what]
+    original, seen = getattr(owner, name), itertools.count(1)
+
+    def in_the_midst(*arguments: Any, **more: Any) -> Any:
+        if next(seen) == count:
+            os.kill(os.getpid(), number)
+        return original(*arguments, **more)
+
+    setattr(owner, name, in_the_midst)
 
 
 def hook(request: dict[str, Any]) -> Any:

@@ -1,0 +1,46 @@
+"""The supervisor of a guarded job with loader workers is killed: what it leaves, how soon, and where it goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import psutil
+from job_results import Scenarios
+from launching import LIMIT, is_gone
+from test_preemption import LONG, is_training, launch, wait_for
+from toy import facts, require_same
+
+from rollback.events import Attached
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+AT_ONCE = 5.0  # seconds
+
+
+def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_same_command_goes_on_exactly(
+    tmp_path: Path,
+) -> None:
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("lost", LONG)
+    run = scenarios.run("lost")
+    job = launch(scenarios.path, run)
+    wait_for(lambda: is_training(run))
+    ranks = [psutil.Process(beat.pid) for beat in read_heartbeats(RunPaths(run).ranks).values()]
+    left = [process for rank in ranks for process in (rank, *rank.children(recursive=True))]
+    assert len(left) >= 4, "these are not two ranks with a worker each"
+    job.kill()
+    killed = time.monotonic()
+    wait_for(lambda: all(is_gone(process) for process in left))
+    assert time.monotonic() - killed < AT_ONCE, "they outlived their supervisor"
+    job.communicate(timeout=LIMIT)
+    again = launch(scenarios.path, run)
+    output, _ = again.communicate(timeout=LIMIT)
+    assert again.returncode == 0, output
+    assert [fact.step > 0 for fact in facts(run, Attached)] == [False, True], "it began anew"
+    undisturbed = Scenarios(tmp_path / "undisturbed")
+    undisturbed.folder.mkdir()
+    undisturbed.add("lost", LONG)
+    undisturbed.torchrun(2)
+    for rank in range(2):
+        require_same(scenarios.portrait("lost", rank), undisturbed.portrait("lost", rank), f"rank {rank}")
