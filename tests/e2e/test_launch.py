@@ -59,7 +59,7 @@ def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch)
     assert code == 0, output
     first, second = job.facts(AttemptEnded)
     assert first.cause.startswith("rank 1 (pid ")
-    assert first.cause.endswith("was killed by signal 9 (SIGKILL)")
+    assert first.cause.endswith("was killed by signal 9 (SIGKILL), last seen step at step 7, batch 7")
     assert first.step == 7
     assert second.status == 0
     (restart,) = job.facts(RestartScheduled)
