@@ -55,6 +55,11 @@ class Manifest(BaseModel):
         return json.dumps({**body, "check": _check(body)}, indent=1).encode()
 
     @property
+    def content(self) -> str:
+        """A hash that tells this checkpoint from all others, whichever host's manifest it is: without `created`."""
+        return _check(self.model_dump(mode="json", exclude={"created"}))
+
+    @property
     def bytes(self) -> int:
         return sum(shard.size for shard in self.shards)
 

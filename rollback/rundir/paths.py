@@ -143,6 +143,13 @@ class RunPaths:
         """Report of a node; `name` begins with `node-`."""
         return self.nodes / f"{name}.json"
 
+    @property
+    def wanted(self) -> Path:
+        return self.nodes / "wanted.json"
+
+    def part(self, host: str) -> Path:
+        return self.nodes / f"part-{host}.json"
+
     def node_lock(self, name: str) -> Path:
         return self.nodes / f"{name}.lock"
 

@@ -36,15 +36,20 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
     if len(manifest.shards) != manifest.world_size:
         raise ValueError(f"{len(manifest.shards)} of {manifest.world_size} shards are listed")
     directory = paths.writing(manifest.name)
-    for record in manifest.shards:
-        size = os.stat(directory / record.file, follow_symlinks=False).st_size
-        if size != record.size:
-            raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; {record.size} were written")
+    require_sizes(manifest, directory)
     write_file(directory / MANIFEST, manifest.to_json())
     sync_directory(directory)
     os.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)  # the first checkpoint's ring is new itself
+
+
+def require_sizes(manifest: Manifest, directory: Path) -> None:
+    """Raise CheckpointDamaged unless all shards in a directory are as long as the manifest says. Raises OSError."""
+    for record in manifest.shards:
+        size = os.stat(directory / record.file, follow_symlinks=False).st_size
+        if size != record.size:
+            raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; {record.size} were written")
 
 
 def abandon(paths: RunPaths, name: str) -> None:

@@ -1,7 +1,7 @@
 """Slots: directories of the fast tier that are written again and again, each holding one checkpoint or none.
 
     BASE/rollback-UID/RUN_ID/tier.json          whose it is: the run directory
-    BASE/rollback-UID/RUN_ID/slot-00/           a file for each rank, and manifest.json while it is committed
+    BASE/rollback-UID/RUN_ID/slot-00/           a file for each rank here, and manifest.json while it is committed
 
 What is readable is never written: a slot without its manifest means nothing to a reader, and the manifest is removed,
 under an exclusive lock that readers hold up by a shared one, before any rank writes into the slot. docs/format.md,
@@ -18,7 +18,7 @@ import os
 import re
 import shutil
 import stat
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -135,6 +135,17 @@ def map_shard(slots: SlotPaths, number: int, rank: int, size: int) -> Region:
 
 def is_committed(slots: SlotPaths, number: int) -> bool:
     return os.path.lexists(slots.slot(number) / MANIFEST)
+
+
+def remove_strangers(slots: SlotPaths, number: int, ranks: Collection[int]) -> None:
+    """Remove the shards of all but these ranks, which were on this host once, from a slot that is not committed.
+
+    One rank of each host. Raises OSError.
+    """
+    own = {shard_name(rank) for rank in ranks}
+    for path in slots.slot(number).glob("rank-*"):
+        if path.name not in own:
+            path.unlink(missing_ok=True)
 
 
 def commit(slots: SlotPaths, number: int, manifest: Manifest) -> None:

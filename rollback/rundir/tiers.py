@@ -52,7 +52,8 @@ def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path |
 def locate(paths: RunPaths) -> list[Located]:
     """All committed checkpoints by their manifests, oldest first; of two places of one, the fast tier's comes first.
 
-    Shards are not looked at. What cannot be believed is left out (`ring.manifests` tells of the ring's).
+    Shards are not looked at: where the ranks are on many hosts, a slot here has those of this host's ranks only. What
+    cannot be believed is left out (`ring.manifests` tells of the ring's).
     """
     durable, _ = ring.manifests(paths)
     found = [Located(manifest, paths.checkpoint(manifest.name), "durable") for manifest in durable]
@@ -70,6 +71,11 @@ def in_slots(paths: RunPaths) -> list[Located]:
             with contextlib.suppress(CheckpointDamaged):
                 found.append(Located(read_manifest(directory, in_slot=True), directory, "fast", number))
     return found
+
+
+def is_whole(place: Located) -> bool:
+    """Whether all shards are in that place: in a slot, where the ranks are on many hosts, the others' are not."""
+    return place.tier == "durable" or all((place.directory / shard.file).exists() for shard in place.manifest.shards)
 
 
 @contextlib.contextmanager
@@ -97,12 +103,20 @@ def release(paths: RunPaths, durable: Collection[str]) -> bool:
     return True
 
 
-def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None) -> None:
-    """Write down where a run's fast tier is, for those who read the run directory. Rank 0 only. Raises OSError."""
+def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) -> None:
+    """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
     if tier is None:
         paths.fast_pointer.unlink(missing_ok=True)
         return
-    write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root)}).encode())
+    write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
+
+
+def host_count(paths: RunPaths) -> int:
+    """On how many hosts a run's fast tier is: 1 where that is not known."""
+    try:
+        return int(json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))["hosts"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 1
 
 
 def fast_tier_of(paths: RunPaths) -> SlotPaths | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 
 from rollback.config import Settings
@@ -14,6 +15,7 @@ from rollback.supervisor.ledger import Ledger
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 30.0
 _POLL = 0.1
+_LOOK_EVERY = 1.0
 _WORTH_A_WORD = 2.0
 _LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is up already
 
@@ -33,11 +35,13 @@ class Draining:
     def __init__(self, paths: RunPaths, ledger: Ledger, say: Callable[[str], None]) -> None:
         self._paths, self._ledger, self._say = paths, ledger, say
         self._drainer: Drainer | None = None
+        self._looked_at = 0.0
 
     def follow(self, records: Iterable[Record]) -> None:
         """Begin, if the ranks have attached and name a ring; again and again, to no further effect."""
         if self._drainer is not None:
             return
+        self._looked_at = time.monotonic()
         attached = next((record.fact for record in reversed(list(records)) if isinstance(record.fact, Attached)), None)
         if attached is None:
             return
@@ -45,6 +49,11 @@ class Draining:
         self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say)
         if self._drainer is not None:
             self._drainer.start()
+
+    def look(self, records: Callable[[], Iterable[Record]]) -> None:
+        """As `follow`, once a second: the ranks make the fast tier a moment after they have attached."""
+        if self._drainer is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
+            self.follow(records())
 
     def finish(self, out_of_time: Callable[[], bool]) -> None:
         """The ranks are gone for good: wait until what they left is copied, or cannot be, or `out_of_time`."""

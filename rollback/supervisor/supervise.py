@@ -275,6 +275,8 @@ class _Supervisor:
         while (move := self._nodes.move(running.poll())) != "settled":
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
                 self._begin_record()
+            if self._ledger.opened:
+                self._draining.look(self._journal.records)
             for name in self._hear_signals():
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace

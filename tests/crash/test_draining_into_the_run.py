@@ -18,8 +18,11 @@ from rollback.rundir import ring, slots, tiers
 from rollback.rundir.drain.drainer import Phase, drainer_for
 from rollback.rundir.drain.in_run import RingInRun
 from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import read_journal
 from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.draining import Draining
+from rollback.supervisor.ledger import Ledger
 
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 
@@ -117,6 +120,29 @@ def test_good_checkpoints_go_from_the_slots_to_the_ring_which_keeps_its_capacity
     assert drainer.wait(Phase.CLOSED, 30)
     assert ring.names(paths) == [manifest_of(seq, 10 * seq).name for seq in (3, 5, 6)]
     assert all(whole(paths, name) for name in ring.names(paths))
+
+
+def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A supervisor that looks in between looks again."""
+    monkeypatch.setattr("rollback.supervisor.draining._LOOK_EVERY", 0.0)
+    run = RecordedRun(tmp_path / "run", monkeypatch)
+    run.attach(0, 1, None, 0)
+    draining = Draining(run.paths, Ledger(run.paths, print), print)
+    draining.follow(read_journal(run.paths.train_journal).records)
+    identity = read_identity(run.paths)
+    assert identity is not None
+    (tmp_path / "memory").mkdir()
+    tier = slots.tier_of(tmp_path / "memory", identity.run_id)
+    slots.claim(tier, run.paths.root)
+    tiers.point_to_fast_tier(run.paths, tier)
+    into_slot(tier, tmp_path / "source", 0, 0)
+    run.commit(0.0, manifest_of(0, 0).name, 0)
+    draining.look(lambda: read_journal(run.paths.train_journal).records)
+    draining.finish(lambda: False)
+    draining.close()
+    assert ring.names(run.paths) == [manifest_of(0, 0).name]
 
 
 def into_slot(tier: slots.SlotPaths, folder: Path, seq: int, step: int) -> None:

@@ -1,9 +1,10 @@
 """A process that dies at its Nth file operation, without a process.
 
 That operation is not done (a write is done by half), and neither is anything after it, clean-up handlers included.
-Where the power goes with it, every file that was written to and not synced since comes back empty, under the name that
-it had last: file systems may write names before contents. Or they write contents first: then every name that was given
-in a directory not synced since is lost, the latest first.
+Other threads than the one that made it count as other processes. Where the power goes with it, every file that was
+written to and not synced since comes back empty, under the name that it had last: file systems may write names before
+contents. Or they write contents first: then every name that was given in a directory not synced since is lost, the
+latest first.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ class Mortal:
     """Counts file operations and dies at one of them."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._thread = threading.get_ident()
         self.count = 0
         self.dies_at: int | None = None
         self._unsynced: set[int] = set()
@@ -37,7 +40,7 @@ class Mortal:
 
     def _mortal(self, name: str, really: Callable[..., Any]) -> Callable[..., Any]:
         def operation(*args: Any, **kwargs: Any) -> Any:
-            if name == "open" and not (args[1] & os.O_CREAT):
+            if (name == "open" and not (args[1] & os.O_CREAT)) or threading.get_ident() != self._thread:
                 return really(*args, **kwargs)
             self.count += 1
             if self.dies_at is None or self.count < self.dies_at:

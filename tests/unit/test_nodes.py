@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import RunInUse, UsageError
+from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.nodes.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     Orders,

@@ -27,6 +27,7 @@ from rollback.errors import CheckpointDamaged, RollbackError, RunDoesNotFit
 from rollback.events import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.rundir import pins, tiers
 from rollback.rundir.drain.decide import Pace, Past, Situation, next_to_drain, to_evict
+from rollback.rundir.drain.hosts import Others
 from rollback.rundir.drain.in_run import RingInRun
 from rollback.rundir.history import History, fold
 from rollback.rundir.journal import JournalTail
@@ -36,7 +37,7 @@ from rollback.rundir.remote.ring import RingAtUrl
 from rollback.rundir.remote.store import Store
 
 _POLL = 0.2
-_NICENESS = 10  # the ranks' cores are theirs
+_NICENESS = 10
 _RECORD_EVERY = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
 
@@ -56,6 +57,7 @@ class DurableRing(Protocol):
     def evict(self, name: str) -> None: ...
     def keep_record(self) -> None: ...
     def give_up(self) -> None: ...
+    def close(self) -> None: ...
 
 
 class Phase(Enum):
@@ -78,9 +80,16 @@ def drainer_for(
     """
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
-    ring = RingInRun(paths) if settings.ring is None else RingAtUrl(paths, Store(settings.ring))
+    others = Others(paths, settings.ring, say)
+    ring = RingInRun(paths, others) if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say)
+
+
+def lower_priority() -> None:
+    """Of the calling thread: the ranks' cores are theirs. On Linux a thread has a priority of its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
 
 class Drainer:
@@ -142,12 +151,12 @@ class Drainer:
     # What the thread does ------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError):  # on Linux a thread has a priority of its own, and hands it on
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+        lower_priority()
         try:
             while self._phase is not Phase.CLOSED:
                 self._turn()
         finally:
+            self._ring.close()
             with self._changed:
                 self._phase = Phase.CLOSED
                 self._changed.notify_all()

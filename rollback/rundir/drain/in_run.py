@@ -13,6 +13,7 @@ from pathlib import Path
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.rundir import ring
 from rollback.rundir.direct import write_direct
+from rollback.rundir.drain.hosts import Others
 from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import MANIFEST, RunPaths
@@ -21,8 +22,9 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 class RingInRun:
     """Checkpoints in RUN/ring. The record is there already. Methods raise OSError; see `DurableRing`."""
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, others: Others | None = None) -> None:
         self._paths = paths
+        self._others = others or Others(paths)
         self._given_up = threading.Event()
 
     @property
@@ -34,6 +36,7 @@ class RingInRun:
         self._paths.ring.mkdir(parents=True, exist_ok=True)
         for path in self._paths.ring.glob(".draining-*"):
             shutil.rmtree(path)
+        self._others.meet()
 
     def held(self) -> Sequence[str]:
         return ring.names(self._paths)
@@ -46,10 +49,12 @@ class RingInRun:
         arriving = self._paths.draining(manifest.name)
         arriving.mkdir(parents=True)
         try:
-            for shard in manifest.shards:
-                if self._given_up.is_set():
-                    raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
-                _copy(directory / shard.file, arriving / shard.file, shard)
+            with self._others.copying(manifest, directory) as own:
+                for shard in own:
+                    if self._given_up.is_set():
+                        raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
+                    copy_shard(directory / shard.file, arriving / shard.file, shard)
+            ring.require_sizes(manifest, arriving)  # others may have written some of them
             write_file(arriving / MANIFEST, manifest.to_json())
             sync_directory(arriving)
             os.rename(arriving, self._paths.checkpoint(manifest.name))
@@ -70,9 +75,17 @@ class RingInRun:
 
     def give_up(self) -> None:
         self._given_up.set()
+        self._others.give_up()
+
+    def close(self) -> None:
+        self._others.close()
 
 
-def _copy(source: Path, target: Path, shard: ShardRecord) -> None:
+def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
+    """Copy a shard past the page cache into a new file, and sync it.
+
+    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is of no use then.
+    """
     try:
         with open_regular(source) as file:
             if os.fstat(file.fileno()).st_size != shard.size:

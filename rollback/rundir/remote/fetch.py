@@ -180,9 +180,9 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
 
 
 def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
-    """Whether a checkpoint can be restored from this machine. One in the ring that cannot is put aside."""
+    """Whether a checkpoint can be restored from this machine alone. One in the ring that cannot is put aside."""
     for place in tiers.locate(paths):
-        if place.name != name:
+        if place.name != name or not tiers.is_whole(place):
             continue
         try:
             with tiers.held(place):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
+from rollback.rundir.drain.hosts import Others
 from rollback.rundir.identity import read_identity
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name, shard_name
@@ -29,9 +30,10 @@ class RingAtUrl:
     RunDoesNotFit, from any method, means that the URL is somebody else's: stop writing there.
     """
 
-    def __init__(self, paths: RunPaths, store: Store) -> None:
+    def __init__(self, paths: RunPaths, store: Store, others: Others | None = None) -> None:
         self._paths = paths
         self._store = store
+        self._others = others or Others(paths, store.url)
         self._writer = new_writer()
         self._index: Index | None = None
         self._previous: Index | None = None
@@ -63,6 +65,7 @@ class RingAtUrl:
         names = self._index.checkpoints
         self._held = [name for name in names if self._is_whole(name)]
         self._remains = [name for name in names if name not in self._held]
+        self._others.meet()
 
     def held(self) -> Sequence[str]:
         """Names of the checkpoints that exist there, oldest first."""
@@ -75,8 +78,9 @@ class RingAtUrl:
         """
         name = manifest.name
         self._write_index([*self._held, name])
-        for shard in manifest.shards:
-            self._store.put_file(checkpoint_key(name, shard.file), directory / shard.file, shard.written)
+        with self._others.copying(manifest, directory) as own:
+            for shard in own:
+                self._store.put_file(checkpoint_key(name, shard.file), directory / shard.file, shard.written)
         for shard in manifest.shards:
             if (size := self._store.size(checkpoint_key(name, shard.file))) != shard.size:
                 raise CheckpointDamaged(f"{self.place} has {size} bytes of {shard.file} of {name}, not {shard.size}")
@@ -103,6 +107,11 @@ class RingAtUrl:
     def give_up(self) -> None:
         """End what is under way; from any thread."""
         self._store.give_up()
+        self._others.give_up()
+
+    def close(self) -> None:
+        """Nothing more will be put."""
+        self._others.close()
 
     def _write_index(self, checkpoints: Sequence[str]) -> None:
         assert self._index is not None

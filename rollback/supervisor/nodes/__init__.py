@@ -7,7 +7,6 @@ and tries for the lock: whoever gets it leads from then on, and the others follo
 which node is lost.
 
     protocol      what is said, and the tables of what follows from it; pure
-    beacon        how it is said: files that are rewritten every second; a supervisor that falls silent is lost
     membership    whether this job has many nodes, and this node's name and place among them
     lead, follow  the two sides
 """

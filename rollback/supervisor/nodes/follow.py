@@ -9,12 +9,13 @@ from contextlib import contextmanager
 import filelock
 
 from rollback.errors import NodesMissing, RunInUse
+from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
+from rollback.rundir.drain.helper import Helper
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.evidence import TrainJournal
 from rollback.supervisor.hang import GONE
 from rollback.supervisor.host import Host, Running
-from rollback.supervisor.nodes.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.supervisor.nodes.membership import Place
 from rollback.supervisor.nodes.protocol import Orders, Report, Verdict, followers_move
 from rollback.supervisor.outcome import Left
@@ -59,9 +60,14 @@ class Follower:
             leader=self._leader, attempt=-1, state="ended",
         )  # fmt: skip
         beacon = Beacon(self._paths.node(self._place.name), report, self._say)
+        helper = Helper(self._paths, self._place.name, self._say)
+        helper.start()
+        verdict: Verdict | None = None
         try:
-            return self._obey(beacon)
+            verdict = self._obey(beacon)
+            return verdict
         finally:
+            helper.close(over=verdict is not None)
             beacon.put_out()
 
     def _introduce(self, in_use: RunInUse) -> Orders | None:

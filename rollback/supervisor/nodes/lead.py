@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
+from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.nodes.beacon import Beacon, Watchtower
 from rollback.supervisor.nodes.membership import Place, file_system_of
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,

@@ -1,0 +1,328 @@
+"""From the slots of two hosts into one durable ring: whole or not at all, whoever dies when."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from faulty import new_bucket
+
+from checkpoints import damage, manifest_of, whole, write_checkpoint
+from mortal import Mortal
+from recorded_run import RecordedRun
+from rollback.config import Settings
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.events import Drained, Fact
+from rollback.rundir import beacon, ring, slots, tiers
+from rollback.rundir.drain import helper as helping
+from rollback.rundir.drain import hosts as module
+from rollback.rundir.drain.drainer import Phase, drainer_for
+from rollback.rundir.drain.helper import Helper
+from rollback.rundir.drain.hosts import Part, unclaimed, under_way
+from rollback.rundir.drain.in_run import RingInRun
+from rollback.rundir.identity import read_identity
+from rollback.rundir.manifest import Manifest, read_manifest
+from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.remote import store as storing
+from rollback.rundir.remote.index import checkpoint_key
+from rollback.rundir.remote.ring import RingAtUrl
+from rollback.rundir.remote.store import Store
+
+URL = "faulty://bucket/runs/one"
+
+
+class SecondHost(RunPaths):
+    """The run directory as another host sees it, whose memory is its own."""
+
+    @property
+    def fast_pointer(self) -> Path:
+        return self.root / "fast-tier-of-the-second.json"
+
+
+class Run:
+    """A run of two ranks, each on a host of its own."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.record = RecordedRun(folder / "run", monkeypatch)
+        self.paths = self.record.paths
+        self.record.attach(0, 1, None, 0)
+        self.hosts = (self.paths, SecondHost(self.paths.root))
+        self._folder = folder
+        identity = read_identity(self.paths)
+        assert identity is not None
+        for number, paths in enumerate(self.hosts):
+            (folder / f"memory-{number}").mkdir()
+            tier = slots.tier_of(folder / f"memory-{number}", identity.run_id)
+            slots.claim(tier, paths.root)
+            tiers.point_to_fast_tier(paths, tier, 2)
+
+    def into_slots(self, seq: int, step: int) -> str:
+        """Commit a checkpoint in one of three slots of both hosts, which takes the place of what was there."""
+        source = RunPaths(self._folder / f"source-{seq}")
+        source.root.mkdir()
+        name = write_checkpoint(source, seq, step)
+        manifest = read_manifest(source.checkpoint(name))
+        for rank, paths in enumerate(self.hosts):
+            tier = tiers.fast_tier_of(paths)
+            assert tier is not None
+            while not slots.uncommit(tier, seq % 3):
+                time.sleep(0.01)
+            tier.slot(seq % 3).mkdir(mode=0o700, exist_ok=True)
+            os.replace(source.checkpoint(name) / shard_name(rank), tier.slot(seq % 3) / shard_name(rank))
+            # The hosts' clocks differ.
+            slots.commit(tier, seq % 3, manifest.model_copy(update={"created": f"2030-01-01T00:00:0{rank}+00:00"}))
+        return name
+
+    def slot_of(self, host: int, name: str) -> Path:
+        return next(place.directory for place in tiers.in_slots(self.hosts[host]) if place.name == name)
+
+    def put(self, at_run: RingInRun | RingAtUrl, name: str) -> None:
+        directory = self.slot_of(0, name)
+        at_run.put(read_manifest(directory, in_slot=True), directory)
+
+    def ring_in_run(self) -> RingInRun:
+        at_run = RingInRun(self.paths)
+        at_run.open()
+        return at_run
+
+    @contextmanager
+    def ring_at_url(self) -> Iterator[RingAtUrl]:
+        at_url = RingAtUrl(self.paths, Store(URL))
+        try:
+            at_url.open()
+            yield at_url
+        finally:
+            at_url.close()
+
+    def held_at_url(self) -> list[str]:
+        with self.ring_at_url() as at_url:
+            return list(at_url.held())
+
+    @contextmanager
+    def helped(self) -> Iterator[Helper]:
+        helper = Helper(self.hosts[1], "node-1", print)
+        helper.start()
+        try:
+            yield helper
+        finally:
+            helper.close(over=False)
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
+    monkeypatch.setattr(module, "_POLL", 0.01)
+    monkeypatch.setattr(helping, "_POLL", 0.01)
+    return Run(tmp_path, monkeypatch)
+
+
+def test_each_host_copies_its_part_and_the_checkpoint_is_there_when_all_have(run: Run) -> None:
+    name = run.into_slots(1, 10)
+    with run.helped():
+        at_run = run.ring_in_run()
+        run.put(at_run, name)
+        at_run.close()
+    assert ring.names(run.paths) == [name]
+    assert whole(run.paths, name)
+    assert not run.paths.nodes.exists()
+
+
+def test_at_a_url_too(run: Run) -> None:
+    new_bucket("bucket")
+    name = run.into_slots(1, 10)
+    with run.helped(), run.ring_at_url() as at_url:
+        run.put(at_url, name)
+    assert run.held_at_url() == [name]
+
+
+def test_a_bucket_that_fails_at_any_operation_holds_the_old_checkpoint_or_both(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever host it fails for."""
+    monkeypatch.setattr(storing, "PATIENCE", 0.05)
+    monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
+    bucket = new_bucket("bucket")
+    old, new = run.into_slots(0, 0), run.into_slots(1, 10)
+
+    def fill(name: str) -> None:
+        with run.ring_at_url() as at_url:
+            run.put(at_url, name)
+
+    with run.helped():
+        fill(old)
+        before, bucket.operations = dict(bucket.objects), []
+        fill(new)
+        total, both = len(bucket.operations), set()
+        for number in range(1, total + 1):
+            bucket.objects = dict(before)
+            bucket.fail(number, "for ever")
+            with contextlib.suppress(RingUnavailable):
+                fill(new)
+            bucket.heal()
+            held = run.held_at_url()
+            assert held in ([old], [old, new])
+            both.add(len(held) == 2)
+            if len(held) == 1:
+                fill(new)
+            assert run.held_at_url() == [old, new]
+            for rank in range(2):
+                found = Store(URL).get(checkpoint_key(new, shard_name(rank)), 1 << 20)
+                assert found == (run.slot_of(rank, new) / shard_name(rank)).read_bytes()
+    assert False in both
+
+
+@pytest.mark.parametrize("fault", ["flipped", "cut", "let go", "another"])
+def test_a_part_that_is_not_what_the_manifest_says_makes_no_checkpoint(run: Run, fault: str) -> None:
+    name = run.into_slots(1, 10)
+    slot = run.slot_of(1, name)
+    match fault:
+        case "flipped":
+            damage(slot / shard_name(1))
+        case "cut":
+            os.truncate(slot / shard_name(1), 100)
+        case "let go":
+            (slot / "manifest.json").unlink()
+        case _:
+            manifest = read_manifest(slot, in_slot=True)
+            (slot / "manifest.json").write_bytes(manifest.model_copy(update={"batch": 99}).to_json())
+    with run.helped():
+        at_run = run.ring_in_run()
+        with pytest.raises(CheckpointDamaged, match="another host cannot copy its part"):
+            run.put(at_run, name)
+        at_run.close()
+    assert list(run.paths.ring.iterdir()) == []
+
+
+def test_a_host_that_does_not_answer_costs_this_try_and_no_more(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    name = run.into_slots(1, 10)
+    at_run = run.ring_in_run()
+    monkeypatch.setattr(module, "PATIENCE", 0.2)
+    with pytest.raises(RingUnavailable, match="no host has said within 0 s that it has shard 1"):
+        run.put(at_run, name)
+    assert list(run.paths.ring.iterdir()) == []
+    monkeypatch.setattr(module, "PATIENCE", 30.0)
+    with run.helped():
+        run.put(at_run, name)
+    at_run.close()
+    assert whole(run.paths, name)
+
+
+def test_a_host_whose_ranks_have_not_made_their_slots_yet_is_asked_again(run: Run) -> None:
+    name = run.into_slots(1, 10)
+    pointer = run.hosts[1].fast_pointer
+    pointer.rename(pointer.with_suffix(".later"))
+    with run.helped():
+        at_run = run.ring_in_run()
+        with pytest.raises(RingUnavailable, match="there is no fast tier on node-1"):
+            run.put(at_run, name)
+        pointer.with_suffix(".later").rename(pointer)
+        run.put(at_run, name)
+        at_run.close()
+    assert whole(run.paths, name)
+
+
+def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
+    claimed = Part(order="1", shards=(1, 2), done=(1,))
+    assert unclaimed([1, 2], [], [claimed]) == []
+    assert under_way([claimed])
+    assert unclaimed([1, 2], [1], []) == [2], "what was done stays done"
+    assert not under_way([Part(order="1", shards=(1, 2), done=(2, 1)), Part(order="1")])
+
+
+@pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
+def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
+    """The other host goes on, and helps the successor. lost: with the power, of what was not synced."""
+    monkeypatch.setattr(beacon, "EVERY", 1000.0)
+    old, new = run.into_slots(0, 0), run.into_slots(1, 10)
+    mortal = Mortal(monkeypatch)
+    seen = set()
+    with run.helped():
+        first = run.ring_in_run()
+        run.put(first, old)
+        total = mortal.live(lambda: run.put(first, new))
+        first.close()
+        for number in range(1, total + 1):
+            if new in ring.names(run.paths):
+                ring.evict(run.paths, new)
+            dying = run.ring_in_run()
+            mortal.die(number, lambda dying=dying: run.put(dying, new))
+            put_out(dying)
+            if lost == "contents":
+                mortal.lose_power(run.paths.root)
+            elif lost == "names":
+                mortal.lose_names(run.paths.root)
+            successor = run.ring_in_run()
+            names = ring.names(run.paths)
+            seen.add(len(names))
+            assert names in ([old], [old, new])
+            assert all(whole(run.paths, held) for held in names)
+            assert not list(run.paths.ring.glob(".*"))
+            if len(names) == 1:
+                run.put(successor, new)
+                assert whole(run.paths, new)
+            successor.close()
+    assert seen == {1, 2}
+
+
+def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_back(run: Run) -> None:
+    facts: list[Fact] = []
+
+    def note(fact: Fact) -> None:
+        facts.append(fact)
+        run.record.tell(200.0, fact)
+
+    drainer = drainer_for(run.paths, Settings(keep=3, checkpoint_every="10"), note, print)
+    assert drainer is not None
+    with run.helped() as helper:
+        drainer.start()
+        for seq in range(6):
+            name = run.into_slots(seq, 10 * seq)
+            run.record.commit(10.0 * seq, name, 10 * seq)
+            wait_for(lambda name=name: name in drained(facts))
+        run.record.commit(100.0, run.into_slots(6, 60), 60, good=False)
+        drainer.finish()
+        assert drainer.wait(Phase.FINISHED, 60)
+        drainer.close()
+        assert drainer.wait(Phase.CLOSED, 60)
+        helper.linger(60)
+        helper.close(over=True)
+    assert ring.names(run.paths) == [manifest_of(seq, 10 * seq).name for seq in (3, 5, 6)]
+    assert all(whole(run.paths, name) for name in ring.names(run.paths))
+    assert [tiers.fast_tier_of(paths) for paths in run.hosts] == [None, None]
+    assert not run.paths.nodes.exists()
+
+
+def test_a_host_keeps_its_memory_where_the_newest_in_it_is_nowhere_else(run: Run) -> None:
+    run.record.commit(0.0, run.into_slots(0, 0), 0)
+    helper = Helper(run.hosts[1], "node-1", print)
+    helper.start()
+    helper.close(over=True)
+    assert tiers.fast_tier_of(run.hosts[1]) is not None
+
+
+def put_out(at_run: RingInRun) -> None:
+    """What a process that is gone shows stays, and is not rewritten any more."""
+    shown = at_run._others._beacon
+    if shown is not None:
+        shown.put_out(remove=False)
+
+
+def drained(facts: list[Fact]) -> list[str]:
+    return [fact.checkpoint for fact in facts if isinstance(fact, Drained)]
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_manifests_of_two_hosts_are_of_one_checkpoint_unless_more_than_the_clock_differs() -> None:
+    one: Manifest = manifest_of(1, 10)
+    assert one.content == one.model_copy(update={"created": "2030-01-01T00:00:09+00:00"}).content
+    assert one.content != one.model_copy(update={"batch": 99}).content
