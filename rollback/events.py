@@ -32,7 +32,7 @@ Tier = Literal["fast", "durable"]
 
 class Attached(Fact):
     """The ranks of an attempt have agreed on where to begin. `ranks_before`: how many ranks the checkpoint is of, if
-    it is another number than now."""
+    it is another number than now. `tier`: where it was read from, in the slots of all hosts or in the ring."""
 
     kind: Literal["attached"] = "attached"
     world_size: int
@@ -45,6 +45,7 @@ class Attached(Fact):
     torch: str
     settings: dict[str, Any]
     ranks_before: int | None = None
+    tier: Tier | None = None
 
 
 class Accepted(Fact):
@@ -223,7 +224,7 @@ class Planned(Fact):
 
 
 class Restored(Fact):
-    """The plan was carried out on every rank; `steps_lost` updates will not count."""
+    """The plan was carried out on every rank; `steps_lost` updates will not count. `tier`: as in `attached`."""
 
     kind: Literal["restored"] = "restored"
     incident: int
@@ -233,6 +234,7 @@ class Restored(Fact):
     steps_lost: int
     seconds: float
     route: Literal["in_process", "relaunch"]
+    tier: Tier | None = None
 
 
 class Concluded(Fact):

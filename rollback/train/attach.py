@@ -20,7 +20,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded
+from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring, tiers
 from rollback.rundir.history import History, fold
@@ -32,6 +32,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
+from rollback.train.inventory import take_inventory
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 from rollback.train.restoring import Place, restore
@@ -65,10 +66,11 @@ def refuse(error: RollbackError, rank: int) -> NoReturn:
 
 @dataclass
 class Reading:
-    """What rank 0 found in the run directory, the same on all ranks.
+    """What rank 0 found in the run directory, and the first rank of each host in its slots; the same on all ranks.
 
-    manifests: of all checkpoints, oldest first. slots: those in slots of its host, with their numbers. in_ring: those
-    in the run directory. damaged: those in the run directory whose manifest cannot be believed, and why.
+    manifests: of all checkpoints, oldest first. slots: those in the slots of all hosts, with their numbers. in_ring:
+    those in the run directory. damaged: those in the run directory whose manifest cannot be believed, and why. strays:
+    names of those that are in the slots of some hosts only.
     """
 
     attempt: int
@@ -77,6 +79,7 @@ class Reading:
     slots: dict[str, int]
     in_ring: list[str]
     damaged: dict[str, str]
+    strays: list[str]
     blamed: list[SkipAdded]
     """Skips that the supervisor has decided on."""
     identity: Identity | None
@@ -112,13 +115,17 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
     body = ranks.from_first(body)
     if "error" in body:
         raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
+    in_memory = take_inventory(paths, ranks)
+    in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
+    manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
     reading = Reading(
         attempt=body["attempt"],
         history=fold(JournalRecord.model_validate(record) for record in body["records"]),
-        manifests=[Manifest.model_validate(manifest) for manifest in body["manifests"]],
-        slots=body["slots"],
-        in_ring=body["in_ring"],
+        manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
+        slots=in_memory.slots,
+        in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],
+        strays=in_memory.strays,
         blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
@@ -136,8 +143,7 @@ def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
 def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
     records = read_journal(paths.train_journal).records
     last = max((record.attempt for record in records), default=0)
-    places, (_, damaged) = tiers.locate(paths), ring.manifests(paths)
-    manifests = {place.name: place.manifest for place in places}
+    manifests, damaged = ring.manifests(paths)
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
             f"{paths.root} has checkpoints but no run.json, so it cannot be told whose they are",
@@ -146,9 +152,7 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or last + 1),
         "records": [json.loads(record.model_dump_json()) for record in records],
-        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests.values()],
-        "slots": {place.name: place.slot for place in places if place.tier == "fast"},
-        "in_ring": [place.name for place in places if place.tier == "durable"],
+        "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
         "blamed": [added.model_dump() for added in _blamed(paths)],
         "identity": identity.model_dump(mode="json") if identity else None,
@@ -192,6 +196,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     history, damaged, slots = reading.history, dict(reading.damaged), dict(reading.slots)
     state.cursor.accepts_other_length = history.other_data or any(fact.what == "data" for fact in reading.accepted)
     chosen: Manifest | None = None
+    source: Place | None = None
     places = _places(paths, reading)
     for manifest in candidates(history, reading.manifests):
         result = restore(manifest.name, places[manifest.name], ranks, state)
@@ -199,7 +204,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             del slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if result.place is not None:
-            chosen = manifest
+            chosen, source = manifest, result.place
             break
         damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
@@ -228,17 +233,18 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             checkpoint=chosen.name if chosen else None, step=state.counters.step, batch=state.cursor.batch,
             torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
             ranks_before=chosen.world_size if chosen and chosen.world_size != ranks.world_size else None,
+            tier=source.tier if source else None,
         ),
         f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
     )  # fmt: skip
     if chosen is not None:
-        _finish_pending_plan(history, chosen, record)
+        _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
     held = of_present_timeline(history, sound)
     if ranks.first:
         cut_off = [m.name for m in sound if m not in held and m.name in reading.in_ring]
         _evict_what_was_cut_off(paths, cut_off, record)
-    seq = next_seq(history, [*damaged, *(manifest.name for manifest in reading.manifests)])
+    seq = next_seq(history, [*damaged, *reading.strays, *(manifest.name for manifest in reading.manifests)])
     slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
     return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq)
 
@@ -302,13 +308,13 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -
             record.note(Evicted(checkpoint=name, reason="beyond a restored checkpoint"))
 
 
-def _finish_pending_plan(history: History, chosen: Manifest, record: Record) -> None:
+def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Record) -> None:
     """The plan that a crash interrupted has just been carried out by way of this attempt."""
     if history.pending is None:
         return
     case = history.cases[-1]
     case.restored = Restored(
         incident=case.incident.incident, checkpoint=chosen.name, step=chosen.step, batch=chosen.batch,
-        steps_lost=case.incident.step - chosen.step, seconds=0.0, route="relaunch",
+        steps_lost=case.incident.step - chosen.step, seconds=0.0, route="relaunch", tier=tier,
     )  # fmt: skip
     record.note(case.restored, f"the rollback that was under way is carried out: step {chosen.step}")

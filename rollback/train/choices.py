@@ -35,21 +35,23 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     if base is None:
         known = tiers.fast_tier_of(paths)
         return (known if ranks.all_of(known is not None) else None), "it is switched off"
-    if ranks.host_count > 1:
-        # Each host would hold its own ranks' shards: nobody could copy a checkpoint to the ring, and one host that is
-        # lost would take all of them along.
-        return None, f"the ranks are on {ranks.host_count} hosts, and one that is lost would take its memory along"
     tier, fault = None, ""
     try:
         tier = slots.tier_of(base, run_id)
-        if ranks.first_of_host:
+    except RollbackError as error:
+        fault = f"{base} cannot be used ({error})"
+    roots = sorted(set(ranks.from_each(str(tier.root) if tier is not None else "")))
+    if len(roots) > 1:  # one file in the run directory says where it is, on every host
+        return None, f"the ranks name different places for it: {', '.join(roots)}"
+    try:
+        if tier is not None and ranks.first_of_host:
             slots.claim(tier, paths.root)
-        if ranks.first:
-            tiers.point_to_fast_tier(paths, tier)
+        if tier is not None and ranks.first:
+            tiers.point_to_fast_tier(paths, tier, ranks.host_count)
     except (OSError, RollbackError) as error:
         fault = f"{base} cannot be used ({error})"
-    faults = [text for text in ranks.from_each(fault) if text]
-    return (None, faults[0]) if faults else (tier, "")
+    found = ranks.first_fault(fault)
+    return (None, found) if found is not None else (tier, "")
 
 
 @dataclass(frozen=True)
@@ -80,7 +82,8 @@ def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, 
     if count == 0:
         reason = f"checkpoints are written to the run directory: {_size(free)} of memory are free, "
         return Allotment(0, largest, f"{reason}and half of it has no room for four slots of {_size(slot_bytes)}")
-    return Allotment(count, largest, f"{count} slots of {_size(slot_bytes)} in {tier.root}")
+    each = f" on each of {ranks.host_count} hosts" if ranks.host_count > 1 else ""
+    return Allotment(count, largest, f"{count} slots of {_size(slot_bytes)} in {tier.root}{each}")
 
 
 def capture_mode(on_device: bool, cores: int, ranks_on_host: int, threads: int) -> tuple[CaptureMode, str]:

@@ -1,4 +1,4 @@
-"""The ring at a URL where there is no supervisor to see to it: rank 0 fetches from it and fills it."""
+"""The durable ring where there is no supervisor to see to it: rank 0 fetches from it and fills it."""
 
 from __future__ import annotations
 
@@ -12,11 +12,13 @@ from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.errors import RollbackError
 from rollback.rundir import tiers
 from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
+from rollback.rundir.drain.helper import Helper
 from rollback.rundir.history import fold
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.rundir.remote.store import Store
+from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 
 _PATIENCE_AT_START = 30.0
@@ -51,7 +53,7 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
     """See that the checkpoint of a pending plan is here, where it is to be had; older ones will do where it is not."""
     pending = fold(read_journal(paths.train_journal).records).pending
     name = pending.checkpoint if pending is not None else None
-    if name is None or any(place.name == name for place in tiers.locate(paths)):
+    if name is None or any(place.name == name and tiers.is_whole(place) for place in tiers.locate(paths)):
         return
     try:
         store = Store(url, patience=_PATIENCE_AT_START)
@@ -64,20 +66,29 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
 
 
 def start_draining(
-    paths: RunPaths, settings: Settings, record: Record, environment: Mapping[str, str] = os.environ
-) -> Drainer | None:
-    """Rank 0, once attached: fill the ring from a thread, unless the supervisor does."""
-    if environment.get(ENV_SUPERVISOR):
+    paths: RunPaths, settings: Settings, record: Record, ranks: Ranks, environment: Mapping[str, str] = os.environ
+) -> Drainer | Helper | None:
+    """Every rank, once attached. Unless supervisors do, rank 0 fills the ring from a thread, and the first rank of
+    each other host does its part in it."""
+    if environment.get(ENV_SUPERVISOR) or not ranks.first_of_host:
         return None
+    if not ranks.first:
+        helper = Helper(paths, f"rank-{ranks.rank:05d}", say)
+        helper.start()
+        return helper
     drainer = drainer_for(paths, settings, record.note, say)
     if drainer is not None:
         drainer.start()
     return drainer
 
 
-def end_draining(drainer: Drainer | None) -> None:
-    """Rank 0: wait until what is left is copied, or cannot be."""
+def end_draining(drainer: Drainer | Helper | None) -> None:
+    """Wait until what is left is copied, or cannot be."""
     if drainer is None:
+        return
+    if isinstance(drainer, Helper):
+        drainer.linger(_PATIENCE_AT_THE_END)
+        drainer.close(over=True)
         return
     drainer.finish()
     if not drainer.wait(Phase.FINISHED, _PATIENCE_AT_THE_END):

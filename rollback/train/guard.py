@@ -128,7 +128,7 @@ class Guard:
         self._stop, self._record = StopRequest(), attached.record
         self._life = SignsOfLife(self._paths, ranks, attached.attempt)
         tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
-        self._drainer = start_draining(self._paths, settings, self._record) if ranks.first else None
+        self._drainer = start_draining(self._paths, settings, self._record, ranks)
         self._snapshots = Snapshots(
             self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
         )

@@ -9,14 +9,17 @@ from __future__ import annotations
 import json
 import os
 import socket
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from rollback.errors import UsageError
 
+_PARCEL = 32 << 20  # bytes that go to the others at once: small tensors together, large ones in parts
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -96,12 +99,26 @@ class Ranks:
             return json.loads(json.dumps(value))
         body = json.dumps(value).encode() if self.first else b""
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
-        dist.broadcast(size, src=0)
+        self._broadcast(size, 0)
         buffer = torch.zeros(int(size.item()), dtype=torch.uint8, device=self.device)
         if self.first:
             buffer.copy_(torch.frombuffer(bytearray(body), dtype=torch.uint8))
-        dist.broadcast(buffer, src=0)
+        self._broadcast(buffer, 0)
         return json.loads(bytes(buffer.cpu().numpy()))
+
+    def spread(self, tensors: Sequence[Tensor], source: int) -> None:
+        """Collective: fill tensors with those of rank `source`. Contiguous, of the same kinds on all ranks."""
+        flat = [item.detach().reshape(-1).view(torch.uint8) for item in tensors]
+        for pieces in _parcels(flat):
+            buffer = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
+            parts = torch.split(buffer, [len(piece) for piece in pieces])
+            if self.rank == source:
+                for piece, part in zip(pieces, parts, strict=True):
+                    part.copy_(piece)
+            self._broadcast(buffer, source)
+            if self.rank != source:
+                for piece, part in zip(pieces, parts, strict=True):
+                    piece.copy_(part)
 
     def from_each(self, text: str) -> list[str]:
         """Collective: every rank's text, in rank order."""
@@ -119,3 +136,23 @@ class Ranks:
             bytes(item.cpu().numpy())[: int(length.item())].decode()
             for item, length in zip(all_of_them, sizes, strict=True)
         ]
+
+    def _broadcast(self, buffer: Tensor, source: int) -> None:
+        dist.broadcast(buffer, src=source)
+
+
+def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
+    """Pieces of bytes in their order, in parcels of at most _PARCEL together."""
+    parcel: list[Tensor] = []
+    room = _PARCEL
+    for item in flat:
+        start = 0
+        while start < len(item):
+            piece = item[start : start + room]
+            parcel.append(piece)
+            start, room = start + len(piece), room - len(piece)
+            if not room:
+                yield parcel
+                parcel, room = [], _PARCEL
+    if parcel:
+        yield parcel

@@ -83,6 +83,7 @@ class Rewinder:
             steps_lost=reached - target.step,
             seconds=round(time.monotonic() - began, 4),
             route="in_process",
+            tier=result.place.tier,
         )
         self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
         self._watch.rewound(Case(decision.incident, plan, restored), target.step)

@@ -7,7 +7,7 @@ is next follows from calls that all ranks make alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol
@@ -85,8 +85,9 @@ class FastTier:
     """One rank's view of its host's slots.
 
     count: slots in use; 0: none is written, but those that hold checkpoints are known. leads: whether this rank is the
-    one that commits and un-commits on its host. held: slots that are committed, by checkpoint, the same on all ranks.
-    must_stay: asked in the thread of a leading rank whether a checkpoint that is to leave is still needed in its slot.
+    one that commits and un-commits on its host. here: the ranks of this host. held: slots that are committed, by
+    checkpoint, the same on all ranks. must_stay: asked in the thread of a leading rank whether a checkpoint that is to
+    leave is still needed in its slot.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class FastTier:
         rank: int,
         *,
         leads: bool,
+        here: Collection[int],
         held: Mapping[str, int],
         must_stay: Callable[[str], bool] = lambda name: False,
     ) -> None:
@@ -103,6 +105,7 @@ class FastTier:
         self.count = 0
         self._rank = rank
         self._leads = leads
+        self._here = frozenset(here)
         self._must_stay = must_stay
         self._holding = dict(held)
         self._size = 0
@@ -208,6 +211,7 @@ class FastTier:
         if self._leads:
             if self._must_stay(name) or not slots.uncommit(self.paths, number):
                 return False
+            slots.remove_strangers(self.paths, number, self._here)
         elif slots.is_committed(self.paths, number):
             return False
         if then is not None:
@@ -233,4 +237,6 @@ class FastTier:
 
 def fast_tier(paths: SlotPaths | None, ranks: Ranks, held: Mapping[str, int]) -> FastTier | None:
     """This rank's view of its host's slots, where there are any."""
-    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, held=held) if paths else None
+    if paths is None:
+        return None
+    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, held=held)

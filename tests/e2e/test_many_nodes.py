@@ -21,8 +21,21 @@ from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
 
 from rollback.config import ENV_FAST_TIER
-from rollback.events import Attached, AttemptEnded, AttemptStarted, Fact, RunEnded, Signalled
+from rollback.events import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    Committed,
+    Drained,
+    Fact,
+    Record,
+    Restored,
+    RunEnded,
+    Signalled,
+)
+from rollback.rundir import ring
 from rollback.rundir.journal import read_journal
+from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
@@ -126,15 +139,17 @@ def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(tmp_path: Path) -> None:
-    """First the host of the follower is lost, then that of the leader. Each rank is alone on its host."""
+    """Each rank is alone on its host, with memory of its own. A rollback, and a rank that dies, go back to what the two
+    hosts have in memory; then the host of the follower is lost, then that of the leader."""
     toy = Toy(
-        samples=2000, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(60, 300), nan_rank=1,
+        samples=2000, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 300), nan_rank=1,
         patient=False, settings={
             "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
+            "checkpoint_every": "5",
         },
     )  # fmt: skip
     scenarios = Scenarios(tmp_path)
-    scenarios.add("lost", toy)
+    scenarios.add("lost", toy, signal=[1, 60, signal.SIGKILL, 1])
     run = RunPaths(scenarios.run("lost"))
 
     def launch(host: Host, node: int) -> None:
@@ -152,17 +167,27 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
     with two_hosts() as both:
         for node, host in enumerate(both):
             launch(host, node)
-        lost: list[str] = []
-        for attempt, role in ((1, "follower"), (2, "leader")):
-            wait_for(lambda attempt=attempt: step_of(run, attempt) > 30 * attempt, told)
+        ended = [1]  # the attempts that ended because a rank died, or a host was lost
+        for step, role in ((100, "follower"), (200, "leader")):
+            wait_for(lambda step=step: newest_attempt(run) > ended[-1] and furthest(run) > step, told)
+            ended.append(newest_attempt(run))
             leads = json.loads(run.holder.read_bytes())["host"]
             node = next(node for node, host in enumerate(both) if (host.name == leads) == (role == "leader"))
-            lost.append(role)
             both[node].lose()
             launch(both[node], node)
         assert [host.wait(LIMIT) for host in both] == [0, 0], told()
-    assert len(facts(run.root, Attached)) == 3, told()
-    assert [fact.why for fact in supervisors_facts(run.root, AttemptEnded)][:1] == ["node_lost"], told()
+    attached = [record for record in records(run.root) if isinstance(record.fact, Attached)]
+    after = [next(record.fact for record in attached if record.attempt > attempt) for attempt in ended]
+    assert [fact.tier for fact in after] == ["fast", "durable", "durable"], told()
+    assert after[0].step >= 25, told()
+    assert {fact.tier for fact in facts(run.root, Committed)} == {"fast"}, told()
+    assert {(fact.route, fact.tier) for fact in facts(run.root, Restored)} == {("in_process", "fast")}, told()
+    assert "node_lost" in [fact.why for fact in supervisors_facts(run.root, AttemptEnded)], told()
+    newest = facts(run.root, Committed)[-1].checkpoint
+    assert newest in [fact.checkpoint for fact in supervisors_facts(run.root, Drained)], told()
+    assert all(verifies(run, name) for name in ring.names(run))
+    assert not list(run.ring.glob(".*")), "what was left half copied is gone"
+    assert not run.nodes.exists()
     undisturbed = Scenarios(tmp_path / "undisturbed")
     undisturbed.folder.mkdir()
     undisturbed.add("lost", toy)
@@ -171,9 +196,44 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
         require_same(scenarios.portrait("lost", rank), undisturbed.portrait("lost", rank), f"rank {rank}")
 
 
-def step_of(run: RunPaths, attempt: int) -> int:
-    """The step that all ranks of an attempt have shown to have reached."""
-    beats = [beat.step for beat in read_heartbeats(run.ranks).values() if beat.attempt == attempt]
+@pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(tmp_path: Path) -> None:
+    toy = Toy(sampler="distributed", nan=(25,), nan_rank=1, augment=True).with_settings(checkpoint_every="10")
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("bad", toy)
+    scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
+    with two_hosts() as both, open(tmp_path / "output", "a") as output:
+        for node, host in enumerate(both):
+            command = [
+                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                "--nproc-per-node=1", "--rdzv-endpoint=10.77.0.1:29400", str(JOB), str(scenarios.path),
+            ]  # fmt: skip
+            host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, ENV_FAST_TIER: "auto"}, tmp_path, output)
+        assert [host.wait(LIMIT) for host in both] == [0, 0], (tmp_path / "output").read_text()
+    run = RunPaths(scenarios.run("bad"))
+    assert {fact.tier for fact in facts(run.root, Committed)} == {"fast"}
+    assert [(fact.route, fact.tier) for fact in facts(run.root, Restored)] == [("in_process", "fast")]
+    assert facts(run.root, Committed)[-1].checkpoint in [fact.checkpoint for fact in facts(run.root, Drained)]
+    assert all(verifies(run, name) for name in ring.names(run))
+    assert not run.nodes.exists()
+    for rank in range(2):
+        require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
+
+
+def verifies(run: RunPaths, name: str) -> bool:
+    """Whether a checkpoint of the ring is what its manifest says. Raises CheckpointDamaged where it is not."""
+    for shard in ring.open_shards(run, read_manifest(run.checkpoint(name))):
+        shard.close()
+    return True
+
+
+def newest_attempt(run: RunPaths) -> int:
+    return max((beat.attempt for beat in read_heartbeats(run.ranks).values()), default=0)
+
+
+def furthest(run: RunPaths) -> int:
+    """The step that all ranks of the newest attempt have shown to have reached."""
+    beats = [beat.step for beat in read_heartbeats(run.ranks).values() if beat.attempt == newest_attempt(run)]
     return min(beats) if len(beats) == 2 else -1
 
 
@@ -184,7 +244,7 @@ def wait_for(condition: Callable[[], object], told: Callable[[], str] = str) -> 
         time.sleep(0.02)
 
 
-def records(run: Path) -> list[object]:
+def records(run: Path) -> list[Record]:
     return read_journal(RunPaths(run).train_journal).records
 
 

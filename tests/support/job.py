@@ -1,12 +1,13 @@
 """Toy jobs one after another as a training script, under python, torchrun or rollback launch: `job.py SCENARIOS`.
 
 SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` and optionally `run` (default: the
-supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal`
-(`[rank, batch, number]`: that rank sends itself a signal there), `full_disk` (`[rank, batch]`: from there on that rank
-can write no shard), `flip` (`[rank, batch]`: there a bit of a weight of that rank changes), `ask` (`[batch, request]`,
-or several in a row: rank 0 hands in that request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so
-often that rank fails to read it when it is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside
-it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+supervisor's; null: without a guard), `skips_of` (a run whose skip list is given from the start), `signal` (`[rank,
+batch, number]`: that rank sends itself a signal there; `[rank, batch, number, attempt]`: in that attempt of a
+supervised run), `full_disk` (`[rank, batch]`: from there on that rank can write no shard), `flip` (`[rank, batch]`:
+there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or several in a row: rank 0 hands in that
+request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
+is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or
+`error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -53,7 +54,9 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
 def hook(scenario: dict[str, Any], rank: int) -> Hook:
     def at_batch(guard: rollback.Guard | None, position: int) -> None:
         if scenario.get("signal", [])[:2] == [rank, position]:
-            os.kill(os.getpid(), scenario["signal"][2])
+            number, *attempt = scenario["signal"][2:]
+            if not attempt or attempt == [int(os.environ["ROLLBACK_ATTEMPT"])]:
+                os.kill(os.getpid(), number)
         if scenario.get("full_disk") == [rank, position]:
             snapshots.write_direct = refuse
         if scenario.get("flip") == [rank, position] and guard is not None:

@@ -12,6 +12,7 @@ from unittest import mock
 
 from rollback.rundir.manifest import read_manifest
 from rollback.train import restoring
+from rollback.train.reading import Reading
 
 _READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
 
@@ -27,7 +28,7 @@ def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda sha
     """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
     load, attempts = restoring._load, Attempts()
 
-    def load_or_fail(reading: restoring._Reading, *rest: Any) -> str | None:
+    def load_or_fail(reading: Reading, *rest: Any) -> str | None:
         if is_of(reading, name) and where(reading.shards[0].path):
             attempts.count += 1
             if attempts.count <= times:
@@ -44,7 +45,7 @@ def cut_short(name: str) -> Iterator[None]:
     """The first shard of a checkpoint is cut off when it has just been verified, for good."""
     load = restoring._load
 
-    def cut_and_load(reading: restoring._Reading, *rest: Any) -> str | None:
+    def cut_and_load(reading: Reading, *rest: Any) -> str | None:
         shard = reading.shards[0]
         if is_of(reading, name):
             os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])
@@ -54,7 +55,7 @@ def cut_short(name: str) -> Iterator[None]:
         yield
 
 
-def is_of(reading: restoring._Reading, name: str) -> bool:
+def is_of(reading: Reading, name: str) -> bool:
     return read_manifest(reading.shards[0].path.parent, in_slot=True).name == name
 
 

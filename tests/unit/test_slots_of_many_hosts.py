@@ -1,0 +1,234 @@
+"""Two ranks on two hosts, each with memory of its own: what they hold together, and what they restore from it."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from checkpoints import damage
+from rollback.errors import CheckpointDamaged
+from rollback.rundir import slots
+from rollback.rundir.paths import RunPaths, shard_name
+from rollback.rundir.shard import ShardReader
+from rollback.rundir.slots import SlotPaths
+from rollback.rundir.tiers import Located
+from rollback.sentinel import Sentinel
+from rollback.train import ranks as module
+from rollback.train.cursor import cursor_for
+from rollback.train.inventory import InSlot, common, is_enough
+from rollback.train.ranks import Ranks
+from rollback.train.restoring import Place, Restoration, restore, verify
+from rollback.train.rooms import FastTier
+from rollback.train.snapshots import Snapshots
+from rollback.train.state import TrainingState
+
+SLOT = 0
+
+
+class Meeting:
+    """Where ranks that are threads of one process meet: each gets what all have brought."""
+
+    def __init__(self, ranks: int) -> None:
+        self._brought: list[Any] = [None] * ranks
+        self._barrier = threading.Barrier(ranks, timeout=30)
+
+    def exchange(self, rank: int, item: Any) -> list[Any]:
+        self._brought[rank] = item
+        self._barrier.wait()
+        found = list(self._brought)
+        self._barrier.wait()
+        return found
+
+
+class Thread(Ranks):
+    """A rank that is a thread, alone on its host."""
+
+    def __init__(self, rank: int, meeting: Meeting) -> None:
+        super().__init__()
+        self.rank, self.world_size, self.distributed = rank, 2, True
+        self._hosts = ["one", "other"]
+        self._meeting = meeting
+
+    def from_each(self, text: str) -> list[str]:
+        return self._meeting.exchange(self.rank, text)
+
+    def all_of(self, condition: bool) -> bool:
+        return all(self._meeting.exchange(self.rank, condition))
+
+    def _broadcast(self, buffer: Tensor, source: int) -> None:
+        found = self._meeting.exchange(self.rank, buffer)[source].clone()
+        self._meeting.exchange(self.rank, None)
+        buffer.copy_(found)
+
+
+def state_of(seed: int, rank: int) -> TrainingState:
+    """Replicas by their seed, but for what each rank has for itself: buffers that moved."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
+    optimizer = torch.optim.AdamW(model.parameters())
+    model(torch.randn(5, 3)).sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        model[1].running_mean += rank
+    return TrainingState(model, optimizer, {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+
+class TwoHosts:
+    def __init__(self, folder: Path) -> None:
+        meeting = Meeting(2)
+        self.ranks = [Thread(rank, meeting) for rank in range(2)]
+        self._pool = ThreadPoolExecutor(2)
+        self.tiers = []
+        for rank in range(2):
+            (folder / f"memory-{rank}").mkdir()
+            self.tiers.append(slots.tier_of(folder / f"memory-{rank}", "0123456789abcdef"))
+            slots.claim(self.tiers[rank], folder)
+        self.paths = RunPaths(folder / "run")
+        self.saved = [state_of(1, rank) for rank in range(2)]
+        self.name = self.both(self._save)[0]
+
+    def both(self, act: Callable[[int], Any]) -> list[Any]:
+        return [future.result(60) for future in [self._pool.submit(act, rank) for rank in range(2)]]
+
+    def _save(self, rank: int) -> str:
+        ranks, image = self.ranks[rank], self.saved[rank].image()
+        tier = FastTier(self.tiers[rank], rank, leads=True, here=[rank], held={})
+        snapshots = Snapshots(self.paths, ranks, 0, 1, tier)
+        snapshots.expect(image)
+        snapshots.use(1)
+        snapshots.await_ready(image)
+        name = snapshots.begin(image, step=7, batch=7, epoch=0, timeline=0)
+        landing = snapshots.settle()
+        assert landing is not None
+        assert landing.committed
+        snapshots.close()
+        return name
+
+    def place(self, rank: int) -> Place:
+        return Place(self.tiers[rank].slot(SLOT), in_slot=True)
+
+    def restore(self, states: list[TrainingState]) -> list[Restoration]:
+        return self.both(lambda rank: restore(self.name, [self.place(rank)], self.ranks[rank], states[rank]))
+
+
+@pytest.fixture
+def two(tmp_path: Path) -> TwoHosts:
+    return TwoHosts(tmp_path)
+
+
+@pytest.mark.parametrize("parcel", [32 << 20, 13], ids=["large parcels", "small parcels"])
+def test_what_lies_on_two_hosts_is_restored_on_both(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch, parcel: int
+) -> None:
+    monkeypatch.setattr(module, "_PARCEL", parcel)
+    assert [sorted(path.name for path in tier.slot(SLOT).iterdir()) for tier in two.tiers] == [
+        ["manifest.json", shard_name(rank)] for rank in range(2)
+    ]
+    states = [state_of(2, rank) for rank in range(2)]
+    states[1].optimizer.state.clear()  # as in a new process
+    before = [[item.data_ptr() for item in state.model.parameters()] for state in states]
+    versions = [[item._version for item in state.model.parameters()] for state in states]
+    assert [result.place for result in two.restore(states)] == [two.place(rank) for rank in range(2)]
+    for rank, state in enumerate(states):
+        require_equal(state, two.saved[rank])
+        assert [item.data_ptr() for item in state.model.parameters()] == before[rank], "in place"
+        assert all(now._version > then for now, then in zip(state.model.parameters(), versions[rank], strict=True))
+    assert not torch.equal(states[0].model[1].running_mean, states[1].model[1].running_mean), "each rank's own"
+
+
+@pytest.mark.parametrize("fault", ["lost", "flipped", "without its shard", "another by that name", "other hosts"])
+def test_where_one_host_has_not_got_its_part_none_restores_and_nothing_is_touched(two: TwoHosts, fault: str) -> None:
+    slot = two.tiers[1].slot(SLOT)
+    match fault:
+        case "lost":
+            slots.remove(two.tiers[1])
+        case "flipped":
+            damage(slot / shard_name(1))
+        case "without its shard":
+            (slot / shard_name(1)).unlink()
+        case "another by that name":
+            manifest = next(slots_manifest(two.tiers[1]))
+            (slot / "manifest.json").write_bytes(manifest.model_copy(update={"batch": 8}).to_json())
+        case _:
+            two.tiers.reverse()
+    states = [state_of(2, rank) for rank in range(2)]
+    before = [copy.deepcopy(state.model.state_dict()) for state in states]
+    results = two.restore(states)
+    assert [result.place for result in results] == [None, None]
+    assert results[0].fault == results[1].fault != ""
+    for state, values in zip(states, before, strict=True):
+        assert all(torch.equal(value, values[name]) for name, value in state.model.state_dict().items())
+    assert two.both(lambda rank: verify(two.name, [two.place(rank)], two.ranks[rank])) == [results[0].fault] * 2
+
+
+def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits_for_it(
+    two: TwoHosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once: the second try succeeds. For good: the place is no good, on both."""
+    read, failing = ShardReader.read_into, [1]
+
+    def fail(shard: ShardReader, name: str, memory: memoryview) -> None:
+        if shard.path.name == shard_name(1) and failing[0] > 0:
+            failing[0] -= 1
+            raise CheckpointDamaged("the memory fails")
+        read(shard, name, memory)
+
+    monkeypatch.setattr(ShardReader, "read_into", fail)
+    states = [state_of(2, rank) for rank in range(2)]
+    assert all(result.place for result in two.restore(states))
+    for rank, state in enumerate(states):
+        require_equal(state, two.saved[rank])
+    failing[0] = 1000
+    assert [result.fault for result in two.restore(states)] == ["the memory fails"] * 2
+
+
+def test_what_every_host_has_in_the_same_slot_counts() -> None:
+    one, two, three = InSlot(0, "c1", "a"), InSlot(1, "c2", "b"), InSlot(2, "c3", "c")
+    assert common([[one, two, three]]) == ([one, two, three], []), "one host"
+    assert common([[one, two], [two, one]]) == ([one, two], [])
+    assert common([[one, two], [two]]) == ([two], ["c1"]), "it died between two commits"
+    assert common([[one, two], [two, three]]) == ([two], ["c1", "c3"])
+    assert common([[one], []]) == ([], ["c1"]), "it was lost"
+    assert common([[one], [InSlot(0, "c1", "another")]]) == ([], ["c1"])
+    assert common([[one], [InSlot(3, "c1", "a")]]) == ([], ["c1"])
+
+
+def test_slots_count_where_the_ranks_find_their_shards(two: TwoHosts) -> None:
+    (tier, _), name = two.tiers, two.name
+    manifest = next(slots_manifest(tier))
+    place = Located(manifest, tier.slot(SLOT), "fast", SLOT)
+    assert is_enough(place, two.ranks[0])
+    assert not is_enough(place, two.ranks[1]), "they have changed places"
+    alone = Ranks()
+    assert not is_enough(place, alone), "all on one host now"
+    (tier.slot(SLOT) / shard_name(1)).touch()
+    assert is_enough(place, alone)
+    two.ranks[0].world_size = 3
+    assert not is_enough(place, two.ranks[0]), f"{name} is of two ranks"
+
+
+def test_the_shards_of_ranks_that_have_moved_away_leave_a_slot_that_is_written_again(two: TwoHosts) -> None:
+    tier = two.tiers[0]
+    (tier.slot(SLOT) / shard_name(5)).write_bytes(b"of another placement")
+    assert slots.uncommit(tier, SLOT)
+    slots.remove_strangers(tier, SLOT, [0])
+    assert [path.name for path in tier.slot(SLOT).iterdir()] == [shard_name(0)]
+
+
+def slots_manifest(tier: SlotPaths) -> Iterator[Any]:
+    with slots.reading(tier.slot(SLOT)) as manifest:
+        yield manifest
+
+
+def require_equal(state: TrainingState, saved: TrainingState) -> None:
+    assert all(torch.equal(v, saved.model.state_dict()[k]) for k, v in state.model.state_dict().items())
+    for mine, theirs in zip(*(s.optimizer.state_dict()["state"].values() for s in (state, saved)), strict=True):
+        assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
