@@ -116,7 +116,9 @@ class Capture:
             entry = self._layout.entries[name]
             if not item.is_cuda:
                 own.update(self._region.view[entry.start : entry.end])
-        digests = {**self._digests, self._share.rank: own.intdigest()}
+        digests = dict(self._digests)
+        if self._share.rank in self._share.replicas:  # others know nothing of one that stores no parameter
+            digests[self._share.rank] = own.intdigest()
         together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
         on_device = int(self._device_digest) if self._device_digest is not None else 0
         return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
