@@ -1,9 +1,10 @@
-"""The checkpoints of a run: what is on disk, and what the record says of it (`rollback ring list`)."""
+"""The checkpoints of a run: where they are, and what the record says of them (`rollback ring list`)."""
 
 from __future__ import annotations
 
 import os
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
 
@@ -23,16 +24,21 @@ from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.pins import pinned
 from rollback.rundir.remote.told import good_ones_at
 from rollback.rundir.resume import of_present_timeline
-from rollback.rundir.tiers import in_slots
+from rollback.rundir.tiers import TierName, fast_tier_of, look_into_slots
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST = "newest-good", "newest"
+PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
 
 
 class Checkpoint(Entry):
-    """A checkpoint on disk. What only its manifest tells is null where that cannot be believed."""
+    """A checkpoint that there is. What only its manifest tells is null where that cannot be believed."""
 
     checkpoint: str
+    tiers: list[TierName] = Field(
+        description="where it is: `fast`, in memory of this host; `durable`, in the ring; none for one that is "
+        "quarantined. A start looks in this order"
+    )
     step: int
     batch: int | None
     epoch: int | None
@@ -46,7 +52,14 @@ class Checkpoint(Entry):
         "used; unknown: the journal cannot be read"
     )
     pinned: bool
-    fault: str | None = Field(description="what is wrong with its manifest")
+    fault: str | None = Field(description="what is wrong with its manifest, that in the ring where it is in two tiers")
+
+
+class DamagedSlot(Entry):
+    """A slot of the fast tier whose manifest cannot be believed: which checkpoint it held is not known."""
+
+    slot: str
+    fault: str
 
 
 class Listing(Entry):
@@ -55,19 +68,20 @@ class Listing(Entry):
     schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     checkpoints: list[Checkpoint] = Field(description="oldest first")
+    damaged_slots: list[DamagedSlot]
     leftovers: list[str] = Field(
         description="directories of checkpoints in the making or on their way out: of a live run, or of a crash; the "
         "next start removes those of a crash"
     )
     notices: list[str]
 
-    def in_ring(self) -> list[Checkpoint]:
+    def held(self) -> list[Checkpoint]:
         """Those that are not put aside."""
-        return [entry for entry in self.checkpoints if entry.status != "quarantined"]
+        return [entry for entry in self.checkpoints if entry.tiers]
 
 
 def read_listing(root: Path) -> Listing:
-    """All checkpoints of a run directory, by their manifests; no shard is read.
+    """All checkpoints of a run, in the ring and in the fast tier of this host, by their manifests; no shard is read.
 
     A damaged journal costs the status, not the list. Raises UsageError or RunDirectoryError.
     """
@@ -75,65 +89,89 @@ def read_listing(root: Path) -> Listing:
     notices: list[str] = []
     history = _read_history(paths, notices)
     try:
-        sound, damaged = ring.manifests(paths)
+        in_memory, damaged_slots = look_into_slots(paths)
+        in_ring, damaged = ring.manifests(paths)
         # What a live run evicted while we looked is not damaged but gone.
         damaged = {name: fault for name, fault in damaged.items() if paths.checkpoint(name).exists()}
         pins, aside, leftovers = pinned(paths), _quarantined(paths), ring.leftovers(paths)
     except OSError as error:
         raise RunDirectoryError(f"reading {error.filename or root}: {error.strerror or error}") from error
-    present = {manifest.name for manifest in of_present_timeline(history, sound)} if history else set()
-    entries = [_entry(m, _status(m, history, present), m.name in pins) for m in sound]
-    entries += [_without_manifest(name, "damaged", name in pins, fault) for name, fault in damaged.items()]
-    entries += aside
+    fast, durable = {place.name: place.manifest for place in in_memory}, {m.name: m for m in in_ring}
+    sound = fast | durable
+    present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()
+    entries = aside
+    for name in sound.keys() | damaged.keys():
+        tiers: list[TierName] = ["fast"] if name in fast else []
+        tiers += ["durable"] if name in durable or name in damaged else []
+        manifest, pinned_, fault = sound.get(name), name in pins, damaged.get(name)
+        status = _status(manifest, history, present) if manifest else "damaged"
+        entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
     entries.sort(key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
-    held = {entry.checkpoint for entry in entries}
-    notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in held]
-    return Listing(schema=1, directory=str(root), checkpoints=entries, leftovers=leftovers, notices=notices)
+    here = {entry.checkpoint for entry in entries if entry.tiers != ["fast"]}
+    notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in here]
+    notices += _elsewhere(paths, history, here | fast.keys())
+    return Listing(
+        schema=1,
+        directory=str(root),
+        checkpoints=entries,
+        damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
+        leftovers=leftovers,
+        notices=notices,
+    )
 
 
 def read_held(root: Path) -> list[Checkpoint]:
     """The checkpoints of a run that may be gone back to, oldest first: also those in this host's memory alone, and the
     good ones that, by the record, are only at the URL of its ring.
 
-    Those of the ring whose manifest is damaged are left out. Raises as `read_listing`.
+    Raises as `read_listing`.
     """
-    paths = require_run_directory(root)
-    history = _read_history(paths, [])
-    entries = {entry.checkpoint: entry for entry in read_listing(root).in_ring()}
-    in_memory = [place.manifest for place in in_slots(paths) if place.name not in entries]
-    present = {manifest.name for manifest in of_present_timeline(history, in_memory)} if history else set()
-    for manifest in in_memory:
-        entries[manifest.name] = _entry(manifest, _status(manifest, history, present), pinned=False)
-    for point in _at_url(paths):
+    entries = {entry.checkpoint: entry for entry in read_listing(root).held()}
+    for point in _at_url(require_run_directory(root)):
         if point.name not in entries or entries[point.name].status == "damaged":
-            away = _without_manifest(point.name, "good", pinned=False, fault=None)
+            away = _entry(point.name, None, "good")
             entries[point.name] = away.model_copy(update={"batch": point.batch})
     held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
     return sorted(held, key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
 
 
+def has_memory_elsewhere(paths: RunPaths) -> bool:
+    """Whether the run has a fast tier that this host does not see: what it holds is known to the ranks alone."""
+    return paths.fast_pointer.exists() and fast_tier_of(paths) is None
+
+
 def choose(listing: Listing, word: str) -> str:
     """The name of the checkpoint that a word means: a name, `newest-good`, or `newest` (good or candidate).
 
-    Raises UsageError for a name that is not in the ring, NoUsableCheckpoint where there is no such checkpoint.
+    Raises UsageError for a name that is not there, NoUsableCheckpoint where there is no such checkpoint.
     """
-    held = listing.in_ring()
+    held = listing.held()
     if word not in (NEWEST_GOOD, NEWEST):
         if word not in [entry.checkpoint for entry in held]:
             names = " ".join(entry.checkpoint for entry in held) or "none"
-            raise UsageError(
-                f"there is no checkpoint {word} in the ring of {listing.directory}", hint=f"it has {names}"
-            )
+            raise UsageError(f"there is no checkpoint {word} in {listing.directory}", hint=f"it has {names}")
         return word
     wanted = ("good",) if word == NEWEST_GOOD else ("good", "candidate", "unknown")
     suitable = [entry.checkpoint for entry in held if entry.status in wanted]
     if not suitable:
         kind = "good checkpoint" if word == NEWEST_GOOD else "checkpoint that belongs to the run"
         raise NoUsableCheckpoint(
-            f"the ring of {listing.directory} has no {kind}",
+            f"{listing.directory} has no {kind}",
             hint="`rollback ring list` shows what there is; any of it can be named",
         )
     return suitable[-1]
+
+
+def choose_from_ring(listing: Listing, word: str) -> str:
+    """As `choose`, of those that the ring has. Raises as `choose`."""
+    in_memory = [entry.checkpoint for entry in listing.checkpoints if entry.tiers == ["fast"]]
+    if word in in_memory:
+        raise UsageError(
+            f"the checkpoint {word} is not in the ring of {listing.directory}",
+            hint="it is in memory only; it is copied to the ring when it is good and its turn comes",
+        )
+    in_ring = [entry for entry in listing.checkpoints if entry.checkpoint not in in_memory]
+    return choose(listing.model_copy(update={"checkpoints": in_ring}), word)
 
 
 def _at_url(paths: RunPaths) -> list[Held]:
@@ -163,6 +201,16 @@ def _status(manifest: Manifest, history: History | None, present: set[str]) -> S
     return "good" if manifest.name in history.good else "candidate"
 
 
+def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) -> list[str]:
+    """A notice where the run goes on from a checkpoint that cannot be seen from this host."""
+    if history is None or not has_memory_elsewhere(paths):
+        return []
+    known = [name for name in history.committed if name not in history.gone and name not in history.discarded]
+    if not known or known[-1] in here:
+        return []
+    return [f"{known[-1]}, the newest, cannot be seen from here: in memory of another host, at the ring's URL, or lost"]
+
+
 def _quarantined(paths: RunPaths) -> list[Checkpoint]:
     try:
         names = [name for name in os.listdir(paths.quarantine) if parse_checkpoint_name(name)]
@@ -171,16 +219,31 @@ def _quarantined(paths: RunPaths) -> list[Checkpoint]:
     entries = []
     for name in names:
         try:
-            entries.append(_entry(read_manifest(paths.quarantine / name), "quarantined", pinned=False))
+            entries.append(_entry(name, read_manifest(paths.quarantine / name), "quarantined"))
         except CheckpointDamaged as error:
-            entries.append(_without_manifest(name, "quarantined", pinned=False, fault=error.message))
+            entries.append(_entry(name, None, "quarantined", fault=error.message))
     return entries
 
 
-def _entry(manifest: Manifest, status: Status, pinned: bool) -> Checkpoint:
+def _entry(
+    name: str,
+    manifest: Manifest | None,
+    status: Status,
+    *,
+    tiers: Sequence[TierName] = (),
+    pinned: bool = False,
+    fault: str | None = None,
+) -> Checkpoint:
+    if manifest is None:
+        _, step = parse_checkpoint_name(name) or (0, 0)
+        return Checkpoint(
+            checkpoint=name, tiers=list(tiers), step=step, batch=None, epoch=None, timeline=None, attempt=None,
+            created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
+        )  # fmt: skip
     taken = seconds_since_epoch(manifest.created)
     return Checkpoint(
-        checkpoint=manifest.name,
+        checkpoint=name,
+        tiers=list(tiers),
         step=manifest.step,
         batch=manifest.batch,
         epoch=manifest.epoch,
@@ -191,13 +254,5 @@ def _entry(manifest: Manifest, status: Status, pinned: bool) -> Checkpoint:
         bytes=manifest.bytes,
         status=status,
         pinned=pinned,
-        fault=None,
+        fault=fault,
     )
-
-
-def _without_manifest(name: str, status: Status, pinned: bool, fault: str | None) -> Checkpoint:
-    _, step = parse_checkpoint_name(name) or (0, 0)
-    return Checkpoint(
-        checkpoint=name, step=step, batch=None, epoch=None, timeline=None, attempt=None, created=None, age=None,
-        bytes=None, status=status, pinned=pinned, fault=fault,
-    )  # fmt: skip

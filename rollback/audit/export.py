@@ -13,12 +13,13 @@ from rollback.audit.checkpoints import choose, read_listing
 from rollback.audit.verify import misfits
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError
 from rollback.rundir import ring
-from rollback.rundir.contents import Stored, read_contents
+from rollback.rundir.contents import Contents, Stored, read_contents
 from rollback.rundir.durable import sync_directory
-from rollback.rundir.identity import read_identity
-from rollback.rundir.manifest import read_manifest
+from rollback.rundir.identity import Identity, read_identity
+from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import Piece, write_shard
+from rollback.rundir.tiers import held, locate
 
 
 @dataclass(frozen=True)
@@ -47,14 +48,7 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
     _require_place(paths, output, force)
     with ExitStack() as stack:
         try:
-            stack.enter_context(run.shards(name))
-            manifest = read_manifest(paths.checkpoint(name))
-            shards = ring.open_shards(paths, manifest)
-            for shard in shards:
-                stack.callback(shard.close)
-            contents = read_contents(shards)
-            if identity and (differences := misfits(manifest, contents, identity.job)):
-                raise CheckpointDamaged(f"the checkpoint {name} does not fit its run: {differences[0]}")
+            manifest, contents = _open(run, name, identity, stack)
         except CheckpointDamaged as error:
             raise CheckpointDamaged(
                 f"{error.message}; nothing was written",
@@ -72,6 +66,31 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
         size = _write(output, pieces, metadata)
     left_out = [key for key, value in state.items() if not isinstance(value, Stored)]
     return Exported(name, manifest.step, len(state) - len(left_out), size, left_out)
+
+
+def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitStack) -> tuple[Manifest, Contents]:
+    """A verified checkpoint, open until the stack is closed: from the ring, else from memory, where it is held.
+
+    Raises CheckpointDamaged where no place has it sound.
+    """
+    paths, faults = RunPaths(run.root), []
+    places = [place for place in locate(paths) if place.name == name]
+    for place in sorted(places, key=lambda place: place.tier == "fast"):
+        with ExitStack() as attempt:
+            try:
+                attempt.enter_context(run.shards(name) if place.tier == "durable" else held(place))
+                shards = ring.open_shards(place.directory, place.manifest)
+                for shard in shards:
+                    attempt.callback(shard.close)
+                contents = read_contents(shards)
+                if identity and (differences := misfits(place.manifest, contents, identity.job)):
+                    raise CheckpointDamaged(f"the checkpoint {name} does not fit its run: {differences[0]}")
+            except CheckpointDamaged as error:
+                faults.append(error.message)
+            else:
+                stack.enter_context(attempt.pop_all())
+                return place.manifest, contents
+    raise CheckpointDamaged("; ".join(faults) or f"the checkpoint {name} has left {run.name}, or has no sound manifest")
 
 
 def _require_place(paths: RunPaths, output: Path, force: bool) -> None:

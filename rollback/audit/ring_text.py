@@ -8,10 +8,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.checkpoints import Listing
+from rollback.audit.checkpoints import PLACES, Listing
 from rollback.audit.terminal import quoted
 from rollback.audit.text import duration
 from rollback.audit.verify import Verification
+from rollback.rundir.tiers import TierName
 
 _STYLES = {"good": "green", "damaged": "red", "quarantined": "red", "discarded": "dim", "unknown": "yellow"}
 
@@ -20,35 +21,45 @@ def print_listing(console: Console, listing: Listing) -> None:
     """Print a listing: a line for each checkpoint, oldest first."""
     if not listing.checkpoints:
         console.print("no checkpoints")
-    table = _table("checkpoint", "step", "batch", "age", "size", "status")
+    table = _table("checkpoint", "step", "batch", "age", "size", "where", "status")
     for entry in listing.checkpoints:
         status = Text(entry.status, style=_STYLES.get(entry.status, ""))
         if entry.pinned:
             status.append(", pinned", style="bold")
         batch = "?" if entry.batch is None else str(entry.batch)
         age = "?" if entry.age is None else duration(entry.age)
-        table.add_row(quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), status)
+        table.add_row(
+            quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), _where(entry.tiers), status
+        )
     if listing.checkpoints:
         console.print(table)
     _print_faults(console, [(entry.checkpoint, entry.fault) for entry in listing.checkpoints if entry.fault])
+    _print_faults(console, [(entry.slot, entry.fault) for entry in listing.damaged_slots])
     _print_leftovers(console, listing.leftovers)
 
 
 def print_verification(console: Console, verification: Verification) -> None:
     """Print what was found: a line for each checkpoint, then the faults."""
-    table = _table("checkpoint", "step", "size", "status", "")
+    table = _table("checkpoint", "step", "size", "where", "status", "")
     for entry in verification.checkpoints:
         found = Text("intact", style="green") if entry.intact else Text("damaged", style="red")
-        table.add_row(quoted(entry.checkpoint), str(entry.step), size(entry.bytes), entry.status, found)
+        if entry.sound and not entry.intact:
+            found.append(f" in {_where(tier for tier in entry.tiers if tier not in entry.sound)}")
+        where = _where(entry.tiers)
+        table.add_row(quoted(entry.checkpoint), str(entry.step), size(entry.bytes), where, entry.status, found)
     if verification.checkpoints:
         console.print(table)
     faults = [(entry.checkpoint, fault.fault) for entry in verification.checkpoints for fault in entry.faults]
-    _print_faults(console, faults)
+    _print_faults(console, faults + [(entry.slot, entry.fault) for entry in verification.damaged_slots])
     _print_leftovers(console, verification.leftovers)
     total = len(verification.checkpoints)
-    discarded = verification.intact - verification.usable
+    discarded = sum(entry.intact and entry.status == "discarded" for entry in verification.checkpoints)
     also = f" ({discarded} discarded by a rollback)" if discarded else ""
     console.print(f"{verification.intact} of {total} intact{also}")
+
+
+def _where(tiers: Iterable[TierName]) -> str:
+    return ", ".join(PLACES[tier].removeprefix("the ") for tier in tiers)
 
 
 def _print_faults(console: Console, faults: Iterable[tuple[str, str]]) -> None:

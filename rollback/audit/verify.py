@@ -6,6 +6,7 @@ whether what they hold is what the run's job takes. What fails is named; what st
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from rollback.audit.at_url import ReadableRun
-from rollback.audit.checkpoints import Status, choose, read_listing
+from rollback.audit.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
 from rollback.audit.ledger import Entry
 from rollback.errors import CheckpointDamaged, ExitCode
 from rollback.rundir.contents import Contents, Stored, read_contents
@@ -23,23 +24,27 @@ from rollback.rundir.layout import DTYPE_NAME
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.rundir.shard import ShardReader
+from rollback.rundir.tiers import TierName, has_left, host_count, in_slots
 
 
 class Fault(Entry):
     """One thing that is wrong with a checkpoint."""
 
+    tier: TierName
     file: str | None = Field(description="inside the checkpoint; null where it is not one file's")
     fault: str
 
 
 class Verified(Entry):
-    """A checkpoint that was looked at."""
+    """A checkpoint that was looked at, in each tier that has it."""
 
     checkpoint: str
+    tiers: list[TierName] = Field(description="where it was looked at, as in `rollback ring list`")
+    sound: list[TierName] = Field(description="where there is nothing wrong with it: one is enough for a start")
     step: int
     status: Status
     bytes: int | None
-    intact: bool
+    intact: bool = Field(description="in all these tiers")
     faults: list[Fault]
 
 
@@ -50,7 +55,8 @@ class Verification(Entry):
     directory: str
     checkpoints: list[Verified] = Field(description="oldest first")
     intact: int
-    usable: int = Field(description="intact ones that were not discarded")
+    usable: int = Field(description="sound in some tier, and not discarded")
+    damaged_slots: list[DamagedSlot] = Field(description="as in `rollback ring list`; looked at unless names are given")
     leftovers: list[str] = Field(description="as in `rollback ring list`")
     notices: list[str]
 
@@ -59,11 +65,14 @@ class Verification(Entry):
         """0: all are intact. 65: there is none that the run could resume from. 1: some are damaged, and one can."""
         if not self.usable:
             return ExitCode.NO_CHECKPOINT
-        return ExitCode.DONE if self.intact == len(self.checkpoints) else ExitCode.FAILED
+        whole = self.intact == len(self.checkpoints) and not self.damaged_slots
+        return ExitCode.DONE if whole else ExitCode.FAILED
 
 
 def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
-    """Verify the checkpoints that the words mean (see `choose`), by default all in the ring. Changes nothing.
+    """Verify the checkpoints that the words mean (see `choose`), by default all that there are. Changes nothing.
+
+    No slot of the fast tier is held meanwhile: one that the job wants goes away while it is looked at.
 
     Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
     """
@@ -74,65 +83,87 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     notices = list(listing.notices)
     if identity is None:
         notices.append("there is no run.json: whether the tensors are those of the run's model was not looked at")
-    chosen = {choose(listing, word) for word in words} or {entry.checkpoint for entry in listing.in_ring()}
+    chosen = {choose(listing, word) for word in words} or {entry.checkpoint for entry in listing.held()}
     verified = []
-    for entry in listing.in_ring():
+    for entry in listing.held():
         if entry.checkpoint not in chosen:
             continue
-        directory = paths.checkpoint(entry.checkpoint)
-        faults = _faults(run, entry.checkpoint, identity.job if identity else None)
-        if faults and not directory.exists():
-            notices.append(f"{entry.checkpoint} left the ring while it was looked at")
-            continue
-        verified.append(
-            Verified(
-                checkpoint=entry.checkpoint,
-                step=entry.step,
-                status=entry.status,
-                bytes=entry.bytes,
-                intact=not faults,
-                faults=faults,
+        found: dict[TierName, list[Fault]] = {}
+        for tier in entry.tiers:
+            faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None)
+            if faults is None:
+                notices.append(f"{entry.checkpoint} left {PLACES[tier]} while it was looked at")
+            else:
+                found[tier] = faults
+        if found:
+            verified.append(
+                Verified(
+                    checkpoint=entry.checkpoint,
+                    tiers=list(found),
+                    sound=[tier for tier, faults in found.items() if not faults],
+                    step=entry.step,
+                    status=entry.status,
+                    bytes=entry.bytes,
+                    intact=not any(found.values()),
+                    faults=[fault for faults in found.values() for fault in faults],
+                )
             )
-        )
+    if (hosts := host_count(paths)) > 1 and any("fast" in entry.tiers for entry in verified):
+        notices.append(f"the run's memory is that of {hosts} hosts: only the shards of this one were looked at there")
     return Verification(
         schema=1,
         directory=run.name,
         checkpoints=verified,
         intact=sum(entry.intact for entry in verified),
-        usable=sum(entry.intact and entry.status != "discarded" for entry in verified),
+        usable=sum(bool(entry.sound) and entry.status != "discarded" for entry in verified),
+        damaged_slots=[] if words else listing.damaged_slots,
         leftovers=listing.leftovers,
         notices=notices,
     )
 
 
-def _faults(run: ReadableRun, checkpoint: str, job: Job | None) -> list[Fault]:
+def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: Job | None) -> list[Fault] | None:
+    """What is wrong with a checkpoint in a tier; None where it has left that meanwhile."""
+    paths = RunPaths(run.root)
+    if tier == "fast":
+        place = next((place for place in in_slots(paths) if place.name == checkpoint), None)
+        partly = host_count(paths) > 1
+        faults = find_faults(place.directory, tier, job, partly=partly) if place else []
+        return None if place is None or has_left(place) else faults
+    directory = paths.checkpoint(checkpoint)
     try:
         with run.shards(checkpoint):
-            return find_faults(RunPaths(run.root).checkpoint(checkpoint), job)
+            faults = find_faults(directory, tier, job)
     except CheckpointDamaged as error:
-        return [Fault(file=None, fault=error.message)]
+        faults = [Fault(tier=tier, file=None, fault=error.message)]
+    return faults if directory.exists() else None
 
 
-def find_faults(directory: Path, job: Job | None) -> list[Fault]:
-    """Everything that is wrong with a checkpoint; nothing where a restore would succeed."""
+def find_faults(directory: Path, tier: TierName, job: Job | None, *, partly: bool = False) -> list[Fault]:
+    """Everything that is wrong with a checkpoint; nothing where a restore would succeed.
+
+    partly: other hosts have the shards that are not there, so that only those that are can be looked at.
+    """
     try:
-        manifest = read_manifest(directory)
+        manifest = read_manifest(directory, in_slot=tier == "fast")
     except CheckpointDamaged as error:
-        return [Fault(file=MANIFEST, fault=error.message)]
+        return [Fault(tier=tier, file=MANIFEST, fault=error.message)]
     with ExitStack() as stack:
         shards, faults = [], []
         for record in manifest.shards:
+            if partly and not os.path.lexists(directory / record.file):
+                continue
             try:
                 shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
             except CheckpointDamaged as error:
-                faults.append(Fault(file=record.file, fault=error.message))
-        if faults:
+                faults.append(Fault(tier=tier, file=record.file, fault=error.message))
+        if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards)
         except CheckpointDamaged as error:
-            return [Fault(file=None, fault=error.message)]
-        return [Fault(file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
+            return [Fault(tier=tier, file=None, fault=error.message)]
+        return [Fault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
 
 
 def misfits(manifest: Manifest, contents: Contents, job: Job) -> list[str]:

@@ -26,9 +26,10 @@ _VERIFY_CODES = (
 
 @ring.command("list")
 def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
-    """Show all checkpoints, oldest first: step, batch, age, size, and whether they are good.
+    """Show all checkpoints, oldest first: step, batch, age, size, where they are, and whether they are good.
 
-    Reads manifests only, and writes nothing; a running run is not disturbed.
+    Those in the ring and those in memory of this host (the fast tier). Reads manifests only, and writes nothing; a
+    running run is not disturbed.
     """
     from rollback.audit.at_url import readable
     from rollback.audit.checkpoints import read_listing
@@ -52,7 +53,8 @@ def verify(
 ) -> None:
     """Prove checkpoints readable: manifest, sizes, hashes, headers, trees, and that they are this run's model.
 
-    What is wrong is named. Reads every byte, and writes nothing; a running run is not disturbed.
+    In the ring and in memory of this host (the fast tier). What is wrong is named. Reads every byte, and writes
+    nothing; a running run is not disturbed: what it evicts or overwrites meanwhile is named and does not count.
     """
     from rollback.audit.at_url import readable
     from rollback.audit.ring_text import print_verification
@@ -78,7 +80,8 @@ def export(
 ) -> None:
     """Write the model's weights as a plain safetensors file, under the names of `model.state_dict()`.
 
-    Parameters, and the buffers of rank 0. The checkpoint is verified first.
+    Parameters, and the buffers of rank 0. The checkpoint is verified first. One that is only in memory of this host is
+    held there until it is written: the run postpones a snapshot that would need that room.
     """
     from rollback.audit.at_url import readable
     from rollback.audit.export import export as export_model
@@ -93,15 +96,15 @@ def export(
 
 @ring.command()
 def pin(run: _Run, name: Annotated[str, typer.Argument(help=_NAMES, show_default=False)]) -> None:
-    """Keep a checkpoint: a pinned one is never evicted, and does not count against the ring's capacity.
+    """Keep a checkpoint of the ring: a pinned one is never evicted, and does not count against the ring's capacity.
 
-    Works on a running run too.
+    Works on a running run too. One that is in memory only cannot be pinned until it is in the ring.
     """
-    from rollback.audit.checkpoints import choose, read_listing
+    from rollback.audit.checkpoints import choose_from_ring, read_listing
     from rollback.rundir import pins
     from rollback.rundir.paths import RunPaths
 
-    chosen = choose(read_listing(run), name)
+    chosen = choose_from_ring(read_listing(run), name)
     try:
         pins.pin(RunPaths(run), chosen)
     except OSError as error:

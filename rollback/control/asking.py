@@ -19,7 +19,7 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rollback.audit.checkpoints import read_held
+from rollback.audit.checkpoints import has_memory_elsewhere, read_held
 from rollback.audit.ledger import Entry
 from rollback.audit.material import require_run_directory
 from rollback.audit.status import Status, read_status
@@ -30,7 +30,6 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request
-from rollback.rundir.tiers import fast_tier_of
 
 _POLL = 0.1
 _LOOK_FOR_LIFE = 1.0
@@ -84,7 +83,7 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
         )
     held = read_held(run)
     usable = [entry for entry in held if entry.step <= to]
-    elsewhere = status.state in _LIVE and _has_memory_elsewhere(paths)
+    elsewhere = status.state in _LIVE and has_memory_elsewhere(paths)
     if not usable and elsewhere:
         notice = f"no checkpoint at or before step {to} can be seen from this host; the ranks know those in memory too"
         return _submit(paths, status, notice, order="rewind", to=to, skip=skip, who=who, why=why)
@@ -197,11 +196,6 @@ def _standing(run: Path) -> tuple[RunPaths, Status]:
             hint="start a new run, with --skips-of to pass over what was passed over in this one",
         )
     return paths, status
-
-
-def _has_memory_elsewhere(paths: RunPaths) -> bool:
-    """Whether the run has a fast tier that this host does not see: what it holds is known to the ranks alone."""
-    return paths.fast_pointer.exists() and fast_tier_of(paths) is None
 
 
 def _submit(paths: RunPaths, status: Status, notice: str | None, *, who: str, why: str, **order: object) -> Asked:

@@ -81,12 +81,12 @@ def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
     return sound, damaged
 
 
-def open_shards(paths: RunPaths, manifest: Manifest) -> list[ShardReader]:
+def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
     """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
     opened: list[ShardReader] = []
     try:
         for record in manifest.shards:
-            opened.append(ShardReader(paths.checkpoint(manifest.name) / record.file, record.written))
+            opened.append(ShardReader(directory / record.file, record.written))
     except BaseException:
         for reader in opened:
             reader.close()

@@ -63,14 +63,36 @@ def locate(paths: RunPaths) -> list[Located]:
 
 def in_slots(paths: RunPaths) -> list[Located]:
     """What this host's fast tier holds of a run. A slot whose manifest cannot be believed holds nothing."""
-    tier = fast_tier_of(paths)
+    return look_into_slots(paths)[0]
+
+
+def look_into_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
+    """As `in_slots`, and the reason for each slot that is committed by a manifest that cannot be believed.
+
+    No slot is held meanwhile: ranks that want one do not notice.
+    """
     found: list[Located] = []
+    damaged: dict[str, str] = {}
+    if (tier := fast_tier_of(paths)) is None:
+        return found, damaged
     with contextlib.suppress(OSError):
-        for number in tier.numbers() if tier else ():
-            directory = tier.slot(number) if tier else Path()
-            with contextlib.suppress(CheckpointDamaged):
-                found.append(Located(read_manifest(directory, in_slot=True), directory, "fast", number))
-    return found
+        for number in tier.numbers():
+            directory = tier.slot(number)
+            try:
+                if (manifest := _manifest_in(tier, number)) is not None:
+                    found.append(Located(manifest, directory, "fast", number))
+            except CheckpointDamaged as error:
+                damaged[directory.name] = error.message
+    return found, damaged
+
+
+def _manifest_in(tier: SlotPaths, number: int) -> Manifest | None:
+    try:
+        return read_manifest(tier.slot(number), in_slot=True)
+    except CheckpointDamaged:
+        if not slots.is_committed(tier, number):
+            return None
+        return read_manifest(tier.slot(number), in_slot=True)  # it may have been committed between the two looks
 
 
 def is_whole(place: Located) -> bool:
@@ -88,6 +110,20 @@ def held(place: Located) -> Iterator[None]:
         if manifest.name != place.name:
             raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
         yield
+
+
+def has_left(place: Located) -> bool:
+    """Whether a checkpoint is no longer where it was. What was read of it before may be of another one, or of none.
+
+    For readers who must not hold a slot, however long they take: no name comes back to a slot once it has left.
+    """
+    if place.slot is None:
+        return not place.directory.exists()
+    try:
+        manifest = _manifest_in(SlotPaths(place.directory.parent), place.slot)
+    except CheckpointDamaged:
+        return False
+    return manifest is None or manifest.name != place.name
 
 
 def release(paths: RunPaths, durable: Collection[str]) -> bool:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
 import torch
+from attempts import Forker
 from safetensors.torch import load_file
 from torch import nn
-from toy import Toy, facts, train
+from toy import Toy, facts, require_same, train
 from typer.testing import CliRunner
 
 from checkpoints import damage
@@ -16,7 +19,7 @@ from rollback.audit.verify import verify
 from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.events import Attached
-from rollback.rundir import ring
+from rollback.rundir import ring, tiers
 from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import write_shard
@@ -75,6 +78,33 @@ def test_damage_that_verify_names_is_what_the_next_start_passes_over(tmp_path: P
     train(toy, run)
     assert facts(run, Attached)[-1].checkpoint == intact.name
     assert verify(run).exit_code == ExitCode.DONE
+
+
+def test_what_a_crash_leaves_in_memory_alone_is_proved_and_the_next_start_goes_on_from_it(tmp_path: Path) -> None:
+    """The same three faults in slots; the run directory has no checkpoint."""
+    run, memory = tmp_path / "run", tmp_path / "memory"
+    memory.mkdir()
+    toy = Toy().with_settings(fast_tier=str(memory))
+    with Forker() as forker:
+        assert forker.status(toy, run, log=str(tmp_path / "log"), signal=[47, signal.SIGKILL]) == -signal.SIGKILL
+    shutil.rmtree(run / "ring")
+    assert verify(run).exit_code == ExitCode.DONE
+    *_, intact, flipped, missing, truncated = tiers.locate(RunPaths(run))
+    damage(flipped.directory / "rank-00000.safetensors")
+    (missing.directory / "rank-00000.safetensors").unlink()
+    manifest = truncated.directory / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-30])
+    said = CliRunner().invoke(app, ["ring", "verify", str(run)])
+    assert said.exit_code == ExitCode.FAILED, said.output
+    for named, words in (
+        (flipped.name, "has hash"),
+        (missing.name, "No such file"),
+        (truncated.directory.name, "manifest.json is damaged"),
+    ):
+        assert [line for line in said.stdout.splitlines() if named in line and words in line]
+    ended = train(toy, run, log=tmp_path / "log")
+    assert facts(run, Attached)[-1].checkpoint == intact.name
+    require_same(ended, train(Toy(), log=tmp_path / "undisturbed-log"), "went on from memory")
 
 
 @pytest.mark.parametrize("tree", ["[" * 100_000, "{}", "[]", '{"$set": 1}', '{"model": 1}', '{"$tensor": []}'])

@@ -51,7 +51,7 @@ def whole(paths: RunPaths, name: str) -> bool:
     sound, damaged = ring.manifests(paths)
     assert not damaged, damaged
     manifest = next(manifest for manifest in sound if manifest.name == name)
-    readers = ring.open_shards(paths, manifest)
+    readers = ring.open_shards(paths.checkpoint(name), manifest)
     held = [bytes(reader.data(f"w{rank}")) for rank, reader in enumerate(readers)]
     for reader in readers:
         reader.close()

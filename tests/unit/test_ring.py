@@ -114,8 +114,8 @@ def test_a_checkpoint_with_a_fault_in_any_file_is_not_believed(paths: RunPaths, 
         assert "manifest.json" in damaged[faulty]
     else:
         with pytest.raises(CheckpointDamaged, match=file):
-            ring.open_shards(paths, manifests[1])
-        for reader in ring.open_shards(paths, manifests[0]):
+            ring.open_shards(paths.checkpoint(manifests[1].name), manifests[1])
+        for reader in ring.open_shards(paths.checkpoint(manifests[0].name), manifests[0]):
             reader.close()
 
 

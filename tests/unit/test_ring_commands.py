@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,12 +21,13 @@ from rollback.audit.verify import verify
 from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
 from rollback.events import BecameGood, Committed, Quarantined
-from rollback.rundir import pins, ring
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir import pins, ring, slots, tiers
+from rollback.rundir.identity import Job, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal
-from rollback.rundir.manifest import ShardRecord
+from rollback.rundir.manifest import ShardRecord, read_manifest
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.rundir.shard import Piece, write_shard
+from rollback.rundir.slots import SlotPaths
 
 OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
 JOB = Job(
@@ -132,15 +134,16 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     text = command("list", paths.root)
     assert text.exit_code == 0
     rows = [line.split() for line in text.stdout.splitlines()]
-    assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "status"]
+    assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "where", "status"]
     assert rows[1][:3] == [OLD, "10", "20"]
-    assert rows[1][-2:] == ["good,", "pinned"]
+    assert rows[1][-3:] == ["ring", "good,", "pinned"]
     assert ".writing-c000003-s00000040" in text.stdout
     body = json.loads(command("list", paths.root, "--json").stdout)
     assert body["schema"] == 1
     assert [(entry["step"], entry["batch"], entry["pinned"]) for entry in body["checkpoints"]] == [
         (10, 20, True), (20, 40, False), (30, 60, False),
     ]  # fmt: skip
+    assert {tuple(entry["tiers"]) for entry in body["checkpoints"]} == {("durable",)}
     assert body["checkpoints"][0]["bytes"] == sum(p.stat().st_size for p in paths.checkpoint(OLD).glob("*.safetensors"))
     assert body["leftovers"] == [".writing-c000003-s00000040"]
     assert read_only(paths) == before
@@ -273,10 +276,10 @@ def test_an_empty_ring_has_no_usable_checkpoint(tmp_path: Path) -> None:
 def test_what_is_evicted_while_it_is_looked_at_is_no_damage(paths: RunPaths, monkeypatch: pytest.MonkeyPatch) -> None:
     evicting = iter([True])
 
-    def evict_first(directory: Path, job: Job | None) -> Any:
+    def evict_first(*arguments: Any) -> Any:
         if next(evicting, False):
             ring.evict(paths, OLD)
-        return find(directory, job)
+        return find(*arguments)
 
     from rollback.audit import verify as room
 
@@ -286,6 +289,158 @@ def test_what_is_evicted_while_it_is_looked_at_is_no_damage(paths: RunPaths, mon
     assert [entry.checkpoint for entry in found.checkpoints] == [MIDDLE, NEW]
     assert found.notices == [f"{OLD} left the ring while it was looked at"]
     assert found.exit_code == ExitCode.DONE
+
+
+# --- the fast tier ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tier(paths: RunPaths) -> SlotPaths:
+    """The middle one is in a slot too, the newest in a slot only."""
+    identity = read_identity(paths)
+    assert identity is not None
+    tier = slots.tier_of(paths.root.parent, identity.run_id)
+    slots.claim(tier, paths.root)
+    tiers.point_to_fast_tier(paths, tier)
+    for number, name in ((0, MIDDLE), (1, NEW)):
+        tier.slot(number).mkdir(0o700)
+        for file in paths.checkpoint(name).glob("rank-*"):
+            shutil.copy(file, tier.slot(number))
+        slots.commit(tier, number, read_manifest(paths.checkpoint(name)))
+    ring.evict(paths, NEW)
+    return tier
+
+
+def places(entries: list[dict[str, Any]]) -> dict[str, list[str]]:
+    return {entry["checkpoint"]: entry["tiers"] for entry in entries}
+
+
+def test_what_is_in_memory_is_listed_proved_and_taken_out(paths: RunPaths, tier: SlotPaths, tmp_path: Path) -> None:
+    before = read_only(paths)
+    body = json.loads(command("list", paths.root, "--json").stdout)
+    assert places(body["checkpoints"]) == {OLD: ["durable"], MIDDLE: ["fast", "durable"], NEW: ["fast"]}
+    assert statuses(paths) == {OLD: "good", MIDDLE: "good", NEW: "candidate"}
+    rows = [line.split() for line in command("list", paths.root).stdout.splitlines()]
+    assert [row[row.index("KiB") + 1 :] for row in rows[2:4]] == [["memory,", "ring", "good"], ["memory", "candidate"]]
+    said = command("verify", paths.root)
+    assert said.exit_code == 0, said.output
+    assert said.stdout.splitlines()[-1] == "3 of 3 intact"
+    assert command("export", paths.root, "newest", "-o", tmp_path / "out").exit_code == 0
+    assert (load_file_without_bfloat16(tmp_path / "out")["w"] == weights(30)).all()
+    assert read_only(paths) == before
+
+
+def test_a_run_that_has_checkpoints_in_memory_only_has_usable_ones(paths: RunPaths, tier: SlotPaths) -> None:
+    shutil.rmtree(paths.ring)
+    body = json.loads((said := command("verify", paths.root, "--json")).stdout)
+    assert said.exit_code == ExitCode.DONE
+    assert (places(body["checkpoints"]), body["usable"]) == ({MIDDLE: ["fast"], NEW: ["fast"]}, 2)
+
+
+def test_damage_in_memory_is_named_with_its_tier(paths: RunPaths, tier: SlotPaths, tmp_path: Path) -> None:
+    damage(tier.slot(0) / shard_name(1))
+    (tier.slot(1) / shard_name(0)).unlink()
+    body = json.loads((said := command("verify", paths.root, "--json")).stdout)
+    assert said.exit_code == ExitCode.FAILED
+    found = {entry["checkpoint"]: entry for entry in body["checkpoints"]}
+    assert [(fault["tier"], fault["file"]) for fault in found[MIDDLE]["faults"]] == [("fast", shard_name(1))]
+    assert (found[MIDDLE]["sound"], found[NEW]["sound"]) == (["durable"], [])
+    assert (body["intact"], body["usable"]) == (1, 2), "one copy is enough to go on from"
+    assert "damaged in memory" in command("verify", paths.root).stdout
+    assert command("export", paths.root, "newest-good", "-o", tmp_path / "out").exit_code == 0, "from the ring"
+    shutil.rmtree(paths.ring)
+    assert command("verify", paths.root).exit_code == ExitCode.NO_CHECKPOINT
+
+
+def test_a_checkpoint_that_is_damaged_in_the_ring_and_sound_in_memory(paths: RunPaths, tier: SlotPaths) -> None:
+    (paths.checkpoint(MIDDLE) / "manifest.json").write_text("{")
+    (entry,) = [entry for entry in read_listing(paths.root).checkpoints if entry.checkpoint == MIDDLE]
+    assert (entry.status, entry.batch, entry.tiers) == ("good", 40, ["fast", "durable"])
+    assert str(paths.ring) in (entry.fault or "")
+    (found,) = verify(paths.root, [MIDDLE]).checkpoints
+    assert (found.sound, [(fault.tier, fault.file) for fault in found.faults]) == (
+        ["fast"],
+        [("durable", "manifest.json")],
+    )
+
+
+def test_a_slot_whose_manifest_is_truncated_is_named(paths: RunPaths, tier: SlotPaths) -> None:
+    manifest = tier.slot(1) / "manifest.json"
+    manifest.write_bytes(manifest.read_bytes()[:-40])
+    body = json.loads((said := command("verify", paths.root, "--json")).stdout)
+    assert said.exit_code == ExitCode.FAILED
+    assert [slot["slot"] for slot in body["damaged_slots"]] == ["slot-01"]
+    for words in ("list", "verify"):
+        assert f"slot-01: the manifest {manifest} is damaged" in command(words, paths.root).stdout
+    manifest.unlink()
+    assert verify(paths.root).damaged_slots == [], "a slot without one holds nothing"
+
+
+def test_a_job_gets_the_slots_that_are_looked_at(
+    paths: RunPaths, tier: SlotPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The newest is overwritten by one that is whole, the other by one in the making, both while they are read."""
+    shutil.rmtree(paths.ring)
+    later = manifest_of(3, 40).model_copy(update={"shards": read_manifest(tier.slot(1), in_slot=True).shards})
+
+    def use_the_slot(directory: Path, *rest: Any, **more: Any) -> Any:
+        number = int(directory.name[-2:])
+        assert slots.uncommit(tier, number), "held up by a reader"
+        if number == 1:
+            slots.commit(tier, number, later)
+        return find(directory, *rest, **more)
+
+    from rollback.audit import verify as room
+
+    find = room.find_faults
+    monkeypatch.setattr(room, "find_faults", use_the_slot)
+    found = verify(paths.root)
+    assert found.checkpoints == []
+    assert found.notices == [f"{name} left memory while it was looked at" for name in (MIDDLE, NEW)]
+
+
+def test_the_slot_that_is_exported_stays_until_it_is_written(
+    paths: RunPaths, tier: SlotPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from rollback.audit import export as room
+
+    write_out, freed = room.write_shard, []
+
+    def written(*arguments: Any) -> Any:
+        freed.append(slots.uncommit(tier, 1))
+        return write_out(*arguments)
+
+    monkeypatch.setattr(room, "write_shard", written)
+    assert command("export", paths.root, NEW, "-o", tmp_path / "out").exit_code == 0
+    assert freed == [False]
+    assert slots.uncommit(tier, 1)
+
+
+def test_only_what_is_in_the_ring_can_be_pinned(paths: RunPaths, tier: SlotPaths) -> None:
+    assert command("pin", paths.root, "newest").exit_code == 0
+    assert pins.pinned(paths) == [MIDDLE], "the newest in the ring"
+    outcome = command("pin", paths.root, NEW)
+    assert isinstance(outcome.exception, UsageError)
+    assert "in memory only" in (outcome.exception.hint or "")
+
+
+def test_the_shards_that_other_hosts_have_in_memory_are_not_missing(paths: RunPaths, tier: SlotPaths) -> None:
+    tiers.point_to_fast_tier(paths, tier, hosts=2)
+    for number in (0, 1):
+        (tier.slot(number) / shard_name(1)).unlink()
+    found = verify(paths.root)
+    assert found.exit_code == ExitCode.DONE
+    assert "only the shards of this one were looked at" in found.notices[-1]
+    damage(tier.slot(1) / shard_name(0))
+    assert [fault.file for fault in verify(paths.root).checkpoints[-1].faults] == [shard_name(0)]
+
+
+def test_what_is_in_memory_of_another_host_is_told(paths: RunPaths, tier: SlotPaths) -> None:
+    tier.root.rename(paths.root.parent / "elsewhere")
+    listing = read_listing(paths.root)
+    assert [entry.checkpoint for entry in listing.checkpoints] == [OLD, MIDDLE]
+    (notice,) = listing.notices
+    assert notice.startswith(f"{NEW}, the newest, cannot be seen from here")
 
 
 # --- export -----------------------------------------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
     for _ in range(3):
         two.beat()
     (manifest,), _ = ring.manifests(two.paths)
-    readers = ring.open_shards(two.paths, manifest)
+    readers = ring.open_shards(two.paths.checkpoint(manifest.name), manifest)
     (holder,) = [reader for reader in readers if "w" in reader.entries]
     assert torch.frombuffer(bytearray(holder.data("w")), dtype=torch.float32).tolist() == list(range(6))
     assert manifest.name == name
