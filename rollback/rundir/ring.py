@@ -18,6 +18,8 @@ from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name
 from rollback.rundir.pins import is_pinned
 from rollback.rundir.shard import ShardReader
 
+_IN_QUARANTINE = 16  # checkpoints: more than a ring usually holds
+
 
 def begin_writing(paths: RunPaths, name: str) -> Path:
     """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
@@ -116,15 +118,21 @@ def evict(paths: RunPaths, name: str) -> bool:
 def quarantine(paths: RunPaths, name: str) -> None:
     """Move a damaged checkpoint out of the ring, where it can be looked at. Rank 0 only. Raises OSError.
 
-    Only the latest is kept: quarantine must not fill the disk that the ring needs.
+    A disk that refuses for a while makes sound ones look damaged, all that there are perhaps: so they stay. Without any
+    bound quarantine would fill the disk that the ring needs.
     """
-    if paths.quarantine.exists():
-        shutil.rmtree(paths.quarantine)
-    paths.quarantine.mkdir()
+    aside = paths.quarantine / name
+    if aside.exists():  # it was fetched once more since
+        shutil.rmtree(aside)
+    paths.quarantine.mkdir(exist_ok=True)
     sync_directory(paths.root)  # before anything is moved into it
-    os.rename(paths.checkpoint(name), paths.quarantine / name)
+    os.rename(paths.checkpoint(name), aside)
     sync_directory(paths.quarantine)
     sync_directory(paths.ring)
+    others = [(key, path) for path in paths.quarantine.iterdir() if (key := parse_checkpoint_name(path.name))]
+    others = sorted(item for item in others if item[1] != aside)
+    for _, oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
+        shutil.rmtree(oldest, ignore_errors=True)  # once more the next time
 
 
 def leftovers(paths: RunPaths) -> list[str]:

@@ -127,9 +127,10 @@ def test_dying_while_one_is_quarantined_loses_neither_it_nor_a_sound_one(mortal:
         kept = sorted(path.name for path in paths.quarantine.iterdir()) if paths.quarantine.exists() else []
         assert whole(paths, sound)
         assert (bad in held) != (bad in kept)
+        assert worse in kept
         if bad in held:
             ring.quarantine(paths, bad)
         assert ring.names(paths) == [sound]
-        assert [path.name for path in paths.quarantine.iterdir()] == [bad]
+        assert sorted(path.name for path in paths.quarantine.iterdir()) == [bad, worse]
 
     for_every_crash(mortal, tmp_path, prepare, lambda paths: ring.quarantine(paths, bad), judge)

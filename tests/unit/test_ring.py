@@ -125,6 +125,20 @@ def test_an_evicted_checkpoint_is_gone_and_a_quarantined_one_can_be_looked_at(pa
     ring.quarantine(paths, second)
     assert os.listdir(paths.quarantine) == [second]
     ring.quarantine(paths, third)
-    assert os.listdir(paths.quarantine) == [third]
+    assert sorted(os.listdir(paths.quarantine)) == [second, third]
     assert ring.names(paths) == [fourth]
     assert os.listdir(paths.ring) == [fourth]
+
+
+def test_what_a_disk_refuses_for_a_while_stays_in_quarantine_which_has_a_bound(paths: RunPaths) -> None:
+    names = [write_checkpoint(paths, seq, 10 * seq) for seq in range(18)]
+    newest_first = [*names[:0:-1], names[0]]
+    for count, name in enumerate(newest_first, start=1):
+        ring.quarantine(paths, name)
+        assert len(os.listdir(paths.quarantine)) == min(count, 16)
+    assert sorted(os.listdir(paths.quarantine)) == [names[0], *names[3:]], "the one just put aside is among them"
+    again = write_checkpoint(paths, 17, 170)  # fetched from elsewhere, and damaged too
+    ring.quarantine(paths, again)
+    assert len(os.listdir(paths.quarantine)) == 16
+    (paths.quarantine / again).rename(paths.checkpoint(again))
+    assert whole(paths, again), "put back by hand"
