@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -10,11 +9,11 @@ from pathlib import Path
 
 from rollback.audit.at_url import ReadableRun
 from rollback.audit.checkpoints import choose, read_listing
+from rollback.audit.output import replacing
 from rollback.audit.verify import misfits
-from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError
+from rollback.errors import CheckpointDamaged, UsageError
 from rollback.rundir import ring
 from rollback.rundir.contents import Contents, Stored, read_contents
-from rollback.rundir.durable import sync_directory
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
@@ -45,8 +44,9 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
     paths = RunPaths(run.root)
     name = choose(read_listing(run.root), word)
     identity = read_identity(paths)
-    _require_place(paths, output, force)
-    with ExitStack() as stack:
+    if output.is_file() and not force:
+        raise UsageError(f"{output} exists already", hint="--force replaces it")
+    with replacing(output, run.root) as temporary, ExitStack() as stack:
         try:
             manifest, contents = _open(run, name, identity, stack)
         except CheckpointDamaged as error:
@@ -63,7 +63,7 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
         metadata = {"format": "pt", "checkpoint": name, "step": str(manifest.step), "batch": str(manifest.batch)}
         if identity:
             metadata["run_id"] = identity.run_id
-        size = _write(output, pieces, metadata)
+        size = write_shard(temporary, pieces, metadata).size
     left_out = [key for key, value in state.items() if not isinstance(value, Stored)]
     return Exported(name, manifest.step, len(state) - len(left_out), size, left_out)
 
@@ -91,31 +91,3 @@ def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitSta
                 stack.enter_context(attempt.pop_all())
                 return place.manifest, contents
     raise CheckpointDamaged("; ".join(faults) or f"the checkpoint {name} has left {run.name}, or has no sound manifest")
-
-
-def _require_place(paths: RunPaths, output: Path, force: bool) -> None:
-    if paths.root.resolve() in output.resolve().parents:
-        raise UsageError(f"{output} is inside the run directory {paths.root}", hint="write it somewhere else")
-    if not output.parent.is_dir():
-        raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
-    if output.is_dir():
-        raise UsageError(f"{output} is a directory", hint="name the file: -o model.safetensors")
-    if output.exists() and not force:
-        raise UsageError(f"{output} exists already", hint="--force replaces it")
-
-
-def _write(output: Path, pieces: list[Piece], metadata: dict[str, str]) -> int:
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
-        size = write_shard(temporary, pieces, metadata).size
-        try:
-            os.replace(temporary, output)
-        finally:
-            temporary.unlink(missing_ok=True)
-        sync_directory(output.parent)
-    except OSError as error:
-        raise OutputNotWritten(
-            f"writing {output}: {error.strerror or error}",
-            hint="check the permissions and the free space there; nothing is left of it",
-        ) from error
-    return size
