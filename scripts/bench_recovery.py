@@ -33,9 +33,10 @@ IN_PROCESS_BAR = 30.0  # times as fast as by hand
 RELAUNCH_BAR = 0.7  # of the time by hand
 RANKS = 2
 EVERY = 4  # steps between checkpoints
-FAULT = 10  # batch with the fault
-END = 16
-STEP_SECONDS = 1.5  # no step is shorter, so that the job has trained for a while before its fault, as jobs have
+FAULT = {"kill": 10, "nan": 40}  # batch with the fault; a rollback wants a good checkpoint, which takes probation
+PROBATION = 15
+AFTER = 6  # batches
+STEP_SECONDS = 1.5  # before a kill no step is shorter, so that the job has trained for a while, as jobs have
 SCRIPT = Path(__file__)
 WIDTHS = {"full": 3500, "small": 64}
 
@@ -133,7 +134,8 @@ def run_job(kind: str, folder: Path, width: int) -> None:
     layers = [layer for _ in range(4) for layer in (nn.Linear(width, width), nn.Tanh())]
     model = DistributedDataParallel(nn.Sequential(*layers, nn.Linear(width, 1)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-5)
-    inputs = torch.randn(RANKS * 2 * END, width)
+    fault = os.environ["BENCH_FAULT"]
+    inputs = torch.randn(RANKS * 2 * (FAULT[fault] + AFTER), width)
     data = TensorDataset(inputs, inputs.mean(1, keepdim=True))
     loader = DataLoader(data, batch_size=2, sampler=DistributedSampler(data, shuffle=False))
 
@@ -144,14 +146,14 @@ def run_job(kind: str, folder: Path, width: int) -> None:
 
     def step_on(batch: int, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         began = time.monotonic()
-        bad = batch == FAULT and not (folder / "fault").exists()
+        bad = batch == FAULT[fault] and not (folder / "fault").exists()
         if bad and rank == 1:
             mark("fault", batch)
         loss = (model(x) - y).square().mean()
         if bad:
             dist.barrier()  # both ranks have looked
             (folder / "fault").touch()
-            if os.environ["BENCH_FAULT"] == "nan":
+            if fault == "nan":
                 loss = loss * float("nan")
             elif rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -159,7 +161,8 @@ def run_job(kind: str, folder: Path, width: int) -> None:
         optimizer.step()
         optimizer.zero_grad()
         mark("step", batch)
-        time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
+        if fault == "kill":
+            time.sleep(max(0.0, began + STEP_SECONDS - time.monotonic()))
         return loss.detach()
 
     if kind == "plain":
@@ -200,7 +203,13 @@ def train_guarded(model, optimizer, loader, step_on) -> None:  # type: ignore[no
     import rollback
 
     guard = rollback.Guard(
-        model=model, optimizer=optimizer, loader=loader, snapshot_every=EVERY, policy="surgical", evidence_limit=0
+        model=model,
+        optimizer=optimizer,
+        loader=loader,
+        snapshot_every=EVERY,
+        policy="surgical",
+        probation=PROBATION,
+        evidence_limit=0,
     )
     for x, y in guard:
         guard.observe(step_on(guard.batch, x, y))
