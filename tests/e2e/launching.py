@@ -19,7 +19,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 RANK = Path(__file__).parent / "rank.py"
-LIMIT = 60.0  # a wait that is longer than this has failed
+LIMIT = 180.0  # a wait that is longer than this has failed; slow machines with all cores busy take a minute
 
 # One rank in torchrun's place, for tests that are not about torchrun: it takes seconds to import.
 WITHOUT_TORCHRUN = """

@@ -91,7 +91,7 @@ def train_until_the_next_one_waits() -> None:
         return
     supervisor = psutil.Process(int(os.environ["ROLLBACK_SUPERVISOR"].partition(":")[0]))
     torchrun = os.getppid()
-    for step in range(1, 600):
+    for step in range(1, 1500):
         beat(step)
         others = [child.pid for child in supervisor.children() if child.pid != torchrun]
         if others and Path(f"/proc/{others[0]}/comm").read_text() == "spare\n":  # it is through with its imports
