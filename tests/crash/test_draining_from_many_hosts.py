@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 from faulty import new_bucket
@@ -266,6 +267,23 @@ def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pyt
                 assert whole(run.paths, new)
             successor.close()
     assert seen == {1, 2}
+
+
+def test_a_host_that_still_copies_for_a_dead_one_does_not_keep_its_successor_from_starting(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    arriving = run.paths.draining(run.into_slots(1, 10))
+    arriving.mkdir(parents=True)
+    really = os.rmdir
+
+    def rmdir(*args: Any, **kwargs: Any) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            (arriving / "the-part-of-the-other-host").write_bytes(b"")
+        really(*args, **kwargs)
+
+    monkeypatch.setattr(os, "rmdir", rmdir)
+    run.ring_in_run().close()
+    assert not list(run.paths.ring.glob(".*"))
 
 
 def test_good_checkpoints_of_two_hosts_are_drained_and_their_memory_is_given_back(run: Run) -> None:

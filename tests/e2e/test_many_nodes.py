@@ -222,7 +222,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
 
 def verifies(run: RunPaths, name: str) -> bool:
     """Whether a checkpoint of the ring is what its manifest says. Raises CheckpointDamaged where it is not."""
-    for shard in ring.open_shards(run, read_manifest(run.checkpoint(name))):
+    for shard in ring.open_shards(run.checkpoint(name), read_manifest(run.checkpoint(name))):
         shard.close()
     return True
 

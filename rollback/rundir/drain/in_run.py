@@ -7,6 +7,7 @@ import mmap
 import os
 import shutil
 import threading
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -35,7 +36,7 @@ class RingInRun:
         """Remove what an earlier drainer left half written."""
         self._paths.ring.mkdir(parents=True, exist_ok=True)
         for path in self._paths.ring.glob(".draining-*"):
-            shutil.rmtree(path)
+            _remove(path)
         self._others.meet()
 
     def held(self) -> Sequence[str]:
@@ -60,7 +61,7 @@ class RingInRun:
             os.rename(arriving, self._paths.checkpoint(manifest.name))
         except BaseException:
             with contextlib.suppress(OSError):
-                shutil.rmtree(arriving)
+                _remove(arriving)
             raise
         sync_directory(self._paths.ring)
         sync_directory(self._paths.root)
@@ -79,6 +80,14 @@ class RingInRun:
 
     def close(self) -> None:
         self._others.close()
+
+
+def _remove(arriving: Path) -> None:
+    """Remove what is half written. By another name, under which nobody adds to it: another host may be copying its part
+    still, for a drainer that died."""
+    doomed = arriving.with_name(f".draining-{uuid.uuid4().hex}")
+    os.rename(arriving, doomed)
+    shutil.rmtree(doomed)
 
 
 def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
