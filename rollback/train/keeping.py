@@ -191,8 +191,7 @@ class Keeper:
         self._evict_surplus()
 
     def _evict_surplus(self) -> None:
-        """Each tier has its own capacity. That of the ring in the run directory is the drainer's care where there are
-        slots, unless it fills one at a URL."""
+        """Each tier has its own capacity."""
         slots = self._snapshots.slots
         counted = self._snapshots.in_slots if slots else None
         for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
@@ -201,7 +200,7 @@ class Keeper:
             else:
                 self._holdings.drop(name)
             self._evict(name, reason)
-        if slots and self._elsewhere is not None:
+        if slots and self._owns_ring:
             in_ring = {point.name for point in self._holdings.as_held()} - self._snapshots.in_slots
             for name, reason in self._holdings.surplus(self._keep, in_ring):
                 self._holdings.drop(name)
@@ -211,8 +210,13 @@ class Keeper:
         def told(tier: Tier) -> None:
             self._record.note(Evicted(checkpoint=name, reason=reason, tier=tier))
 
-        if name in self._snapshots.in_slots or not self._snapshots.drained or self._elsewhere is not None:
+        if name in self._snapshots.in_slots or self._owns_ring:
             self._snapshots.evict(name, told)
+
+    @property
+    def _owns_ring(self) -> bool:
+        """Whether the ranks evict from the ring in the run directory. Where slots are drained into it, the drainer does."""
+        return not self._snapshots.drained or self._elsewhere is not None
 
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest

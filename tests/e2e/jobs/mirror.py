@@ -8,6 +8,7 @@ import os
 import random
 import signal
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -30,8 +31,20 @@ seen = {
     "cuda": torch.cuda.is_initialized(),
     "environment": sorted(name for name in os.environ if name.startswith(("RANK", "LOCAL", "WORLD", "ROLLBACK"))),
 }
+
+
+def tell() -> None:
+    """At the very end; then wait for the others, whom torchrun would end as soon as this one has failed."""
+    folder = Path(sys.argv[1])
+    (folder / f".{rank}").write_text(json.dumps({"seen": seen, "draws": draws}))
+    (folder / f".{rank}").rename(folder / f"{rank}.json")
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("?.json"))) < int(os.environ["WORLD_SIZE"]) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
+
 draws = [random.random(), float(np.random.rand()), torch.rand(()).item()]
-atexit.register(lambda: Path(sys.argv[1], f"{rank}.json").write_text(json.dumps({"seen": seen, "draws": draws})))
+atexit.register(tell)
 print(f"rank {rank} speaks", end="")
 if len(sys.argv) > 2:
     raise ValueError(sys.argv[2])
