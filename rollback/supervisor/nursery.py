@@ -147,9 +147,12 @@ def _serve(requests: socket.socket) -> None:
             os._exit(0)
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
+            between = os.getpid()
             if (pid := os.fork()) != 0:
                 os.write(writer, str(pid).encode())
                 os._exit(0)
+            while os.getppid() == between:  # whose end a script must not take for torchrun's
+                time.sleep(0.001)
             requests.close()
             os.close(reader)
             os.close(writer)

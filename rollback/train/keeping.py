@@ -215,7 +215,7 @@ class Keeper:
 
     @property
     def _owns_ring(self) -> bool:
-        """Whether the ranks evict from the ring in the run directory. Where slots are drained into it, the drainer does."""
+        """Whether the ranks evict from the run directory's ring: the drainer does, where it drains slots into it."""
         return not self._snapshots.drained or self._elsewhere is not None
 
     def _report_drift(self, landing: Landing) -> None:

@@ -29,6 +29,7 @@ def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path)
     forked, draws, output = seen(tmp_path / "forked")
     started, _, _ = seen(tmp_path / "started", "--no-preload")
     assert forked == started
+    assert all(rank["same parent"] for rank in forked), "it was taken for another's child"
     assert len(set(draws)) == len(draws), "ranks that nobody seeded draw alike"
     assert "ValueError: --planned" in output
     assert "nursery" not in output, "the traceback shows frames that are not the script's"

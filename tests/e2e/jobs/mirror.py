@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+parent = os.getppid()
 rank = os.environ["RANK"]
 seen = {
     "argv": sys.argv[2:],
@@ -36,6 +37,7 @@ seen = {
 def tell() -> None:
     """At the very end; then wait for the others, whom torchrun would end as soon as this one has failed."""
     folder = Path(sys.argv[1])
+    seen["same parent"] = os.getppid() == parent
     (folder / f".{rank}").write_text(json.dumps({"seen": seen, "draws": draws}))
     (folder / f".{rank}").rename(folder / f"{rank}.json")
     deadline = time.monotonic() + 60
