@@ -146,8 +146,9 @@ def alone(script: Script, folder: Path, args: argparse.Namespace, size: int) -> 
                 found["overlapped"][name] = own.blocked()
                 own.finish()
             found["overlapped"][f"{name}: extra memory"] = (peak.bytes - usual.bytes) / size
-        found["lost"]["rollback"], _ = lost(disk)
-        found["restore"]["rollback"] = restored(fast)
+        # Ours are small beside what the machine's own speed drifts by: of some, the middle one.
+        found["lost"]["rollback"] = statistics.median(lost(disk)[0] for _ in range(3))
+        found["restore"]["rollback"] = statistics.median(restored(fast) for _ in range(3))
         for row, values in found.items():
             for name, value in values.items():
                 if turn:
@@ -164,10 +165,13 @@ def ordinary(method: Method) -> None:
 
 
 def lost(method: Method) -> tuple[float, float]:
-    """Loop time lost to one checkpoint until it is durable, and for how long the call blocked."""
+    """Loop time lost to one checkpoint until it is durable, and for how long the call blocked.
+
+    What a step takes without is measured before and behind: the machine's own speed drifts.
+    """
     for _ in range(2):
         method.step()
-    usual = statistics.median(timed(method.step) for _ in range(7))
+    ordinary_steps = [timed(method.step) for _ in range(6)]
     steps, synced = 0, False
     began = time.perf_counter()
     method.save()
@@ -181,12 +185,15 @@ def lost(method: Method) -> tuple[float, float]:
             synced = True
         method.step()
         steps += 1
-    return time.perf_counter() - began - steps * usual, blocked
+    took = time.perf_counter() - began
+    ordinary_steps += [timed(method.step) for _ in range(6)]
+    return took - steps * statistics.fmean(ordinary_steps), blocked
 
 
 def restored(method: Method) -> float:
-    usual = statistics.median(timed(method.step) for _ in range(5))
-    return timed(method.restore) + max(0.0, timed(method.step) - usual)
+    before = [timed(method.step) for _ in range(3)]
+    took = timed(method.restore) + timed(method.step)
+    return took - statistics.fmean([*before, *(timed(method.step) for _ in range(3))])
 
 
 def of_all_ranks(value: float, kind: Any) -> float:

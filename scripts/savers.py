@@ -26,6 +26,7 @@ except ImportError:
     torchsnapshot = None
 
 WIDTH = 1024
+SAMPLES = 64  # of a step: enough for a step to compute more than it moves, as training does
 MEMORY = Path("/dev/shm")
 
 
@@ -36,8 +37,8 @@ class Script:
         torch.manual_seed(0)
         layers = max(1, round(megabytes * 1e6 / 12 / WIDTH**2))
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6)
-        self.x = torch.randn(8, WIDTH)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
+        self.x = torch.randn(SAMPLES, WIDTH)
         self.train_on(self.x)
 
     def train_on(self, x: Tensor) -> Tensor:

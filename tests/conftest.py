@@ -1,13 +1,23 @@
-"""For all tests: one thread in each process, so that sums are added in the same order wherever a job runs."""
+"""For all tests: one thread in each process, so that sums are added in the same order wherever a job runs, and examples
+that are the same in each run, with all the time that a busy machine takes for them."""
 
 from __future__ import annotations
 
 import os
 import signal
+import tempfile
+
+import hypothesis
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
 os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring
+if "TESTS_REGISTER" not in os.environ:  # of processes that are forked warm: see warm.py
+    _register = tempfile.TemporaryDirectory(prefix="rollback-tests-")
+    os.environ["TESTS_REGISTER"] = _register.name
 
 # A shell that starts the tests in the background has them ignore these, and every process of theirs would as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+
+hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("ours")

@@ -1,7 +1,8 @@
 """How tensors lie in a shard: the safetensors format (https://github.com/huggingface/safetensors, README, "Format").
 
-Eight bytes of header length, the JSON header padded with spaces, tensor data without gaps. Tensors are ordered by item
-size, largest first, so that each is aligned. Nothing here knows torch or touches a file.
+Eight bytes of header length, the JSON header padded with spaces, tensor data without gaps. Tensors that fill whole
+pages come first, so that all of them begin at the same place in a page (see `region.copy`), then the others by item
+size, largest first: so each is aligned. Nothing here knows torch or touches a file.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ DTYPE_NAME: Mapping[str, str] = {
     "I64": "int64", "U64": "uint64", "F64": "float64", "C64": "complex64",
 }  # fmt: skip
 """What torch, and run.json with it, calls the type of a code."""
+_PAGE = 4096
 HEADER_LIMIT = 100 << 20  # the library's own limit
 
 PADDING = "padding"
@@ -72,17 +74,25 @@ def lay_out(kinds: Mapping[str, Kind], room: int, size: int | None = None) -> La
     they take more.
     """
     if size is not None:
-        surplus = size - room - sum(prod(shape) * ITEM_SIZE[dtype] for dtype, shape in kinds.values())
+        surplus = size - room - sum(_nbytes(*kind) for kind in kinds.values())
         if surplus < 0:
             raise ValueError(f"{-surplus} bytes more than there is room for")
         kinds = {**kinds, PADDING: ("U8", (surplus,))}
     entries: dict[str, Entry] = {}
     position = room
-    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: (-ITEM_SIZE[item[1][0]], item[0])):
-        nbytes = prod(shape) * ITEM_SIZE[dtype]
+    for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: _rank(*item)):
+        nbytes = _nbytes(dtype, shape)
         entries[name] = Entry(dtype, shape, position, nbytes)
         position += nbytes
     return Layout(entries, room, position)
+
+
+def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
+    return prod(shape) * ITEM_SIZE[dtype]
+
+
+def _rank(name: str, kind: Kind) -> tuple[bool, bool, int, str]:
+    return name == PADDING, _nbytes(*kind) % _PAGE > 0, -ITEM_SIZE[kind[0]], name
 
 
 def room_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
@@ -120,7 +130,7 @@ def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, st
         shape = tuple(item["shape"])
         if not all(type(number) is int and number >= 0 for number in (*shape, start, end)):
             raise ValueError(f"tensor {name!r} has a size that is not a natural number")
-        if start != position or end - start != prod(shape) * ITEM_SIZE[item["dtype"]]:
+        if start != position or end - start != _nbytes(item["dtype"], shape):
             raise ValueError(f"tensor {name!r} does not lie where its dtype and shape say")
         entries[name] = Entry(item["dtype"], shape, base + start, end - start)
         position = end

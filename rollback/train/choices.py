@@ -102,8 +102,12 @@ def capture_mode(on_device: bool, cores: int, ranks_on_host: int, threads: int) 
 
 
 def usual_capture_mode(on_device: bool, ranks: Ranks) -> tuple[CaptureMode, str]:
-    cores = min(len(os.sched_getaffinity(0)), _quota())
-    return capture_mode(on_device, cores, len(ranks.on_this_host), torch.get_num_threads())
+    return capture_mode(on_device, cores_here(), len(ranks.on_this_host), torch.get_num_threads())
+
+
+def cores_here() -> int:
+    """That this process, and with it the others of its host, may use."""
+    return min(len(os.sched_getaffinity(0)), _quota())
 
 
 def _quota() -> int:

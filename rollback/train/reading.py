@@ -10,7 +10,8 @@ objects have no such tensor (the optimizer of a new process has no state), one i
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from rollback.rundir.manifest import Manifest
 from rollback.rundir.shard import ShardReader
 from rollback.train import tree
 from rollback.train.capture import bytes_of
+from rollback.train.choices import cores_here
 from rollback.train.ranks import Ranks
 from rollback.train.state import TrainingState
 from rollback.train.worlds import adopt, source_of
@@ -60,7 +62,8 @@ class Whole:
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
         live = state.live_tensors()
-        shared, local = self._decode(lambda shard, key: _read(shard, key, live.get(key)))
+        with _reading(ranks) as reads:
+            shared, local = self._decode(lambda shard, key: reads.want(shard, key, live.get(key)))
         state.load(shared, adopt(local, self._rank, len(self.shards)))
         return None
 
@@ -136,10 +139,11 @@ class Parted:
         local: Any = None
         fault: str | None = None
         try:
-            for key in self._wanted:
-                if self._owner[key] == ranks.rank:
-                    found[key] = _read(self._shard, key, live.get(key))
-            local = tree.decode(self._local, lambda key: _read(self._shard, key, live.get(key)))
+            with _reading(ranks) as reads:
+                for key in self._wanted:
+                    if self._owner[key] == ranks.rank:
+                        found[key] = reads.want(self._shard, key, live.get(key))
+                local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
         except CheckpointDamaged as error:
             fault = error.message
         # Before anybody waits for a tensor that does not come.
@@ -199,15 +203,43 @@ def _fresh(kind: Kind) -> Tensor:
     return torch.empty(shape, dtype=tree.DTYPE[dtype])
 
 
-def _read(shard: ShardReader, key: str, present: Tensor | None) -> Tensor:
-    """A tensor with what is stored: the present one if it is of that kind, else a new one, which nobody else has."""
-    entry = shard.entries[key]
-    kind = entry.dtype, entry.shape
-    present = _fitting(present, kind)
-    if present is not None and not present.is_cuda and present.is_contiguous():
-        shard.read_into(key, bytes_of(present))
-        torch.autograd.graph.increment_version(present)
-        return present
-    fresh = _fresh(kind)
-    shard.read_into(key, bytes_of(fresh))
-    return fresh if present is None else present.copy_(fresh)
+class _Reads:
+    """Tensors that are to be read from shards into memory."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[ShardReader, str, memoryview]] = []
+
+    def want(self, shard: ShardReader, key: str, present: Tensor | None) -> Tensor:
+        """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
+        else has."""
+        entry = shard.entries[key]
+        kind = entry.dtype, entry.shape
+        present = _fitting(present, kind)
+        if present is not None and (present.is_cuda or not present.is_contiguous()):
+            fresh = _fresh(kind)
+            shard.read_into(key, bytes_of(fresh))
+            return present.copy_(fresh)
+        target = _fresh(kind) if present is None else present
+        self.wanted.append((shard, key, bytes_of(target)))
+        if present is not None:
+            torch.autograd.graph.increment_version(present)
+        return target
+
+
+@contextmanager
+def _reading(ranks: Ranks) -> Iterator[_Reads]:
+    """Behind the body all that is wanted has been read, by all cores: nothing else runs while a state is restored.
+
+    Raises CheckpointUnreadable; nobody reads any more then either.
+    """
+    reads = _Reads()
+    yield reads
+    threads = max(1, cores_here() // len(ranks.on_this_host))
+    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
+        for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
+            ended.result()
+
+
+def _read_all(wanted: Sequence[tuple[ShardReader, str, memoryview]]) -> None:
+    for shard, key, memory in wanted:
+        shard.read_into(key, memory)

@@ -9,7 +9,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, Scenarios
+from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, facts, require_same
 
 from rollback.events import Attached, AttemptEnded, Incident
@@ -111,9 +110,7 @@ def test_a_rank_of_two_killed_at_random_moments_under_launch(tmp_path: Path) -> 
 def _launch(toy: Toy, run: Path) -> subprocess.Popen[str]:
     scenarios = Scenarios(run.parent)
     scenarios.add(run.name, toy)
-    command = [
-        sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path),
-    ]  # fmt: skip
+    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     return subprocess.Popen(
         command, cwd=run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT

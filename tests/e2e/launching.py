@@ -38,6 +38,7 @@ class Launch:
     def __init__(self, folder: Path, with_torchrun: bool, script: Path = RANK) -> None:
         self.folder = folder
         self.script = script
+        self.python = [sys.executable]
         self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
         self.run = folder / "runs" / script.stem
         self.paths = RunPaths(self.run)
@@ -47,7 +48,7 @@ class Launch:
     def start(self, arguments: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
         """Start the script with `arguments`, separated by blanks, under `rollback launch` with `flags`."""
         flags = ("--nproc", str(ranks), *flags)
-        command = [sys.executable, *self.program, "launch", *flags, str(self.script), *arguments.split()]
+        command = [*self.python, *self.program, "launch", *flags, str(self.script), *arguments.split()]
         environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
         process = subprocess.Popen(

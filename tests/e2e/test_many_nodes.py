@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,7 +15,7 @@ from pathlib import Path
 import hosts
 import pytest
 from hosts import CABLE, Host, two_hosts
-from job_results import JOB, Scenarios
+from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
 from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
 
@@ -51,7 +50,7 @@ class Nodes:
 
     def start(self, node: int, behaviour: str, *flags: str) -> subprocess.Popen[bytes]:
         command = [
-            sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run", str(self.run), *flags, str(RANK), behaviour,
         ]  # fmt: skip
         environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1"}
@@ -154,7 +153,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
 
     def launch(host: Host, node: int) -> None:
         command = [
-            sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", "10.77.0.1:29400", "--run", str(run.root), str(JOB), str(scenarios.path),
         ]  # fmt: skip
         environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto"}
@@ -205,7 +204,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
     with two_hosts() as both, open(tmp_path / "output", "a") as output:
         for node, host in enumerate(both):
             command = [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                *WARM_PYTHON, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
                 "--nproc-per-node=1", "--rdzv-endpoint=10.77.0.1:29400", str(JOB), str(scenarios.path),
             ]  # fmt: skip
             host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, ENV_FAST_TIER: "auto"}, tmp_path, output)

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 from attempts import Forker
-from job_results import JOB, Scenarios
+from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from toy import Toy, facts, require_same
 
@@ -127,7 +127,7 @@ def is_training(run: Path) -> bool:
 
 
 def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
+    command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
     return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 from asking import answers, hand_in
-from job_results import JOB, Scenarios
+from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT
 from test_many_nodes import Nodes, nodes_of, supervisors_facts, wait_for
 from toy import Toy, facts, require_same, skipped
@@ -66,7 +65,7 @@ def codes(nodes: Nodes, scenarios: Path) -> list[int]:
     started = []
     for node in range(2):
         command = [
-            sys.executable, "-m", "rollback", "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", f"127.0.0.1:{nodes.port}", "--run", str(nodes.run), str(JOB), str(scenarios),
         ]  # fmt: skip
         with open(nodes.folder / f"output-{node}", "ab") as output:

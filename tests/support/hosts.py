@@ -40,6 +40,8 @@ class Host:
         names, resolver = folder / "hosts", folder / "resolv.conf"
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.all_hosts))
         resolver.write_text("")
+        register = folder / f"register-{self.name}"  # each host counts its own pids
+        register.mkdir(exist_ok=True)
         setup = (
             'hostname "$1"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$2" /etc/hosts; '
             'mount --bind "$3" /etc/resolv.conf; shift 3; exec "$@"'
@@ -48,7 +50,8 @@ class Host:
         self._process = subprocess.Popen(
             ["ip", "netns", "exec", self.name, *new, "sh", "-c", setup, "sh", self.name, str(names), str(resolver),
              *command],
-            cwd=folder, env={**os.environ, **environment}, text=True, stdout=output, stderr=output,
+            cwd=folder, env={**os.environ, "TESTS_REGISTER": str(register), **environment}, text=True, stdout=output,
+            stderr=output,
         )  # fmt: skip
 
     def wait(self, timeout: float) -> int:

@@ -12,6 +12,9 @@ from typing import Any
 from toy import Toy
 
 JOB = Path(__file__).parent / "job.py"
+WARM_PYTHON = [sys.executable, str(Path(__file__).parent / "warm.py")]
+"""A Python that has torch imported, and whose processes have, too."""
+LAUNCH = [*WARM_PYTHON, "-m", "rollback", "launch", "--no-preload"]
 LIMIT = 120.0
 
 
@@ -33,7 +36,7 @@ class Scenarios:
 
     def torchrun(self, ranks: int) -> str:
         """Start it all under torchrun, wait for the end, and return what it printed."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [*WARM_PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         done = subprocess.run(
             [*command, str(JOB), str(self.path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

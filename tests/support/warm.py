@@ -2,7 +2,8 @@
 
 Nine tenths of an attempt of a toy job are imports. `WarmPython` stands in for `subprocess.Popen` and does everything
 else as the real thing: the supervisor, torchrun and each rank are processes of their own, with the sessions, the
-environments and the signals that they would have.
+environments and the signals that they would have. As a program, `python warm.py [-u] -m MODULE | -c CODE | SCRIPT ...`
+is what Python would be, and all that it starts is forked: give `rollback launch` `--no-preload` then.
 
 What a fork does otherwise than an exec is put right here: handlers and open files (among them the lock of the run
 directory) are not passed on, and `psutil.Process.environ`, which reads what a process was exec'ed with, is answered
@@ -32,11 +33,13 @@ import rollback
 from rollback.supervisor import host
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
-_register = Path(tempfile.gettempdir())
+ENV_REGISTER = "TESTS_REGISTER"
+_register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
 
 
 def warm_up(register: Path) -> None:
-    """Import what attempts import. `register`: an empty folder for the environments of those that are forked."""
+    """Import what attempts import. `register`: a folder for the environments of those that are forked, which outlives
+    them: a supervisor looks for what a killed one has left."""
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
     assert rollback.Guard
@@ -48,7 +51,7 @@ def warm_up(register: Path) -> None:
 def environment_of(process: psutil.Process) -> dict[str, str]:
     """Environment of a process that was started warm (its ROLLBACK_ variables) or not. Raises psutil.Error."""
     try:
-        lines = (_register / str(process.pid)).read_text().splitlines()
+        lines = _entry(process).read_text().splitlines()
     except FileNotFoundError:
         return _environ(process)
     return dict(line.split("=", 1) for line in lines)
@@ -59,11 +62,16 @@ _environ = psutil.Process.environ
 
 def _enter_register() -> None:
     lines = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("ROLLBACK_")]
-    (_register / str(os.getpid())).write_text("\n".join(lines))
+    _entry(psutil.Process()).write_text("\n".join(lines))
+
+
+def _entry(process: psutil.Process) -> Path:
+    """A pid is used again."""
+    return _register / f"warm-{process.pid}-{process.create_time()}"
 
 
 class WarmPython:
-    """What is used of `subprocess.Popen`, for commands that begin with this Python: `-m MODULE` or `[-u] SCRIPT`."""
+    """What is used of `subprocess.Popen`, for commands that begin with this Python."""
 
     def __init__(
         self,
@@ -159,6 +167,9 @@ def _run_python(arguments: list[str]) -> None:
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+    elif arguments[0] == "-c":
+        sys.argv = ["-c", *arguments[2:]]
+        exec(arguments[1], {"__name__": "__main__"})
     else:
         sys.argv = arguments
         sys.path.insert(0, str(Path(arguments[0]).parent))
@@ -179,3 +190,10 @@ def _exit_status(program: Callable[[], None]) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
     return 0
+
+
+if __name__ == "__main__":
+    warm_up(_register)
+    _start_warm_from_here()
+    _enter_register()
+    os._exit(_exit_status(lambda: _run_python(sys.argv[1:])))

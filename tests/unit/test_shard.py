@@ -18,7 +18,7 @@ from safetensors.numpy import load_file, save_file
 
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import durable
-from rollback.rundir.layout import ITEM_SIZE
+from rollback.rundir.layout import ITEM_SIZE, PADDING, lay_out
 from rollback.rundir.shard import Piece, ShardReader, Written, write_shard
 
 NUMPY = {
@@ -99,6 +99,29 @@ def test_we_read_what_the_library_wrote(tmp_path: Path, content: list[Piece]) ->
     with ShardReader(path, written_as(path.read_bytes())) as reader:
         assert reader.metadata == {"made": "there"}
         assert {name: bytes(reader.data(name)) for name in reader.entries} == {p.name: bytes(p.data) for p in content}
+
+
+@given(
+    st.dictionaries(
+        st.text(min_size=1, max_size=4),
+        st.tuples(st.sampled_from(sorted(ITEM_SIZE)), st.sampled_from([(), (0,), (3,), (1024,), (8, 512), (4096,)])),
+    ),
+    st.integers(0, 9000),
+)
+def test_every_tensor_is_aligned_and_those_of_whole_pages_begin_at_one_place_in_a_page(
+    kinds: dict[str, tuple[str, tuple[int, ...]]], spare: int
+) -> None:
+    room = 4096 + 64
+    layout = lay_out(kinds, room, lay_out(kinds, room).size + spare)
+    for name, entry in layout.entries.items():
+        assert entry.start % ITEM_SIZE[entry.dtype] == 0
+        if entry.nbytes % 4096 == 0 and name != PADDING:
+            assert entry.start % 4096 == 64
+    assert (
+        max(layout.entries.values(), key=lambda entry: (entry.start, entry.nbytes)).end
+        == layout.size
+        == (layout.entries[PADDING].end)
+    )
 
 
 def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
