@@ -26,6 +26,8 @@ pytestmark = [
 ]
 RECIPES = Path(__file__).parents[2] / "launch" / "slurm"
 LIMIT = 240.0
+SETTLED = 3.0
+"""Seconds after a requeue: slurmd refuses a start in the same second as the end, as one that was revoked."""
 TOY = Toy(
     samples=4000, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(60, 700), nan_rank=1,
     patient=False, settings={
@@ -69,14 +71,16 @@ class Job:
 
     def wait_until(self, what: str, condition: object) -> None:
         deadline = time.monotonic() + LIMIT
-        bad = 0
+        bad, requeued = 0, time.monotonic()
         while not condition():  # type: ignore[operator]
             state = self.cluster.job(self.number)
             # A job that is being requeued is shown as failed for a moment.
             bad = bad + 1 if state.get("JobState") in ("FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL") else 0
-            assert bad < 50, f"not {what}: {state}\n{self.told()}"
+            assert bad < 50, f"not {what}: {state}\n{self.told()}\n{self.cluster.logs()}"
             assert time.monotonic() < deadline, f"not {what}: {state}\n{self.told()}\n{self.cluster.logs()}"
-            if state.get("JobState") == "PENDING" and int(state.get("Restarts", 0)) > 0:
+            if state.get("JobState") != "PENDING" or int(state.get("Restarts", 0)) == 0:
+                requeued = time.monotonic()
+            elif time.monotonic() - requeued > SETTLED:
                 self.cluster.run("scontrol", "update", f"JobId={self.number}", "StartTime=now")
             time.sleep(0.2)
 
