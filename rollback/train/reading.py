@@ -211,7 +211,7 @@ class _Reads:
 
     def want(self, shard: ShardReader, key: str, present: Tensor | None) -> Tensor:
         """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
-        else has."""
+        else has. Decoding a tree puts tensors in their places and looks into none."""
         entry = shard.entries[key]
         kind = entry.dtype, entry.shape
         present = _fitting(present, kind)
