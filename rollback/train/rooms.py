@@ -127,9 +127,14 @@ class FastTier:
                 self._tend(number)
 
     def fit(self, size: int) -> None:
+        # Only the next one, as ever: to have the pages of all slots there at once would take the memory's whole
+        # bandwidth for seconds, just when training begins.
         self._size = size
-        for number in self._free():
-            self._tend(number)
+        free = self._free()
+        for number in free:
+            self._jobs.pop(number, None)
+        if free:
+            self._tend(free[0])
 
     def ready(self) -> bool:
         free = self._free()
