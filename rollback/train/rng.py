@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import random
 import sys
+from array import array
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -161,7 +162,7 @@ def _set_cpu_states(states: _CpuStates) -> None:
 def _to_tree(states: _CpuStates) -> dict[str, Any]:
     version, words, gauss_next = states.python
     tree: dict[str, Any] = {
-        "python": {"version": version, "words": torch.tensor(words), "gauss_next": gauss_next},
+        "python": {"version": version, "words": _int64(array("q", words)), "gauss_next": gauss_next},
         "numpy": None,
         "torch": states.torch.clone(),
     }
@@ -169,12 +170,17 @@ def _to_tree(states: _CpuStates) -> dict[str, Any]:
         algorithm, words, position, has_gauss, gauss = states.numpy
         tree["numpy"] = {
             "algorithm": str(algorithm),
-            "words": torch.tensor([int(word) for word in words]),
+            "words": _int64(words.astype("int64")),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),
         }
     return tree
+
+
+def _int64(words: Any) -> torch.Tensor:
+    """As a tensor, without a look at each of them: a snapshot waits for this."""
+    return torch.frombuffer(words, dtype=torch.int64)
 
 
 def _from_tree(tree: dict[str, Any]) -> _CpuStates:
