@@ -11,9 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
-import xxhash
-
 from rollback.rundir.durable import write_all
+from rollback.rundir.hashing import ShardHash
 from rollback.rundir.region import address_of
 from rollback.rundir.shard import Written, chunks
 
@@ -28,7 +27,7 @@ def write_direct(path: Path, data: memoryview) -> Written:
     data: best at an address that is a multiple of BLOCK (a `Region`'s view, a mapped file). It must not change
     meanwhile. Raises OSError; a partial file is removed. The directory is not synced.
     """
-    digest = xxhash.xxh3_128()
+    digest = ShardHash()
     fd = _create(path)
     try:
         if not _is_aligned(data):

@@ -23,15 +23,15 @@ class ShardRecord(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
     file: str
     size: int = Field(ge=8)
-    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+    hash: str = Field(pattern=r"^[0-9a-f]{32}$")
 
     @classmethod
     def of(cls, rank: int, written: Written) -> ShardRecord:
-        return cls(file=shard_name(rank), size=written.size, xxh3_128=written.digest)
+        return cls(file=shard_name(rank), size=written.size, hash=written.digest)
 
     @property
     def written(self) -> Written:
-        return Written(self.size, self.xxh3_128)
+        return Written(self.size, self.hash)
 
 
 class Manifest(BaseModel):

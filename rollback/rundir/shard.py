@@ -21,6 +21,7 @@ import xxhash
 
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.durable import write_all
+from rollback.rundir.hashing import ShardHash, hash_of, hash_pieces
 from rollback.rundir.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
 from rollback.rundir.region import address_of, copy
 
@@ -42,7 +43,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Written:
-    """Size in bytes and xxh3_128 of a file that was written."""
+    """Size in bytes and hash (`hashing`) of a file that was written."""
 
     size: int
     digest: str
@@ -53,7 +54,7 @@ def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]
     named = {piece.name: piece for piece in pieces}
     kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
     layout = lay_out(kinds, room_for(kinds, metadata))
-    digest = xxhash.xxh3_128()
+    digest = ShardHash()
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
     try:
         for block in _blocks(layout, named, metadata):
@@ -93,11 +94,17 @@ class ShardReader:
     says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
     gaps or overlaps. Raises CheckpointDamaged; CheckpointUnreadable where the disk fails.
 
-    memory: the same file in memory (the fast tier's), where the caller has it mapped anyway.
+    memory: the same file in memory (the fast tier's), where the caller has it mapped anyway. threads: that hash.
     """
 
     def __init__(
-        self, path: Path, expected: Written, *, hashed: bool = False, memory: memoryview | None = None
+        self,
+        path: Path,
+        expected: Written,
+        *,
+        hashed: bool = False,
+        memory: memoryview | None = None,
+        threads: int = 1,
     ) -> None:
         self.path = path
         self._memory = memory if memory is not None and len(memory) == expected.size else None
@@ -112,7 +119,7 @@ class ShardReader:
             if status.st_size != expected.size or expected.size < 8:
                 raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
             self._size = expected.size
-            if not hashed and (found := self._hash()) != expected.digest:
+            if not hashed and (found := self._hash(threads)) != expected.digest:
                 raise CheckpointDamaged(f"the shard {path} has hash {found}; {expected.digest} was written")
             self.entries, self.metadata = self._parse_header()
         except BaseException:
@@ -166,15 +173,18 @@ class ShardReader:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
             done += got
 
-    def _hash(self) -> str:
+    def _hash(self, threads: int) -> str:
         if self._memory is not None:
-            return xxhash.xxh3_128(self._memory).hexdigest()
-        digest, memory = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, self._size)))
-        for start in range(0, self._size, _CHUNK):
-            part = memory[: min(_CHUNK, self._size - start)]
-            self._fill(part, start)
+            return hash_of(self._memory, threads)
+        return hash_pieces(self._size, self._hash_piece, threads)
+
+    def _hash_piece(self, start: int, end: int) -> bytes:
+        digest, memory = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, end - start)))
+        for begin in range(start, end, _CHUNK):
+            part = memory[: min(_CHUNK, end - begin)]
+            self._fill(part, begin)
             digest.update(part)
-        return digest.hexdigest()
+        return digest.digest()
 
     def _parse_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
         length = memoryview(bytearray(8))

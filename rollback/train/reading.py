@@ -31,6 +31,8 @@ from rollback.train.ranks import Ranks
 from rollback.train.state import TrainingState
 from rollback.train.worlds import adopt, source_of
 
+_MOST_THREADS = 16  # that one rank reads with, however many cores it has: some take all that a memory can give
+
 
 class Whole:
     """All shards of a checkpoint, verified by the ranks of this host between them.
@@ -43,11 +45,12 @@ class Whole:
         self._rank = ranks.rank
         self.shards: list[ShardReader] = []
         try:
-            here = ranks.on_this_host
+            here, threads = ranks.on_this_host, _threads(ranks)
             for number, record in enumerate(manifest.shards):
                 others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
                 own = memory if number == ranks.rank else None
-                self.shards.append(ShardReader(directory / record.file, record.written, hashed=others, memory=own))
+                path = directory / record.file
+                self.shards.append(ShardReader(path, record.written, hashed=others, memory=own, threads=threads))
             with _in_words(manifest.name):
                 self._shared = json.loads(self.shards[0].metadata["shared"])
                 self._local = json.loads(self._own.metadata["local"])
@@ -97,7 +100,7 @@ class Parted:
         self._owner: dict[str, int] = {}
         self._kinds: dict[str, Kind] = {}
         self._wanted: list[str] = []
-        self._shard = ShardReader(directory / record.file, record.written, memory=memory)
+        self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=_threads(ranks))
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
@@ -226,15 +229,16 @@ class _Reads:
         return target
 
 
+def _threads(ranks: Ranks) -> int:
+    """That read at once: all cores, between the ranks of a host, since nothing else runs while a state is restored."""
+    return min(max(1, cores_here() // len(ranks.on_this_host)), _MOST_THREADS)
+
+
 @contextmanager
 def _reading(ranks: Ranks) -> Iterator[_Reads]:
-    """Behind the body all that is wanted has been read, by all cores: nothing else runs while a state is restored.
-
-    Raises CheckpointUnreadable; nobody reads any more then either.
-    """
-    reads = _Reads()
+    """Behind the body all that is wanted has been read. Raises CheckpointUnreadable; nobody reads any more then."""
+    reads, threads = _Reads(), _threads(ranks)
     yield reads
-    threads = max(1, cores_here() // len(ranks.on_this_host))
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
         for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
             ended.result()

@@ -13,12 +13,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 from functools import partial
 
-import xxhash
-
 from rollback.errors import RollbackError
 from rollback.events import Tier
 from rollback.rundir import ring, slots
 from rollback.rundir.direct import write_direct
+from rollback.rundir.hashing import hash_of
 from rollback.rundir.layout import lay_out, room_for
 from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
@@ -286,7 +285,7 @@ class Snapshots:
         if copied is not None:
             copied.result()
         if flight.tier == "fast":
-            written = Written(region.size, xxhash.xxh3_128(region.view).hexdigest())
+            written = Written(region.size, hash_of(region.view))
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)

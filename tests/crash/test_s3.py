@@ -14,6 +14,7 @@ from toy import Toy, facts, require_same, train
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode, RingUnavailable
 from rollback.events import Attached, Committed, DrainFailed, Fetched, Restored
+from rollback.rundir.hashing import hash_of
 from rollback.rundir.remote import store as storing
 from rollback.rundir.remote.store import Store
 from rollback.train import draining
@@ -72,13 +73,11 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_only_in_s3_through_503s(s3: S3S
 def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: Path) -> None:
     import os
 
-    import xxhash
-
     from rollback.rundir.shard import Written
 
     data = os.urandom((20 << 20) + 5)
     (tmp_path / "large").write_bytes(data)
-    written = Written(len(data), xxhash.xxh3_128(data).hexdigest())
+    written = Written(len(data), hash_of(memoryview(data)))
     store = Store(URL)
     s3.refuses = lambda request: len(s3.requests) % 2 == 0
     store.put_file("large", tmp_path / "large", written)

@@ -116,7 +116,7 @@ def test_a_tree_that_is_none_of_ours_is_passed_over_at_the_next_start(tmp_path: 
     directory = RunPaths(run).checkpoint(hostile.name)
     (directory / "rank-00000.safetensors").unlink()
     written = write_shard(directory / "rank-00000.safetensors", [], {"shared": tree, "local": "{}"})
-    record = ShardRecord(file="rank-00000.safetensors", size=written.size, xxh3_128=written.digest)
+    record = ShardRecord(file="rank-00000.safetensors", size=written.size, hash=written.digest)
     (directory / "manifest.json").write_bytes(hostile.model_copy(update={"shards": (record,)}).to_json())
     assert verify(run).exit_code == ExitCode.FAILED
     train(toy, run)

@@ -26,7 +26,7 @@ from rollback.cli import app
 from rollback.control import asking
 from rollback.events import Answered, Drained, Finished, Window
 from rollback.rundir import requests
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.requests import Inbox, Request, names, read_request
 
@@ -113,7 +113,7 @@ def test_without_waiting(run: RecordedRun) -> None:
 
 
 def test_what_the_memory_of_another_host_may_hold_is_not_refused_from_here(run: RecordedRun) -> None:
-    run.paths.fast_pointer.write_text(json.dumps({"format": 1, "directory": "/elsewhere"}))
+    run.paths.fast_pointer.write_text(json.dumps({"format": FORMAT, "directory": "/elsewhere"}))
     result = ask(run, "rewind", "--to", "19", "--no-wait")
     assert result.exit_code == 0
     assert "no checkpoint at or before step 19 can be seen from this host" in result.stderr

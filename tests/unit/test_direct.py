@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rollback.rundir import direct
 from rollback.rundir.direct import BLOCK, write_direct
+from rollback.rundir.hashing import hash_of
 from rollback.rundir.region import Region
 
 SIZE = 3 * BLOCK + 17
@@ -30,7 +30,7 @@ def region() -> Region:
 def check(path: Path, region: Region) -> None:
     written = write_direct(path, region.view)
     assert path.read_bytes() == bytes(region.view)
-    assert (written.size, written.digest) == (SIZE, xxhash.xxh3_128(region.view).hexdigest())
+    assert (written.size, written.digest) == (SIZE, hash_of(region.view))
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=40)
@@ -42,7 +42,7 @@ def test_any_length_from_any_address(tmp_path: Path, size: int, start: int, seed
     path.unlink(missing_ok=True)
     written = write_direct(path, region.view[start:])
     assert path.read_bytes() == bytes(region.view[start:])
-    assert written.digest == xxhash.xxh3_128(region.view[start:]).hexdigest()
+    assert written.digest == hash_of(region.view[start:])
 
 
 @pytest.mark.parametrize("most", [1, 100, BLOCK, BLOCK + 1, 2 * BLOCK])

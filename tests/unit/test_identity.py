@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from rollback.errors import ExitCode, RunDirectoryError, RunDoesNotFit
 from rollback.rundir.identity import Job, new_identity, read_identity, require_same_job, write_identity
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import FORMAT, RunPaths
 
 JOB = Job(
     world_size=2,
@@ -101,7 +101,7 @@ def test_jobs_that_differ_in_anything_are_refused(recorded: Job, present: Job) -
         require_same_job(PATHS, recorded, present)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "7", "[" * 100_000, '{"format": 1}', "\x80"])
+@pytest.mark.parametrize("text", ["", "{", "[]", "7", "[" * 100_000, json.dumps({"format": FORMAT}), "\x80"])
 def test_a_damaged_identity_is_a_clear_error(paths: RunPaths, text: str) -> None:
     paths.identity.write_text(text)
     with pytest.raises(RunDirectoryError, match=r"run\.json"):
@@ -111,8 +111,8 @@ def test_a_damaged_identity_is_a_clear_error(paths: RunPaths, text: str) -> None
 def test_another_format_is_refused(paths: RunPaths) -> None:
     write_identity(paths, new_identity(JOB))
     body = json.loads(paths.identity.read_text())
-    paths.identity.write_text(json.dumps({**body, "format": 2}))
-    with pytest.raises(RunDoesNotFit, match="format 2"):
+    paths.identity.write_text(json.dumps({**body, "format": FORMAT + 1}))
+    with pytest.raises(RunDoesNotFit, match=f"format {FORMAT + 1}"):
         read_identity(paths)
 
 

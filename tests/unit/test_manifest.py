@@ -14,7 +14,7 @@ from checkpoints import RANKS, write_checkpoint
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import manifest as manifest_module
 from rollback.rundir.manifest import read_manifest
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import FORMAT, RunPaths
 
 
 @pytest.fixture
@@ -72,13 +72,13 @@ def test_a_manifest_with_other_content_and_a_check_that_fits_is_refused(director
         {"batch": "many"},
         {"world_size": RANKS + 1},
         {"world_size": 0},
-        {"format": 2},
+        {"format": FORMAT + 1},
         {"shards": []},
         {"shards": body["shards"][::-1]},
         {"shards": [shard, {**shard, "file": "../../../etc/passwd"}]},
         {"shards": [shard, {**shard, "file": "/etc/passwd"}]},
         {"shards": [shard, {**shard, "file": "rank-00001.safetensors", "size": -1}]},
-        {"shards": [shard, {**shard, "file": "rank-00001.safetensors", "xxh3_128": "z" * 32}]},
+        {"shards": [shard, {**shard, "file": "rank-00001.safetensors", "hash": "z" * 32}]},
         {"more": 1},
     ]:
         path.write_text(with_check({**body, **change}))

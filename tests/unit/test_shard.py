@@ -11,13 +11,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import xxhash
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import durable
+from rollback.rundir.hashing import hash_of
 from rollback.rundir.layout import ITEM_SIZE, PADDING, lay_out
 from rollback.rundir.shard import Piece, ShardReader, Written, write_shard
 
@@ -55,7 +55,7 @@ def fresh(path: Path) -> Path:
 
 def written_as(data: bytes) -> Written:
     """What a manifest would say of a file with this content: hostile files come with hashes that fit."""
-    return Written(len(data), xxhash.xxh3_128(data).hexdigest())
+    return Written(len(data), hash_of(memoryview(data)))
 
 
 # --- round trips ------------------------------------------------------------------------------------------------------

@@ -8,13 +8,13 @@ import signal
 from pathlib import Path
 
 import pytest
-import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of, write_checkpoint
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.rundir import slots, tiers
+from rollback.rundir.hashing import hash_of
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.layout import lay_out, room_for
 from rollback.rundir.manifest import Manifest, ShardRecord
@@ -42,8 +42,8 @@ def fill(tier: SlotPaths, number: int, seq: int, byte: int) -> Manifest:
         region = slots.map_shard(tier, number, rank, layout.size)
         region.view[:ROOM] = layout.head({"local": "{}"})
         region.view[ROOM:] = bytes([byte]) * (layout.size - ROOM)
-        digest = xxhash.xxh3_128(region.view).hexdigest()
-        records.append(ShardRecord(file=shard_name(rank), size=layout.size, xxh3_128=digest))
+        digest = hash_of(region.view)
+        records.append(ShardRecord(file=shard_name(rank), size=layout.size, hash=digest))
         region.close()
     manifest = manifest_of(seq, 10 * seq).model_copy(update={"shards": tuple(records)})
     slots.commit(tier, number, manifest)
@@ -289,4 +289,4 @@ def test_a_shard_of_a_slot_says_who_wrote_it_by_hash(tier: SlotPaths) -> None:
         file.seek(ROOM + 3)
         file.write(b"x")
     with pytest.raises(CheckpointDamaged, match="hash"):
-        ShardReader(path, Written(manifest.shards[1].size, manifest.shards[1].xxh3_128))
+        ShardReader(path, Written(manifest.shards[1].size, manifest.shards[1].hash))

@@ -18,10 +18,10 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 import tenacity
-import xxhash
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
 from rollback.rundir.durable import open_regular, sync_directory
+from rollback.rundir.hashing import ShardHash
 from rollback.rundir.shard import Written
 
 _PART = 8 << 20
@@ -178,7 +178,7 @@ class Store:
             found = "is missing" if size is None else f"has {size} bytes; {expected.size} were written"
             raise CheckpointDamaged(f"{self.url}/{key} {found}")
         require_room(path.parent, expected.size)
-        digest = xxhash.xxh3_128()
+        digest = ShardHash()
         with open(path, "xb") as sink:
             for start in range(0, expected.size, _PART):
                 part = self._part(key, start, min(expected.size, start + _PART))
@@ -303,7 +303,7 @@ class _Synced:
 
 def read_verified(path: Path, expected: Written) -> Iterator[bytes]:
     """A file in parts, hashed on the way. Raises CheckpointDamaged, at the latest behind the last part."""
-    digest = xxhash.xxh3_128()
+    digest = ShardHash()
     left = expected.size
     try:
         with open_regular(path) as source:
