@@ -170,7 +170,7 @@ def _to_tree(states: _CpuStates) -> dict[str, Any]:
         algorithm, words, position, has_gauss, gauss = states.numpy
         tree["numpy"] = {
             "algorithm": str(algorithm),
-            "words": _int64(words.astype("int64")),
+            "words": _int64(array("q", words if isinstance(words, list) else words.tolist())),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),
@@ -178,7 +178,7 @@ def _to_tree(states: _CpuStates) -> dict[str, Any]:
     return tree
 
 
-def _int64(words: Any) -> torch.Tensor:
+def _int64(words: array[int]) -> torch.Tensor:
     """As a tensor, without a look at each of them: a snapshot waits for this."""
     return torch.frombuffer(words, dtype=torch.int64)
 

@@ -98,6 +98,16 @@ def test_a_stream_comes_back_from_its_state_dict() -> None:
         assert draws() == expected
 
 
+def test_a_stream_that_has_just_come_back_can_be_kept_at_once() -> None:
+    """Nobody has drawn from it: its states are still those that were read."""
+    kept = rng.Stream.split_off().state_dict()
+    again = rng.Stream.from_state_dict(kept).state_dict()
+    for library in ("python", "numpy"):
+        assert torch.equal(again[library]["words"], kept[library]["words"])
+        assert {**again[library], "words": None} == {**kept[library], "words": None}
+    assert torch.equal(again["torch"], kept["torch"])
+
+
 def test_work_that_raises_leaves_the_stream_where_it_was() -> None:
     stream = rng.Stream.split_off()
     before = stream.state_dict()
