@@ -89,7 +89,11 @@ class WarmPython:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(_become(args[1:], env, cwd, start_new_session, stdout, stderr))
+            status = 1
+            try:
+                status = _become(args[1:], env, cwd, start_new_session, stdout, stderr)
+            finally:
+                os._exit(status)  # whatever was raised: what lies above in the stack is the parent's, to be ended by it
 
     returncode: int | None
 
