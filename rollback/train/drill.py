@@ -105,7 +105,8 @@ class _Part:
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
-        if step >= self._exercise.step + self._exercise.lasts:
+        # A checkpoint that is on its way then meets the full disk too, however slowly it is written.
+        if step >= self._exercise.step + self._exercise.lasts and not self._guard._snapshots.in_flight:
             self._disk.full = False
         if self._when is not _When.OVER:
             on = step == self._exercise.step and position > self._last
