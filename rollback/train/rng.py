@@ -170,7 +170,7 @@ def _to_tree(states: _CpuStates) -> dict[str, Any]:
         algorithm, words, position, has_gauss, gauss = states.numpy
         tree["numpy"] = {
             "algorithm": str(algorithm),
-            "words": _int64(array("q", words if isinstance(words, list) else words.tolist())),
+            "words": _int64(array("q", words)),
             "position": int(position),
             "has_gauss": int(has_gauss),
             "gauss": float(gauss),

@@ -127,7 +127,7 @@ class FastTier:
                 self._tend(number)
 
     def fit(self, size: int) -> None:
-        # Only the next one, as ever: to have the pages of all slots there at once would take the memory's whole
+        # Only the next one: to have the pages of all slots there at once would take the memory's whole
         # bandwidth for seconds, just when training begins.
         self._size = size
         free = self._free()
