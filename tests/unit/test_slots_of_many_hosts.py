@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from checkpoints import damage
+from hashing_threads import note_threads
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import slots
 from rollback.rundir.paths import RunPaths, shard_name
@@ -142,6 +143,12 @@ def test_what_lies_on_two_hosts_is_restored_on_both(
         assert [item.data_ptr() for item in state.model.parameters()] == before[rank], "in place"
         assert all(now._version > then for now, then in zip(state.model.parameters(), versions[rank], strict=True))
     assert not torch.equal(states[0].model[1].running_mean, states[1].model[1].running_mean), "each rank's own"
+
+
+def test_each_host_verifies_its_part_with_all_its_cores(two: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:
+    used = note_threads(monkeypatch, cores=3)
+    two.restore([state_of(2, rank) for rank in range(2)])
+    assert used == [3, 3]
 
 
 @pytest.mark.parametrize("fault", ["lost", "flipped", "without its shard", "another by that name", "other hosts"])

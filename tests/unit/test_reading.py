@@ -1,0 +1,72 @@
+"""Reading a checkpoint back: with how many threads a rank hashes and reads, wherever it lies."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from hashing_threads import note_threads
+from rollback.rundir import slots
+from rollback.rundir.paths import RunPaths
+from rollback.sentinel import Sentinel
+from rollback.train import reading
+from rollback.train.cursor import cursor_for
+from rollback.train.ranks import Ranks
+from rollback.train.restoring import restore
+from rollback.train.rooms import FastTier
+from rollback.train.snapshots import Snapshots
+from rollback.train.state import TrainingState
+
+
+def state_of(seed: int) -> TrainingState:
+    torch.manual_seed(seed)
+    model = nn.Linear(3, 40)
+    return TrainingState(model, torch.optim.AdamW(model.parameters()), {}, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+
+def host(ranks: int) -> Ranks:
+    """One rank that takes part, of so many that share its host."""
+    one = Ranks()
+    one._hosts = ["here"] * ranks
+    return one
+
+
+@pytest.mark.parametrize(("cores", "ranks", "expected"), [(6, 1, 6), (6, 4, 1), (6, 3, 2), (2, 8, 1), (64, 1, 16)])
+def test_a_rank_reads_with_the_cores_that_fall_to_it(
+    cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reading, "cores_here", lambda: cores)
+    assert reading._threads(host(ranks)) == expected
+
+
+@pytest.mark.parametrize("place", ["the ring", "a slot"])
+def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tier = None
+    if place == "a slot":
+        owned = slots.tier_of(tmp_path, "0123456789abcdef")
+        slots.claim(owned, tmp_path)
+        tier = FastTier(owned, 0, leads=True, here=[0], held={})
+    paths = RunPaths(tmp_path / "run")
+    paths.ring.mkdir(parents=True)
+    saved, ranks = state_of(1), Ranks()
+    snapshots = Snapshots(paths, ranks, 0, 1, tier)
+    snapshots.expect(saved.image())
+    if tier is not None:
+        snapshots.use(1)
+    snapshots.await_ready(saved.image())
+    name = snapshots.begin(saved.image(), step=7, batch=7, epoch=0, timeline=0)
+    landing = snapshots.settle()
+    assert landing is not None
+    assert landing.committed
+
+    used = note_threads(monkeypatch, cores=5)
+    found = snapshots.places(name)[:1]
+    assert found[0].in_slot == (found[0].memory is not None) == (place == "a slot")
+    back = state_of(2)
+    assert restore(name, found, ranks, back).place == found[0]
+    assert used == [5]
+    assert all(map(torch.equal, saved.model.parameters(), back.model.parameters()))
+    snapshots.close()
