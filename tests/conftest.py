@@ -6,8 +6,13 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis
+import pytest
+
+from counted import TOLD, Tell
 
 os.environ["OMP_NUM_THREADS"] = "1"  # before torch is imported here, and for the processes that tests start
 os.environ["ROLLBACK_FAST_TIER"] = "off"  # unless a test says otherwise: most look into the run directory's ring
@@ -21,3 +26,18 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ours")
+
+
+@pytest.fixture
+def tell(record_property: Callable[[str, object], None]) -> Tell:
+    """See `counted`."""
+    return lambda text: record_property(TOLD, text)
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    passed = terminalreporter.stats.get("passed", [])
+    told = [(text, each.nodeid) for each in passed for name, text in each.user_properties if name == TOLD]
+    if told:
+        terminalreporter.section("counted")
+    for text, test in told:
+        terminalreporter.write_line(f"{text}: {test}")

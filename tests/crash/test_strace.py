@@ -12,6 +12,7 @@ from straced import Place, Server, spread, why_not
 from toy import Toy, facts, require_same
 
 from checkpoints import whole, write_checkpoint
+from counted import Tell
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode
 from rollback.events import Attached
@@ -31,7 +32,9 @@ def server(request: pytest.FixtureRequest) -> Iterator[Server]:
 
 
 @pytest.mark.parametrize("server", ["saver.py"], indirect=True)
-def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(server: Server, tmp_path: Path) -> None:
+def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(
+    server: Server, tmp_path: Path, tell: Tell
+) -> None:
     def save(root: Path, kill_at: Place | None) -> tuple[RunPaths, int, list[Place]]:
         paths = RunPaths(root)
         paths.root.mkdir()
@@ -58,13 +61,13 @@ def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(server: S
     assert seen == sorted(seen), "once there, it stays"
     assert seen[0] == [OLD]
     assert seen[-1] == [OLD, NEW]
-    print(f"{len(seen)} passed of {len(places)}")
+    tell(f"{len(seen)} passed of {len(places)}")
 
 
 @pytest.mark.parametrize("error", ["EIO", "ENOSPC"])
 @pytest.mark.parametrize("server", ["saver.py"], indirect=True)
 def test_a_disk_that_fails_at_any_call_of_a_save_leaves_no_false_checkpoint(
-    server: Server, tmp_path: Path, error: str
+    server: Server, tmp_path: Path, tell: Tell, error: str
 ) -> None:
     def save(root: Path, at: Place | None) -> tuple[RunPaths, int, list[Place]]:
         paths = RunPaths(root)
@@ -84,7 +87,7 @@ def test_a_disk_that_fails_at_any_call_of_a_save_leaves_no_false_checkpoint(
         names = ring.names(paths)
         assert all(whole(paths, name) for name in names), place
         assert NEW in names if status == 0 else OLD in names, place
-    print(f"{len(changes)} passed of {len(changes)}")
+    tell(f"{len(changes)} passed of {len(changes)}")
 
 
 TOY = Toy(samples=96, sampler="distributed", max_steps=9, settings={"snapshot_every": 5})
@@ -132,28 +135,29 @@ class Job:
             require_same(self.portrait(run, other), self.portraits[other], told)
         return int(facts(run, Attached)[-1].step)
 
-    def die_and_resume_at(self, places: dict[int, list[Place]], to: tuple[int, ...] = (0, 5)) -> None:
-        """to: steps that the next attempts begin at: some of the saves were undone and some were done."""
+    def die_and_resume_at(self, places: dict[int, list[Place]], to: tuple[int, ...] = (0, 5)) -> int:
+        """How many. to: steps that the next attempts begin at: some of the saves were undone and some were done."""
         began = {self.die_and_resume(rank, place) for rank, chosen in places.items() for place in chosen}
-        total = sum(map(len, places.values()))
         assert began == set(to)
-        print(f"{total} passed of {total}")
+        return sum(map(len, places.values()))
 
 
 @pytest.mark.parametrize("server", ["straced_ranks.py"], indirect=True)
-def test_two_ranks_of_which_one_is_killed_in_a_save_go_on_exactly(server: Server, tmp_path: Path) -> None:
+def test_two_ranks_of_which_one_is_killed_in_a_save_go_on_exactly(server: Server, tmp_path: Path, tell: Tell) -> None:
     job = Job(server, tmp_path)
-    job.die_and_resume_at({0: spread(job.places[0], 4), 1: spread(job.places[1], 2)})
+    count = job.die_and_resume_at({0: spread(job.places[0], 4), 1: spread(job.places[1], 2)})
+    tell(f"{count} passed of {count}")
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("server", ["straced_ranks.py"], indirect=True)
 @pytest.mark.parametrize("fast_tier", [False, True], ids=["no slots", "slots"])
 def test_two_ranks_of_which_one_is_killed_at_every_call_of_a_save_go_on_exactly(
-    server: Server, tmp_path: Path, fast_tier: bool
+    server: Server, tmp_path: Path, tell: Tell, fast_tier: bool
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     job = Job(server, tmp_path, TOY.with_settings(fast_tier=str(memory) if fast_tier else "off"))
     # In a slot the last call of a save is the rename that commits it: none is done before all calls are.
-    job.die_and_resume_at(job.places, to=(0,) if fast_tier else (0, 5))
+    count = job.die_and_resume_at(job.places, to=(0,) if fast_tier else (0, 5))
+    tell(f"{count} passed of {count}")

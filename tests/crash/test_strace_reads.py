@@ -16,6 +16,7 @@ import pytest
 from straced import READS, Place, Server, why_not
 from toy import Toy, facts, require_same, skip_list
 
+from counted import Tell
 from rollback.events import Attached, Finished, Restored
 from rollback.rundir import tiers
 from rollback.rundir.drain.in_run import RingInRun
@@ -109,8 +110,8 @@ class Job:
             require_same(found, wanted, told)
         return used
 
-    def fail_at_each(self, every: int) -> None:
-        """At calls of each rank, `every` apart, once each; and for good, for each kind of call."""
+    def fail_at_each(self, every: int) -> str:
+        """How it went. At calls of each rank, `every` apart, once each; and for good, for each kind of call."""
         once, for_good = [], []
         for rank in range(2):
             statuses, places = self.traced(rank, None)
@@ -125,7 +126,7 @@ class Job:
                 for_good.append(self.fail_at(rank, (name, FOR_GOOD)))
                 assert for_good[-1] == OLDER, f"rank {rank}, EIO at {name} for good"
         count = len(once) + len(for_good)
-        print(f"{count} passed of {count}; of {len(once)} that failed once {once.count(REFUSED)} starts were refused")
+        return f"{count} passed of {count}; of {len(once)} that failed once {once.count(REFUSED)} starts were refused"
 
 
 SHARDS = ("rank-00000.safetensors", "rank-00001.safetensors")
@@ -146,14 +147,16 @@ def broken_off(server: Server, folder: Path, fast_tier: str) -> Job:
     return job
 
 
-def test_a_disk_that_cannot_be_read_at_a_start(server: Server, tmp_path: Path) -> None:
-    broken_off(server, tmp_path, "no slots").fail_at_each(every=40)
+def test_a_disk_that_cannot_be_read_at_a_start(server: Server, tmp_path: Path, tell: Tell) -> None:
+    tell(broken_off(server, tmp_path, "no slots").fail_at_each(every=40))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fast_tier", ["no slots", "slots"])
-def test_a_disk_that_cannot_be_read_at_any_call_of_a_start(server: Server, tmp_path: Path, fast_tier: str) -> None:
-    broken_off(server, tmp_path, fast_tier).fail_at_each(every=1)
+def test_a_disk_that_cannot_be_read_at_any_call_of_a_start(
+    server: Server, tmp_path: Path, tell: Tell, fast_tier: str
+) -> None:
+    tell(broken_off(server, tmp_path, fast_tier).fail_at_each(every=1))
 
 
 def in_training(server: Server, folder: Path) -> Job:
@@ -164,10 +167,10 @@ def in_training(server: Server, folder: Path) -> Job:
     return job
 
 
-def test_a_disk_that_cannot_be_read_in_a_rollback(server: Server, tmp_path: Path) -> None:
-    in_training(server, tmp_path).fail_at_each(every=40)
+def test_a_disk_that_cannot_be_read_in_a_rollback(server: Server, tmp_path: Path, tell: Tell) -> None:
+    tell(in_training(server, tmp_path).fail_at_each(every=40))
 
 
 @pytest.mark.soak
-def test_a_disk_that_cannot_be_read_at_any_call_of_a_rollback(server: Server, tmp_path: Path) -> None:
-    in_training(server, tmp_path).fail_at_each(every=1)
+def test_a_disk_that_cannot_be_read_at_any_call_of_a_rollback(server: Server, tmp_path: Path, tell: Tell) -> None:
+    tell(in_training(server, tmp_path).fail_at_each(every=1))

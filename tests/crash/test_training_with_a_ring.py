@@ -9,6 +9,7 @@ import pytest
 from faulty import BUCKETS, Bucket, Manner, new_bucket
 from toy import Toy, facts, require_same, train
 
+from counted import Tell
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode, RingUnavailable
 from rollback.events import Attached, Committed, Drained, DrainFailed, Finished
@@ -70,7 +71,8 @@ def test_a_reboot_that_takes_the_fast_tier_along_leaves_the_durable_ring(
     assert facts(tmp_path / "run", Attached)[-1].checkpoint == newest
 
 
-def fail_at_each(toy: Toy, every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> None:
+def fail_at_each(toy: Toy, every: int, tmp_path: Path, undisturbed: dict[str, str], manner: Manner) -> str:
+    """How it went."""
     train(toy, tmp_path / "counted")
     operations = BUCKETS["bucket"].operations
     start = next(place for place, name in enumerate(operations) if name.startswith("put") and "probe" not in name)
@@ -85,26 +87,26 @@ def fail_at_each(toy: Toy, every: int, tmp_path: Path, undisturbed: dict[str, st
         reached = len(bucket.operations) >= number  # how many there are depends on which steps the thread sees
         assert bool(facts(run, DrainFailed)) == (reached and manner == "for ever")
         heal_and_fetch(tmp_path / f"{number}-fetched")
-    print(f"{len(numbers)} passed of {len(numbers)}")
+    return f"{len(numbers)} passed of {len(numbers)}"
 
 
 @pytest.mark.parametrize("manner", ["once", "for ever"])
 def test_an_operation_that_fails_does_not_touch_training(
-    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], tell: Tell, manner: Manner
 ) -> None:
-    fail_at_each(TOY, 5, tmp_path, undisturbed, manner)
+    tell(fail_at_each(TOY, 5, tmp_path, undisturbed, manner))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("fast_tier", [False, True], ids=["no slots", "slots"])
 @pytest.mark.parametrize("manner", ["once", "for ever"])
 def test_no_operation_that_fails_touches_training(
-    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], manner: Manner, fast_tier: bool
+    bucket: Bucket, tmp_path: Path, undisturbed: dict[str, str], tell: Tell, manner: Manner, fast_tier: bool
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
     toy = TOY.with_settings(fast_tier=str(memory) if fast_tier else "off")
-    fail_at_each(toy, 1, tmp_path, undisturbed, manner)
+    tell(fail_at_each(toy, 1, tmp_path, undisturbed, manner))
     assert {fact.tier for fact in facts(tmp_path / "counted", Committed)} == {"fast" if fast_tier else "durable"}
 
 
