@@ -146,7 +146,8 @@ def in_process(marks: list[dict[str, Any]]) -> list[Standstill]:
 def place_back(told: list[dict[str, Any]], fault: int) -> int:
     """Where, in what one rank told, the first step begins that it took again after the fault of that batch."""
     met = next(place for place, mark in enumerate(told) if mark["step"] == fault)
-    return next(place for place in range(met, len(told)) if told[place]["step"] < fault)
+    back = next((place for place in range(met, len(told)) if told[place]["step"] < fault), None)
+    return back if back is not None else sys.exit(f"in process: no rollback followed on the NaN of batch {fault}")
 
 
 def table(seconds: dict[str, list[float]], medians: dict[str, float], small: bool) -> Table:

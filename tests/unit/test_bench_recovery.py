@@ -67,6 +67,13 @@ def test_a_rollback_lasts_from_when_all_ranks_have_detected_the_fault_to_when_al
     assert bench_recovery.measure("in process", tmp_path, 8) == expected
 
 
+def test_a_fault_without_a_rollback_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench_recovery, "FAULTS", {"nan": [7]})
+    noted(tmp_path, monkeypatch, [each for rank in range(2) for each in steps(rank, (6, 0, 1), (7, 1, 2), (8, 2, 3))])
+    with pytest.raises(SystemExit, match="in process: no rollback followed on the NaN of batch 7"):
+        bench_recovery.measure("in process", tmp_path, 8)
+
+
 def test_a_job_that_fails_is_no_measurement(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     noted(tmp_path, monkeypatch, [*STEPS, mark("fault", 2.5), mark("end", 6.0)], status=1)
     with pytest.raises(SystemExit, match="relaunch: the job failed\nTraceback: it broke"):
