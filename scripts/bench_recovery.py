@@ -11,7 +11,7 @@ The same model in all three: about 200 MB of parameters and 400 MB of AdamW stat
 checkpoint every EVERY steps. Rounds are interleaved, so that a busy moment of the machine hits all ways; medians and
 ratios are printed, and where a bar is missed it exits with 1.
 
-A step takes five times as long as a rollback and differs from the next by more than one, so what is subtracted is that
+A step takes five times as long as a rollback and differs from the next by about one, so what is subtracted is that
 very step, timed where it begins, and not an ordinary one. What a rollback leaves to the step after it (cold caches,
 say) would not be seen that way: how that step compares with ordinary ones is printed too.
 
