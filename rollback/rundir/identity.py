@@ -147,8 +147,8 @@ def _field_differences(recorded: Job, present: Job) -> list[str]:
         ("optimizer", recorded.optimizer, present.optimizer),
         ("data", recorded.data, present.data),
     ):
-        for key in sorted({*old, *new}):
-            if old.get(key) != new.get(key):
+        for key in sorted(old):  # what an earlier version did not record cannot be compared
+            if old[key] != new.get(key):
                 lines.append(f"{what}, {key}: the run has {old.get(key)!r}, this job {new.get(key)!r}")
     if recorded.objects != present.objects:
         lines.append(f"objects: the run has {recorded.objects}, this job {present.objects}")

@@ -67,6 +67,9 @@ class RunPaths:
     def heartbeat(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
 
+    def draws(self, rank: int) -> Path:
+        return self.root / "draws" / f"rank-{rank:05d}.bin"
+
     def failures(self, attempt: int) -> Path:
         return self.root / "failures" / f"attempt-{attempt:04d}"
 

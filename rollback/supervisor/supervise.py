@@ -200,6 +200,8 @@ class _Supervisor:
             evidence, first = self._attempt(attempt)
             end = ending(evidence)
             if evidence.refusal is not None:
+                if evidence.attached:
+                    self._begin_record()
                 raise self._refused(evidence)
             self._begin_record()
             if end != "failed":

@@ -6,6 +6,7 @@ all ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -49,19 +50,20 @@ def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, st
     return RunPaths(Path(chosen).absolute())
 
 
-def refuse(error: RollbackError, rank: int) -> NoReturn:
-    """End this rank because of `error`. All ranks must come here with the same error.
+def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
+    """End this rank because of `error`.
 
-    Under a supervisor the error goes to it by file and the rank exits with 0: torchrun would bury both message and
-    status. Otherwise the error is raised as it is.
+    Under a supervisor the error goes to it by file, from the first rank that comes here: torchrun would bury both
+    message and status. The rank exits with `status`: with 0 where all ranks come here alike, with another one where the
+    others may wait for this one, so that torchrun ends them. Without a supervisor the error is raised as it is.
     """
     destination = os.environ.get(ENV_REFUSAL)
     if not destination:
         raise error
-    if rank == 0:
-        body = {"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
-        Path(destination).write_text(json.dumps(body), encoding="utf-8")
-    raise SystemExit(0)
+    body = {"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
+    with contextlib.suppress(FileExistsError), open(destination, "x", encoding="utf-8") as file:
+        file.write(json.dumps(body))
+    raise SystemExit(status)
 
 
 @dataclass
@@ -186,6 +188,8 @@ class Attachment:
     restored: Manifest | None
     attempt: int
     next_seq: int
+    ranks_before: int | None
+    """How many ranks the restored checkpoint is of, if it is another number than now."""
 
 
 def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks, settings: Settings) -> Attachment:
@@ -227,12 +231,13 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
         if added.window not in [known.window for known in history.added]:
             history.added.append(added)
             record.note(added)
+    ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
         Attached(
             world_size=ranks.world_size, host=socket.gethostname(), pid=os.getpid(), supervised=supervised(),
             checkpoint=chosen.name if chosen else None, step=state.counters.step, batch=state.cursor.batch,
             torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
-            ranks_before=chosen.world_size if chosen and chosen.world_size != ranks.world_size else None,
+            ranks_before=ranks_before,
             tier=source.tier if source else None,
         ),
         f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
@@ -246,7 +251,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
         _evict_what_was_cut_off(paths, cut_off, record)
     seq = next_seq(history, [*damaged, *reading.strays, *(manifest.name for manifest in reading.manifests)])
     slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
-    return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq)
+    return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq, ranks_before)
 
 
 def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError, UsageError
+from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
 from rollback.events import Finished, Stopped
 from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
@@ -20,6 +20,7 @@ from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
 from rollback.train.arguments import settings_and_objects
+from rollback.train.batches import Batches
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
@@ -30,6 +31,7 @@ from rollback.train.holdings import Holdings
 from rollback.train.keeping import Keeper
 from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
+from rollback.train.prefetch import PrefetchWatch
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.rehearsal import needs_rehearsal
@@ -87,7 +89,7 @@ class Guard:
             settings, objects = settings_and_objects(others)
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
-            attaching.refuse(error, int(os.environ.get("RANK", "0")))
+            attaching.refuse(error)
         self._max_steps = max_steps
         self._hand = StepInHand()
         self._closed = False
@@ -151,6 +153,9 @@ class Guard:
             cursor.batch,
             Advisor(self._state.model, optimizer),
         )
+        afresh = settings.accept_data_change or attached.ranks_before is not None
+        self._batches = Batches(self._paths, ranks, cursor, self._skips, self._record, afresh=afresh)
+        self._prefetch = PrefetchWatch(model, optimizer, self._updates.telltale)
         self._passes = Passes(cursor, objects.values())
         self._rewinder = Rewinder(
             ranks, self._state, self._watch, self._keeper, self._evidence, self._skips, self._passes, self._record,
@@ -217,11 +222,18 @@ class Guard:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
                 self._rewinder.restore_again()
+        self._state.cursor.begin_pass()
         if self._passes.uncounted:
             self._record.advise(*PLAIN_EPOCH_LOOP)
         return self
 
     def __next__(self) -> Any:
+        try:
+            return self._next()
+        except (UsageError, RunDoesNotFit) as error:
+            attaching.refuse(error, status=1)
+
+    def _next(self) -> Any:
         if self._passes.over:
             self._passes.note_end()
             raise StopIteration
@@ -233,7 +245,7 @@ class Guard:
                     break
                 continue
             try:
-                self._open_epoch()
+                self._hand.epoch_began |= self._batches.open_epoch()
                 if not self._snapshot_due() or self._take_snapshot():
                     return self._take_batch()
             except StopIteration:
@@ -253,7 +265,7 @@ class Guard:
         self._life.end()
         self._snapshots.close()
         self._watch.close()
-        self._state.cursor.close()
+        self._batches.close()
         self._stop.withdraw()
         end_draining(self._drainer)
         if self._lock is not None:
@@ -261,21 +273,19 @@ class Guard:
 
     # Between two batches -------------------------------------------------------------------------------------------
 
-    def _open_epoch(self) -> None:
-        if not self._state.cursor.opened:
-            self._state.cursor.open_epoch()
-            self._hand.epoch_began = True
-
     def _take_batch(self) -> Any:
-        cursor = self._state.cursor
-        self._skips.pass_over(cursor, self.step, self._watch.timeline)
-        position, whole = cursor.batch, self._state.counters.batches_per_step
-        self._life.take("reading", self.step, position, self._hand.first_batch, whole)
-        batch = cursor.next()
-        self._hand.take(position)
-        self._life.take("training", self.step, position, self._hand.first_batch, whole)
+        hand, whole = self._hand, self._state.counters.batches_per_step
+
+        def show(doing: str, position: int) -> None:
+            self._life.take(doing, self.step, position, hand.first_batch, whole)
+
+        batch = self._batches.next(self.step, self._watch.timeline, lambda position: show("reading", position))
+        position = self.batch
+        self._prefetch.handed_out()
+        hand.take(position)
+        show("training", position)
         self._evidence.take(position, batch)
-        self._updates.expect_backward(last=self._hand.batches >= whole)
+        self._updates.expect_backward(last=hand.batches >= whole)
         return batch
 
     def _end_step(self) -> Decision | None:
@@ -326,7 +336,7 @@ class Guard:
                 return True
             case Attend():
                 return self._attend()
-            case Halt() if self._may_resume_here() or not decision.save:
+            case Halt() if self._batches.may_resume_here() or not decision.save:
                 self._halt(decision)
             case _:  # told to stop where no checkpoint may be taken: the next step's beat says it again
                 pass
@@ -335,7 +345,7 @@ class Guard:
     def _attend(self) -> bool:
         """Do what operators have asked for. Whether training stands elsewhere now."""
         moved = False
-        while decision := self._requests.take_up(self.step, may_stop=self._may_resume_here()):
+        while decision := self._requests.take_up(self.step, may_stop=self._batches.may_resume_here()):
             moved |= self._act(decision)
         return moved
 
@@ -343,11 +353,8 @@ class Guard:
 
     def _snapshot_due(self) -> bool:
         between_steps = self._hand.first_batch is None
-        return between_steps and self._watch.calm and self._may_resume_here() and self._saver.due(self._watch.beat)
-
-    def _may_resume_here(self) -> bool:
-        """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come."""
-        return self._state.cursor.opened and not self._state.cursor.at_end
+        due = between_steps and self._watch.calm and self._saver.due(self._watch.beat)
+        return due and self._batches.may_resume_here()
 
     def _take_snapshot(self) -> bool:
         """Take one at this step's end. False if there turned out to be something more urgent to do.

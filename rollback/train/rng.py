@@ -55,6 +55,17 @@ def preserved() -> Iterator[None]:
         _set_cpu_states(before)
 
 
+def mark() -> object:
+    """Where the CPU random states of the process are, for `drawn_since`."""
+    return _cpu_states()
+
+
+def drawn_since(marked: object) -> bool:
+    """Whether anything was drawn or seeded in this process since `mark` gave this."""
+    assert isinstance(marked, _CpuStates)
+    return not _same(marked, _cpu_states())
+
+
 class Stream:
     """CPU random states beside those of the process: what is drawn inside `with stream:` comes from the stream.
 
@@ -65,6 +76,16 @@ class Stream:
     def __init__(self, states: _CpuStates) -> None:
         self._states = states
         self._outside: _CpuStates | None = None
+        self._left: _CpuStates | None = None
+
+    @property
+    def drawn_beside(self) -> bool:
+        """Whether the process has drawn or seeded anything of its own since work in the stream last ended."""
+        return self._left is not None and drawn_since(self._left)
+
+    def copy(self) -> Stream:
+        """Another stream that stands where this one stands."""
+        return Stream(self._states)
 
     @classmethod
     def take_over(cls) -> Stream:
@@ -93,6 +114,16 @@ class Stream:
         if error is None:
             self._states = _cpu_states()
         _set_cpu_states(self._outside)
+        self._left = self._outside
+
+    @classmethod
+    def of_process(cls) -> Stream:
+        """A copy of the process's states, for work that may turn out to have been done too early: see `hand_over`."""
+        return cls(_cpu_states())
+
+    def hand_over(self) -> None:
+        """The process goes on from where the stream is, as if it had done the stream's work itself."""
+        _set_cpu_states(self._states)
 
     def state_dict(self) -> dict[str, Any]:
         """The stream's states in the form of `capture`."""
@@ -148,6 +179,14 @@ def _cpu_states() -> _CpuStates:
     return _CpuStates(
         random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
     )
+
+
+def _same(one: _CpuStates, other: _CpuStates) -> bool:
+    if not torch.equal(one.torch, other.torch) or one.python != other.python:
+        return False
+    if one.numpy is None or other.numpy is None:
+        return True  # NumPy was imported meanwhile
+    return one.numpy[2:] == other.numpy[2:] and bool((one.numpy[1] == other.numpy[1]).all())
 
 
 def _set_cpu_states(states: _CpuStates) -> None:

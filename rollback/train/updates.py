@@ -40,6 +40,11 @@ class Updates:
             self._count_attempts(scaler)
 
     @property
+    def telltale(self) -> nn.Parameter | None:
+        """The parameter by which a backward is noticed (see `gradients`)."""
+        return self._sensed.telltale
+
+    @property
     def dropped_by_scaler(self) -> bool:
         return self.attempted and not self.happened
 

@@ -1,5 +1,6 @@
 """Loaders that are not map-style: each is gone back in by what it has, or refused before any harm is done."""
 
+import contextlib
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sampler
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
@@ -261,25 +262,235 @@ def test_an_iterator_without_batches_is_just_empty() -> None:
         cursor.next()
 
 
-def test_an_iterable_that_does_not_begin_anew_is_refused() -> None:
-    class Once:
-        def __init__(self) -> None:
-            self.batches = iter(range(9))
+class Once:
+    """Gives the same half-used iterator each time."""
 
-        def __iter__(self) -> Iterator[int]:
-            return self.batches
+    def __init__(self) -> None:
+        self.batches = iter(range(9))
 
-    cursor = cursor_for(Once())
+    def __iter__(self) -> Iterator[int]:
+        return self.batches
+
+
+class OnAndOn:
+    """An infinite loader as it is often written: it goes on where the last iteration stopped."""
+
+    def __init__(self) -> None:
+        self.iterator = iter(torch.arange(100))
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            yield next(self.iterator)
+
+
+class OwnEpochs:
+    """Counts its epochs itself, and shuffles by the count."""
+
+    epoch = 0
+
+    def __iter__(self) -> Iterator[Any]:
+        self.epoch += 1
+        yield from torch.randperm(9, generator=torch.Generator().manual_seed(self.epoch))
+
+
+@pytest.mark.parametrize("make", [Once, OnAndOn, OwnEpochs])
+def test_an_iterable_that_does_not_begin_anew_is_refused_at_its_first_batch(make: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match="iterated twice") as refusal:
+        cursor_for(make()).open_epoch()
+    assert "state_dict" in str(refusal.value)
+
+
+def test_an_iterable_that_does_not_begin_anew_is_refused_in_a_resumed_process_too() -> None:
+    cursor = cursor_for([0, 1, 2, 3])
     drive(cursor, 2)
+    state = cursor.state_dict()
+    resumed = cursor_for(Once())
+    resumed.load_state_dict(state)
+    resumed.next()
+    resumed.load_state_dict(state)
     with pytest.raises(RunDoesNotFit, match="half-used"):
-        cursor.load_state_dict(cursor.state_dict())
+        resumed.next()
 
 
 def test_an_iterable_with_fewer_batches_than_before_is_refused() -> None:
     cursor = cursor_for([1, 2, 3, 4])
     drive(cursor, 3)
+    shorter = cursor_for([1, 2])
+    shorter.load_state_dict(cursor.state_dict())
     with pytest.raises(RunDoesNotFit, match="ends after 2 batches"):
-        cursor_for([1, 2]).load_state_dict(cursor.state_dict())
+        shorter.next()
+
+
+@pytest.mark.parametrize("name", ["list", "iterable data set", "iterable data set, worker", "stateful reader"])
+def test_that_an_epoch_is_over_is_known_before_the_next_batch_is_asked_for(name: str) -> None:
+    _, make = LOADERS[name]
+    cursor, told = cursor_for(make()), []
+    while not cursor.epoch:
+        drive(cursor, 1)
+        if not cursor.epoch:
+            told.append(cursor.at_end)
+    assert told == [False] * (len(told) - 1) + [True]
+    cursor.close()
+
+
+class Drawing(Reader):
+    """Draws from the process's random states with each batch."""
+
+    def __iter__(self) -> Iterator[Any]:
+        return (number + random.random() for number in super().__iter__())
+
+
+@pytest.mark.parametrize("make", [Drawing, lambda: DataLoader(Shards(), batch_size=3)], ids=["stateful", "re-iterated"])
+def test_a_batch_read_ahead_leaves_position_state_and_random_states_where_they_were(make: Callable[[], Any]) -> None:
+    start = rng.capture()
+    expected = drive(cursor_for(make()), 3)
+    rng.restore(start)
+    cursor = cursor_for(make())
+    got = drive(cursor, 1)
+
+    def position() -> str:
+        return repr({key: value for key, value in cursor.state_dict().items() if key != "draws"})
+
+    before = states(), position()
+    assert not cursor.at_end
+    assert (states(), position()) == before
+    state = cursor.state_dict()
+    random_states = rng.capture()
+    assert got + drive(cursor, 2) == expected
+    rng.restore(random_states)
+    fresh = cursor_for(make())
+    fresh.load_state_dict(state)
+    assert drive(fresh, 2) == expected[1:]
+
+
+def test_a_sample_that_cannot_be_read_ahead_is_raised_where_it_is_asked_for() -> None:
+    def broken() -> Iterator[int]:
+        yield 1
+        raise OSError("sample 7 cannot be read")
+
+    class Broken:
+        def __iter__(self) -> Iterator[int]:
+            return broken()
+
+    cursor = cursor_for(Broken())
+    drive(cursor, 1)
+    assert not cursor.at_end
+    with pytest.raises(OSError, match="sample 7"):
+        cursor.next()
+
+
+class Wrapper:
+    """Moves batches to a device, as many scripts do."""
+
+    def __init__(self, loader: Any) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self.loader:
+            yield batch.to("cpu")
+
+
+class Secretive(Sampler[int]):
+    """Keeps its epoch where nobody can read it."""
+
+    def __init__(self) -> None:
+        self._seeds = [0]
+
+    def set_epoch(self, epoch: int) -> None:
+        self._seeds = [epoch]
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(12, generator=torch.Generator().manual_seed(self._seeds[0])).tolist()
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, lambda loader: loader], ids=["wrapped", "map-style"])
+@pytest.mark.parametrize("sampler", [Secretive, lambda: DistributedSampler(range(12), 1, 0)], ids=["secret", "torch's"])  # type: ignore[arg-type]
+def test_a_resumed_epoch_has_the_order_that_the_script_s_set_epoch_gives_it(
+    wrap: Callable[[Any], Any], sampler: Callable[[], Any]
+) -> None:
+    def make() -> tuple[Any, Cursor]:
+        made = sampler()
+        return made, cursor_for(wrap(DataLoader(range(12), batch_size=2, sampler=made)))  # type: ignore[arg-type]
+
+    made, cursor = make()
+    for epoch in range(2):
+        made.set_epoch(epoch)
+        expected = drive(cursor, 6)
+        if epoch == 0:
+            with contextlib.suppress(StopIteration):
+                cursor.next()
+    made.set_epoch(1)
+    made, cursor = make()
+    made.set_epoch(0)
+    drive(cursor, 6)
+    with contextlib.suppress(StopIteration):
+        cursor.next()
+    made.set_epoch(1)
+    drive(cursor, 2)
+    state = cursor.state_dict()
+
+    made, resumed = make()
+    resumed.load_state_dict(state)
+    made.set_epoch(1)  # what the script's loop does before its pass
+    resumed.begin_pass()
+    assert drive(resumed, 4) == expected[2:]
+
+
+class Lazy(Reader):
+    """Draws its order when its first batch is asked for, in the random states that there are then."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = random.sample(range(9), 9)
+        while self.position < 9:
+            self.position += 1
+            yield order[self.position - 1]
+
+
+def test_a_lazy_stateful_loader_resumes_its_order_and_leaves_the_random_states_alone() -> None:
+    cursor = cursor_for(Lazy())
+    drive(cursor, 3)
+    state, random_states = cursor.state_dict(), rng.capture()
+    expected, after = drive(cursor, 3), states()
+    rng.restore(random_states)
+    fresh = cursor_for(Lazy())
+    fresh.load_state_dict(state)
+    assert drive(fresh, 3) == expected
+    assert states() == after
+
+
+def test_a_callable_that_draws_otherwise_after_a_restart_is_refused() -> None:
+    def drawing(size: int) -> Callable[[], Any]:
+        return lambda: torch.randint(1000, (size,))
+
+    cursor = cursor_for(drawing(3))
+    drive(cursor, 2)
+    with pytest.raises(RunDoesNotFit, match="drawn again"):
+        cursor_for(drawing(4)).load_state_dict(cursor.state_dict())
+    cursor_for(drawing(3)).load_state_dict(cursor.state_dict())
+
+
+class Opaque:
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+
+def test_a_generator_of_objects_that_cannot_be_compared_is_refused_before_it_loses_any() -> None:
+    with pytest.raises(UsageError, match="cannot be compared"):
+        cursor_for(Opaque(number) for number in range(9)).open_epoch()
+
+
+def test_a_script_that_draws_beside_its_data_is_told_so_at_once() -> None:
+    cursor = cursor_for(get_batch)
+    drive(cursor, 3)
+    assert not list(cursor.remarks())
+    random.random()
+    drive(cursor, 1)
+    assert [code for code, _ in cursor.remarks()] == ["draws-beside-the-data"]
+
+
+def test_a_dataloader_says_how_it_reads() -> None:
+    said = cursor_for(DataLoader(Shards(), batch_size=3, num_workers=1)).describe()
+    assert (said["batch_size"], said["workers"]) == (3, 1)
 
 
 def test_a_checkpoint_of_another_kind_of_loader_is_refused() -> None:

@@ -18,10 +18,11 @@ from torch.utils.data import (
     Sampler,
     WeightedRandomSampler,
     get_worker_info,
+    random_split,
 )
 
-from rollback.errors import RunDoesNotFit
-from rollback.train import rng
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train import rng, tree
 from rollback.train.cursor import Cursor, cursor_for
 
 EPOCHS = 3
@@ -537,13 +538,150 @@ class Forgetful(Sampler[int]):
         return iter(range(self.asked, self.asked + 12))
 
 
-def test_a_sampler_whose_order_cannot_be_made_again_is_refused() -> None:
+def test_a_sampler_whose_order_cannot_be_made_again_is_refused_at_its_first_opening() -> None:
     cursor = cursor_for(DataLoader(Numbers(), 3, sampler=Forgetful()))
+    with pytest.raises(UsageError, match="drawn twice") as refusal:
+        cursor.open_epoch()
+    assert "Forgetful" in refusal.value.message
+
+
+def test_a_sampler_whose_order_cannot_be_made_again_is_refused_at_a_position() -> None:
+    cursor = cursor_for(DataLoader(Numbers(), 3))
     cursor.open_epoch()
     cursor.next()
-    state = cursor.state_dict()
     with pytest.raises(RunDoesNotFit, match="other indices"):
-        cursor.load_state_dict(state)
+        cursor_for(DataLoader(Numbers(), 3, sampler=Forgetful())).load_state_dict(cursor.state_dict())
+
+
+class WithGenerator(Sampler[int]):
+    """Shuffles by a generator that it keeps under a name of its own."""
+
+    def __init__(self, own: Any) -> None:
+        self.source = own
+
+    def __iter__(self) -> Iterator[int]:
+        for _ in range(12):
+            match self.source:
+                case np.random.Generator():
+                    yield int(self.source.integers(23))
+                case np.random.RandomState():
+                    yield int(self.source.randint(23))
+                case random.Random():
+                    yield self.source.randrange(23)
+                case _:
+                    yield int(torch.randint(23, (), generator=self.source))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: np.random.default_rng(1),
+        lambda: np.random.RandomState(1),
+        lambda: random.Random(1),
+        lambda: torch.Generator().manual_seed(1),
+    ],
+    ids=["numpy", "numpy, old", "python", "torch"],
+)
+def test_a_generator_that_a_sampler_keeps_is_put_back_with_the_position(make: Callable[[], Any]) -> None:
+    def loader() -> Cursor:
+        return cursor_for(DataLoader(Numbers(), 3, sampler=WithGenerator(make())))
+
+    cursor = loader()
+    cursor.open_epoch()
+    skip_to_the_end(cursor)
+    cursor.open_epoch()
+    cursor.next()
+    tensors: dict[str, Any] = {}
+    kept = tree.decode(tree.encode(cursor.state_dict(), "cursor", tensors), tensors.__getitem__)
+    expected = [repr(cursor.next()) for _ in range(3)]
+    fresh = loader()
+    fresh.load_state_dict(kept)
+    assert [repr(fresh.next()) for _ in range(3)] == expected
+
+
+class Reusing(Sampler[list[int]]):
+    """Fills the same list again and again."""
+
+    def __iter__(self) -> Iterator[list[int]]:
+        batch: list[int] = []
+        for index in range(12):
+            batch.append(index)
+            if len(batch) == 3:
+                yield batch
+                batch.clear()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_may_hand_out_the_same_list_again_and_again(workers: int) -> None:
+    cursor = cursor_for(DataLoader(Numbers(), batch_sampler=Reusing(), num_workers=workers))
+    cursor.open_epoch()
+    got = []
+    for _ in range(4):
+        cursor.next()
+        got.append(cursor.indices())
+    with pytest.raises(StopIteration):
+        cursor.next()
+    assert got == [(0, 1, 2), (3, 4, 5), (6, 7, 8), (9, 10, 11)]
+    cursor.close()
+
+
+def test_keys_that_are_not_integers_are_compared_too() -> None:
+    def loader(keys: str) -> Cursor:
+        return cursor_for(DataLoader({key: ord(key) for key in "abcdef"}, 2, sampler=list(keys)))  # type: ignore[arg-type]
+
+    cursor = loader("abcdef")
+    cursor.open_epoch()
+    cursor.next()
+    loader("abcdef").load_state_dict(cursor.state_dict())
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        loader("bacdef").load_state_dict(cursor.state_dict())
+
+
+class Seeds(Dataset[int]):
+    def __len__(self) -> int:
+        return 6
+
+    def __getitem__(self, index: int) -> int:
+        worker = get_worker_info()
+        assert worker is not None
+        return worker.seed
+
+
+@pytest.mark.parametrize("persistent", [False, True])
+def test_workers_have_the_seeds_that_they_would_have_without_us_also_after_a_resume(persistent: bool) -> None:
+    def loader() -> Any:
+        return DataLoader(Seeds(), 3, num_workers=2, persistent_workers=persistent)
+
+    start = rng.capture()
+    plain = loader()
+    expected = [[batch.tolist() for batch in plain] for _ in range(2)]
+    assert persistent or expected[0] != expected[1]
+    rng.restore(start)
+    cursor = cursor_for(loader())
+    got: list[list[Any]] = []
+    for _ in range(2):
+        cursor.open_epoch()
+        got.append([cursor.next().tolist()])
+        state = cursor.state_dict()
+        got[-1].append(cursor.next().tolist())
+        with pytest.raises(StopIteration):
+            cursor.next()
+    cursor.close()
+    assert got == expected
+    fresh = cursor_for(loader())
+    fresh.load_state_dict(state)
+    # Which worker reads a batch may be another one; that its seed is one of the same epoch may not.
+    assert set(fresh.next().tolist()) <= {seed for batch in expected[1] for seed in batch}
+    fresh.close()
+
+
+def test_a_split_without_a_seed_is_another_data_set() -> None:
+    def split(seed: int) -> Any:
+        part, _ = random_split(Numbers(), [12, 11], torch.Generator().manual_seed(seed))  # type: ignore[arg-type]
+        return cursor_for(DataLoader(part, 3)).describe()
+
+    assert split(1) == split(1)
+    assert split(1) != split(2)
 
 
 def test_a_shorter_epoch_than_before_is_refused() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 from rollback.errors import RunDoesNotFit
@@ -46,7 +47,8 @@ class Cursor(ABC):
         """Batches of all epochs handed out or passed over since the run began: the position, the same on all ranks."""
         self.opened = False
         """Whether `epoch` has been begun. False before the first batch, and after each StopIteration."""
-        self._sought = False
+        self._sought: dict[str, Any] | None = None
+        """The state that was gone to, until a batch is handed out or passed over from there."""
         self._batches_per_epoch: Any = _UNKNOWN
 
     def open_epoch(self) -> None:
@@ -56,11 +58,19 @@ class Cursor(ABC):
         `load_state_dict` has just gone back to the beginning of is open already: it is not begun (and its order not
         drawn) a second time.
         """
-        if self._sought and self.opened and self.offset == 0:
+        if self._sought is not None and self.opened and self.offset == 0:
             return
-        self._sought, self.offset = False, 0
+        self._sought, self.offset = None, 0
         self._open()
         self.opened = True
+
+    def begin_pass(self) -> None:
+        """The script's loop over an epoch begins, after its own `set_epoch`. A position gone to before is gone to anew.
+
+        Not every sampler and wrapper lets its epoch be read, so the order that was made before may be another epoch's.
+        """
+        if self._sought is not None and self.opened:
+            self._seek(self._sought)
 
     def next(self) -> Any:
         """The batch at the position. StopIteration at the epoch's end: then no epoch is open and `epoch` is one more.
@@ -91,8 +101,13 @@ class Cursor(ABC):
         return indices
 
     @property
+    def reads_ahead(self) -> bool:
+        """Whether `at_end` is found out by reading, so that ranks may come to different answers."""
+        return False
+
+    @property
     def at_end(self) -> bool:
-        """Whether the open epoch has no further batch; False where that cannot be told beforehand."""
+        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know."""
         if self._batches_per_epoch is _UNKNOWN:
             self._batches_per_epoch = self.describe().get("batches")
         return self.opened and self._batches_per_epoch is not None and self.offset >= self._batches_per_epoch
@@ -111,6 +126,14 @@ class Cursor(ABC):
     def indices(self) -> Indices:
         """The dataset indices of the batch last returned by `next`, where the loader has any."""
         return None
+
+    def order_digest(self) -> int | None:
+        """A hash of what the sampler gave for the batch last returned by `next`, where there is a sampler."""
+        return None
+
+    def remarks(self) -> Iterable[tuple[str, str]]:
+        """What a user should know of this loader and has not been told yet: a code and a sentence for each."""
+        return ()
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as a tree of JSON values and CPU tensors that later batches do not change."""
@@ -136,7 +159,7 @@ class Cursor(ABC):
             )
         self.epoch, self.offset, self.batch = state["epoch"], state["offset"], state["batch"]
         self.opened = state["opened"]
-        self._sought = True
+        self._sought = state
         self._seek(state)
 
     @abstractmethod
@@ -167,11 +190,12 @@ class Cursor(ABC):
             raise RuntimeError("no epoch is open: call open_epoch() first")
 
     def _advance(self) -> None:
-        self._sought = False
+        self._sought = None
         self.offset += 1
         self.batch += 1
 
     def _end_epoch(self) -> None:
+        self._sought = None
         self.epoch += 1
         self.offset = 0
         self.opened = False

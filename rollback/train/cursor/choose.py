@@ -31,7 +31,7 @@ def cursor_for(loader: Any) -> Cursor:
     if _is_plain_map_style(loader):
         return MapStyleCursor(loader)
     if hasattr(loader, "__next__"):
-        return DrawnCursor(loader.__next__, name=type(loader).__name__)
+        return DrawnCursor(loader.__next__, name=type(loader).__name__, once=True)
     if hasattr(loader, "__iter__") and not isinstance(loader, (str, bytes, dict)):
         return ReiteratedCursor(loader)
     if callable(loader):

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import fields, is_dataclass
+from collections.abc import Callable, Iterable
 from typing import Any
 
-import numpy as np
-import torch
-
-from rollback.errors import UsageError
+from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
+from rollback.train.cursor.digest import Digest
+
+DRAWS_BESIDE = (
+    "draws-beside-the-data",
+    "between two batches something else draws random numbers on the CPU (an evaluation, dropout). In a run without a "
+    "guard it and '{name}' share one stream; here the data have a stream of their own, so that a batch is the same "
+    "after a restart or a rollback. So the batches of this run are as random, but not those of the script without a "
+    "guard. For the same ones in both, let '{name}' draw from a generator of its own and give it a state_dict and "
+    "load_state_dict",
+)
 
 
 class DrawnCursor(Cursor):
@@ -24,17 +30,31 @@ class DrawnCursor(Cursor):
 
     A generator that walks through files, a counter in a closure, a `torch.Generator` of the callable's own or a draw on
     a GPU cannot be put back from here. To know before any harm is done, `open_epoch` draws the first batch of a run
-    twice from the same states: if the two differ, UsageError.
+    twice from the same states: if the two differ, UsageError. A process that resumes draws the last batch before its
+    position once more: if that is another one, RunDoesNotFit.
+
+    once: `draw` goes on from where it is (an iterator), so what is drawn only to compare would be lost: batches that
+    cannot be compared are refused.
     """
 
     kind = "drawn"
     has_epochs = False
 
-    def __init__(self, draw: Callable[[], Any], *, name: str) -> None:
+    def __init__(self, draw: Callable[[], Any], *, name: str, once: bool = False) -> None:
         super().__init__()
         self._draw = draw
         self._name = name
+        self._once = once
         self._stream: rng.Stream | None = None
+        self._last: tuple[rng.Stream, Digest] | None = None
+        """The stream before the batch last drawn, and what that batch is."""
+        self._drew_beside = False
+
+    def remarks(self) -> Iterable[tuple[str, str]]:
+        if not self._drew_beside:
+            return ()
+        code, text = DRAWS_BESIDE
+        return ((code, text.format(name=self._name)),)
 
     def _open(self) -> None:
         if self._stream is None:
@@ -43,25 +63,36 @@ class DrawnCursor(Cursor):
 
     def _refuse_hidden_state(self) -> None:
         first, second = self._trial(), self._trial()
-        if not _alike(first, second):
+        if first.value != second.value:
             raise UsageError(
                 f"cannot go back in the batches of '{self._name}': drawn twice from the same random states, the first "
                 "is not the same, so they depend on something else (a position or a generator of its own)",
                 hint="draw from the global random states of Python, NumPy or torch (CPU) alone; or hand over an object "
                 "with state_dict and load_state_dict, or one whose __iter__ begins anew each time",
             )
+        if self._once and not first.whole:
+            raise UsageError(
+                f"cannot tell whether the batches of '{self._name}' can be drawn again: they hold objects that cannot "
+                "be compared",
+                hint="hand out tensors, arrays, numbers and strings in dicts, lists, tuples or dataclasses; or hand "
+                "over an object with state_dict and load_state_dict, or one whose __iter__ begins anew each time",
+            )
 
-    def _trial(self) -> Any:
+    def _trial(self) -> Digest:
         with rng.preserved():
             try:
-                return self._draw()
+                return Digest(self._draw())
             except StopIteration:
-                return StopIteration
+                return Digest(())
 
     def _fetch(self) -> Any:
         assert self._stream is not None
+        self._drew_beside = self._drew_beside or (self._last is not None and self._stream.drawn_beside)
+        before = self._stream.copy()
         with self._stream:
-            return self._draw()
+            data = self._draw()
+        self._last = before, Digest(data)
+        return data
 
     def _pass_over(self) -> Indices:
         assert self._stream is not None
@@ -75,32 +106,34 @@ class DrawnCursor(Cursor):
         return None
 
     def _state(self) -> dict[str, Any]:
-        return {"stream": self._stream.state_dict() if self._stream else None}
+        last = None
+        if self._last is not None and (digest := self._last[1].value) is not None:
+            last = {"stream": self._last[0].state_dict(), "digest": f"{digest:016x}"}
+        return {"stream": self._stream.state_dict() if self._stream else None, "last": last}
 
     def _seek(self, state: dict[str, Any]) -> None:
-        stream = state["stream"]
+        fresh, stream, self._last = self._stream is None, state["stream"], None
         self._stream = rng.Stream.from_state_dict(stream) if stream is not None else None
+        if fresh and state["last"] is not None and not self.accepts_other_length:
+            self._compare_with(state["last"])
+
+    def _compare_with(self, last: dict[str, Any]) -> None:
+        with rng.preserved():
+            rng.restore(last["stream"])
+            try:
+                drawn = Digest(self._draw()).value
+            except Exception as error:
+                raise self._does_not_fit(f"drawing it again fails ({type(error).__name__}: {error})") from error
+        if drawn is not None and f"{drawn:016x}" != last["digest"]:
+            raise self._does_not_fit("drawn again from the same random states, it is another one")
+
+    def _does_not_fit(self, reason: str) -> RunDoesNotFit:
+        return RunDoesNotFit(
+            f"cannot go to batch {self.batch} of '{self._name}': the checkpoint tells what the batch before it was, "
+            f"and {reason}",
+            hint="the batch size, the data or the code that draws has changed; put that back, start a new run "
+            "directory, or go on with the data as they are now by --accept-data-change",
+        )
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "loader": self._name}
-
-
-def _alike(one: Any, other: Any) -> bool:
-    """Whether two batches hold the same values. What cannot be compared is taken to be alike."""
-    if type(one) is not type(other):
-        return False
-    if isinstance(one, np.ndarray) and one.dtype.kind in "biufc":
-        return _alike(torch.from_numpy(one), torch.from_numpy(other))
-    if isinstance(one, torch.Tensor):
-        if one.shape != other.shape or one.dtype != other.dtype:
-            return False
-        return bool(((one == other) | (one.isnan() & other.isnan())).all())
-    if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_alike(value, other[key]) for key, value in one.items())
-    if isinstance(one, (list, tuple)):
-        return len(one) == len(other) and all(map(_alike, one, other))
-    if is_dataclass(one):
-        return all(_alike(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-    if isinstance(one, (str, bytes, int, float)):
-        return one == other or repr(one) == repr(other)  # NaN is alike to NaN
-    return True

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
+
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+_DEPTH = 4  # wrappers around wrappers
+_MOST = 256  # attributes looked at; a data set may have a million
 
 
 class EpochSetters:
-    """The samplers and data sets of a loader that are told the epoch by `set_epoch` and keep it as `epoch`.
+    """What a loader is made of that is told the epoch by `set_epoch` and keeps it as `epoch`, or under a name like it.
 
     The user's loop calls `set_epoch` before each epoch. After a rollback from epoch 3 into epoch 2 it is still inside
     epoch 3 and will not call it when the replay gets there: then what it gave the first time is given again.
     """
 
-    def __init__(self, things: list[Any]) -> None:
-        self._setters = [
-            thing
-            for thing in things
-            if callable(getattr(thing, "set_epoch", None)) and isinstance(getattr(thing, "epoch", None), int)
-        ]
+    def __init__(self, *roots: Any) -> None:
+        found = [thing for thing in _parts(roots) if callable(getattr(thing, "set_epoch", None))]
+        self._setters = [(thing, name) for thing in found if (name := _epoch_attribute(thing)) is not None]
+        self.all_read = len(self._setters) == len(found)
+        """Whether the epoch of each can be read. Where not, only the script can put it back, at its next epoch."""
         self._given: dict[int, list[int]] = {}
         self._left_at: list[int] | None = None
 
@@ -32,8 +37,9 @@ class EpochSetters:
 
     def give(self, epoch: int, values: list[int]) -> None:
         """Puts the setters where they were at the opening of `epoch`."""
-        for setter, value in zip(self._setters, values, strict=True):
-            setter.set_epoch(value)
+        if len(values) == len(self._setters):  # else the script is put together otherwise than it was
+            for (setter, _), value in zip(self._setters, values, strict=True):
+                setter.set_epoch(value)
         self._given[epoch] = self._left_at = values
 
     def leave(self) -> None:
@@ -41,4 +47,39 @@ class EpochSetters:
         self._left_at = self._now()
 
     def _now(self) -> list[int]:
-        return [int(setter.epoch) for setter in self._setters]
+        return [int(getattr(setter, name)) for setter, name in self._setters]
+
+
+def _parts(roots: Iterable[Any]) -> list[Any]:
+    """The loaders, samplers and data sets that a loader is put together from, and what else in it has `set_epoch`."""
+    found: list[Any] = []
+    waiting = [(root, 0) for root in roots]
+    while waiting:
+        thing, depth = waiting.pop(0)
+        if any(thing is known for known in found):
+            continue
+        found.append(thing)
+        if depth < _DEPTH and len(found) < _MOST:
+            waiting += [(inner, depth + 1) for inner in _attributes(thing) if _takes_part(inner)]
+    return found
+
+
+def _attributes(thing: Any) -> list[Any]:
+    held = list(getattr(thing, "__dict__", {}).values())[:_MOST]
+    named = [getattr(thing, name, None) for name in ("dataset", "sampler", "batch_sampler")]
+    return [*held, *named]
+
+
+def _takes_part(thing: Any) -> bool:
+    return isinstance(thing, (DataLoader, Sampler, Dataset)) or callable(getattr(thing, "set_epoch", None))
+
+
+def _epoch_attribute(thing: Any) -> str | None:
+    """The attribute that keeps what `set_epoch` is given: `epoch`, else the only integer with the word in its name."""
+    names = [name for name in getattr(thing, "__dict__", {}) if "epoch" in name.lower()]
+    for candidates in (["epoch"], ["_epoch"], names if len(names) == 1 else []):
+        for name in candidates:
+            value = getattr(thing, name, None)
+            if isinstance(value, int) and not isinstance(value, bool):
+                return name
+    return None

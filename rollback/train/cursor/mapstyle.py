@@ -10,28 +10,34 @@ ahead. Without workers it draws from the random states of the process, as ever. 
 its own (`self.rng = np.random.default_generator()`) is outside of both.
 
 The clone keeps the batches in order (`in_order=False` would make "batch b" mean nothing). A sampler's own
-`state_dict` is not used: the sampler is run again from the opening. One whose order depends on anything else, such as
-the losses it was shown, cannot be sought; a replay that finds other indices than before is refused, never passed on.
+`state_dict` is not used: the sampler is run again from the opening. Random generators that it holds as attributes are
+put back with the rest. One whose order depends on anything else, such as the losses it was shown, cannot be sought: at
+the opening of a run the order is drawn twice, and a sampler that gives two different ones is refused at once; a replay
+that finds other indices than before is refused, never passed on.
 """
 
 from __future__ import annotations
 
 import operator
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-import xxhash
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Subset
 
-from rollback.errors import RunDoesNotFit
+from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
+from rollback.train.cursor.digest import digest_of_indices
 from rollback.train.cursor.epochs import EpochSetters
+from rollback.train.cursor.feed import Feed
+from rollback.train.cursor.generators import Generators
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
-from rollback.train.cursor.workers import Keyed, KeyedDataset
+from rollback.train.cursor.workers import KeyedDataset
 from rollback.train.workers import LeavesStoppingToTheRank, shut_down
+
+_COMPARED = 16
+"""Batches of the first epoch that are drawn twice from a sampler that is not torch's own."""
 
 
 class MapStyleCursor(Cursor):
@@ -43,12 +49,15 @@ class MapStyleCursor(Cursor):
         super().__init__()
         self._loader = loader
         self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        samplers = _samplers(self._index_sampler)
-        self._generators = _generators([loader, *samplers])
-        self._epoch_setters = EpochSetters([*samplers, loader.dataset])
+        self._generators = Generators([loader, *_samplers(self._index_sampler)])
+        self._epoch_setters = EpochSetters(loader)
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
-        self._feed = _Feed()
+        self._seeding: torch.Tensor | None = None
+        """State of the generator that the base seed is drawn from, before it is: workers' seeds follow from it."""
+        self._unfit: RunDoesNotFit | None = None
+        """What was found wrong with a position, where the script's next `set_epoch` may yet put it right."""
+        self._feed = Feed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
         self._reader: Iterator[Any] | None = None
@@ -56,6 +65,13 @@ class MapStyleCursor(Cursor):
 
     def indices(self) -> Indices:
         return self._indices
+
+    def order_digest(self) -> int | None:
+        return digest_of_indices(self._feed.last)
+
+    @property
+    def at_end(self) -> bool:
+        return self.opened and self._unfit is None and self._feed.is_over()
 
     def plan_skips(self, first: int, last: int) -> None:
         window = range(first, last + 1)
@@ -73,6 +89,7 @@ class MapStyleCursor(Cursor):
             "drop_last": getattr(batching, "drop_last", None),
             "sampler": type(sampler).__name__,
             "batches": _length(self._loader),
+            **_subset(self._loader.dataset),
         }
 
     def close(self) -> None:
@@ -83,13 +100,41 @@ class MapStyleCursor(Cursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._end_workers_of_epoch()
+        self._unfit = None
         self._opening = {
             "rng": rng.capture(cuda=False),
-            "generators": _states(self._generators),
+            "generators": self._generators.states(),
             "epochs": epochs,
             "base_seed": self._base_seed if self._loader.persistent_workers else None,
         }
+        if self.batch == 0:
+            self._refuse_hidden_state()
         self._begin(self._make_order(), None)
+
+    def _refuse_hidden_state(self) -> None:
+        """Draw the order twice, where it is not one of torch's own samplers that draws it."""
+        first, second = self._trial(), self._trial()
+        if first != second:
+            sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
+            raise UsageError(
+                f"cannot go back in the order of the {type(sampler).__name__}: drawn twice from the same random "
+                "states, it is not the same, so it depends on something else (a counter, or random numbers from where "
+                "the guard cannot see)",
+                hint="let the sampler draw from the global random states, or from a torch.Generator, numpy Generator "
+                "or random.Random that is one of its attributes; what changes with the epoch goes through set_epoch()",
+            )
+
+    def _trial(self) -> list[int | None]:
+        with rng.preserved():
+            order = self._make_order()
+            drawn: list[int | None] = []
+            try:
+                while not order.exact and len(drawn) < _COMPARED:
+                    drawn.append(digest_of_indices(order.take()))
+            except StopIteration:
+                pass
+            self._generators.restore(self._opening["generators"])
+            return drawn
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
@@ -101,6 +146,7 @@ class MapStyleCursor(Cursor):
             self.close()
 
     def _fetch(self) -> Any:
+        self._refuse_unfit()
         if self._feed.is_planned():  # said to be skipped, and wanted after all
             self._feed.planned.clear()
             self._reader = None
@@ -116,6 +162,7 @@ class MapStyleCursor(Cursor):
         return data
 
     def _pass_over(self) -> Indices:
+        self._refuse_unfit()
         indices = _as_indices(self._feed.peek())
         if self._feed.reading and not self._feed.is_planned():
             self._reader = None  # workers are at it: they are told to begin again behind it
@@ -127,9 +174,10 @@ class MapStyleCursor(Cursor):
         return {
             "opening": self._opening if self.opened else None,
             "base_seed": self._base_seed,
+            "seeding": self._seeding if self._loader.persistent_workers else None,
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
-            "generators": None if self.opened else _states(self._generators),
-            "last_indices": _fingerprint(self._feed.last) if self.offset else None,
+            "generators": None if self.opened else self._generators.states(),
+            "last_indices": _hex(digest_of_indices(self._feed.last)) if self.offset else None,
             "length": _length(self._loader.dataset),
             "share": share_of(self._index_sampler),
         }
@@ -138,19 +186,28 @@ class MapStyleCursor(Cursor):
         kept = state["opening"] or state
         if len(kept["generators"]) != len(self._generators):
             raise self._does_not_fit("other generators take part")
-        self._reader, self._indices = None, None
-        self._base_seed = state["base_seed"]
+        self._reader, self._indices, self._unfit = None, None, None
+        self._base_seed, self._seeding = state["base_seed"], state["seeding"]
         with rng.preserved():
             if not self.opened:
-                _set_states(self._generators, state["generators"])
+                self._generators.restore(state["generators"])
                 self._epoch_setters.leave()
                 return
             self._opening = state["opening"]
             rng.restore(self._opening["rng"])
-            _set_states(self._generators, self._opening["generators"])
+            self._generators.restore(self._opening["generators"])
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
-        self._begin(order, self._move_to_position(order, state))
+        try:
+            self._begin(order, self._move_to_position(order, state))
+        except RunDoesNotFit as error:
+            if self._epoch_setters.all_read:
+                raise
+            self._unfit = error
+
+    def _refuse_unfit(self) -> None:
+        if self._unfit is not None:
+            raise self._unfit
 
     def _move_to_position(self, order: Order, state: dict[str, Any]) -> Any:
         """Move a fresh order to the position; what comes before it there, once that is known to be what came before.
@@ -169,7 +226,7 @@ class MapStyleCursor(Cursor):
             raise self._does_not_fit("fewer batches come") from None
         if not other_data:
             checked = last if state["share"] == share_of(self._index_sampler) else self._last_of(state["share"])
-            if _fingerprint(checked) != state["last_indices"]:
+            if _hex(digest_of_indices(checked)) != state["last_indices"]:
                 raise self._does_not_fit("other indices come before it")
         return last
 
@@ -194,6 +251,7 @@ class MapStyleCursor(Cursor):
         lookahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
         order = order_of(self._index_sampler, lookahead)
         if self._opening["base_seed"] is None:  # else the workers live on, and so does their seed
+            self._seeding = (loader.generator or torch.default_generator).get_state()
             drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
             self._base_seed = int(drawn.item())
             if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
@@ -234,10 +292,17 @@ class MapStyleCursor(Cursor):
             pin_memory_device=loader.pin_memory_device,
             timeout=loader.timeout,
             worker_init_fn=LeavesStoppingToTheRank(loader.worker_init_fn),
-            generator=torch.Generator(),  # the seed it draws for itself is not used, and costs no one a draw
+            generator=self._worker_seeding(),
             **batches,
             **in_workers,
         )
+
+    def _worker_seeding(self) -> torch.Generator:
+        """The clone's own: it draws the base seed that the loader would have drawn, and costs no one a draw."""
+        generator = torch.Generator()
+        if self._seeding is not None:
+            generator.set_state(self._seeding)
+        return generator
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(
@@ -246,66 +311,6 @@ class MapStyleCursor(Cursor):
             hint="the data set, the batch size or the sampler has changed, or the sampler's order depends on more than "
             "random states and set_epoch(): then give the loader a state_dict/load_state_dict of its own",
         )
-
-
-class _Feed:
-    """What the clone reads from as its batch sampler: the order from the position on.
-
-    `pending` holds the batches of indices that have left the order but not yet been handed out or passed over; the
-    first is the one at the position. The first `reading` of them have been given to the reader, or withheld from it
-    because they are planned to be skipped.
-
-    It does not know the cursor: the clone's iterator must be freed with the last reference to the cursor, not by
-    the cycle collector, which could run in a forked worker and would there shut down the workers of its parent.
-    """
-
-    def __init__(self) -> None:
-        self._order: Order | None = None
-        self._key: str | None = None
-        self._batch = self._offset = 0
-        self._pending: deque[Any] = deque()
-        self.reading = 0
-        self.planned: list[range] = []
-        self.last: Any = None
-        """The batch of indices before the position."""
-
-    def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
-        """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
-        self._order, self.last = order, last
-        self._batch, self._offset, self._key = batch, offset, key
-        self._pending.clear()
-        self.reading = 0
-
-    def __iter__(self) -> _Feed:
-        self.reading = 0
-        return self
-
-    def __next__(self) -> Any:
-        while True:
-            ahead = self.reading
-            indices = self.peek(ahead)
-            self.reading += 1
-            if not self.is_planned(ahead):
-                return indices if self._key is None else Keyed(f"{self._key}/{self._offset + ahead}", indices)
-
-    def peek(self, ahead: int = 0) -> Any:
-        """The indices of the batch `ahead` of the position. StopIteration where the epoch has no such batch."""
-        assert self._order is not None
-        if ahead == len(self._pending):
-            self._pending.append(self._order.take())
-        return self._pending[ahead]
-
-    def pop(self) -> Any:
-        """Moves the position past the first pending batch, and gives its indices."""
-        self.last = self._pending.popleft()
-        self.reading = max(0, self.reading - 1)
-        self._batch += 1
-        self._offset += 1
-        return self.last
-
-    def is_planned(self, ahead: int = 0) -> bool:
-        """Whether the batch `ahead` of the position is to be skipped."""
-        return any(self._batch + ahead in window for window in self.planned)
 
 
 def _samplers(index_sampler: Any) -> list[Any]:
@@ -321,26 +326,6 @@ def _samplers(index_sampler: Any) -> list[Any]:
     return found
 
 
-def _generators(owners: list[Any]) -> list[torch.Generator]:
-    """The torch generators that these own, each once. The process's own is among the random states already."""
-    found: list[torch.Generator] = []
-    for owner in owners:
-        generator = getattr(owner, "generator", None)
-        known = [torch.default_generator, *found]
-        if isinstance(generator, torch.Generator) and all(generator is not one for one in known):
-            found.append(generator)
-    return found
-
-
-def _states(generators: list[torch.Generator]) -> list[torch.Tensor]:
-    return [generator.get_state() for generator in generators]
-
-
-def _set_states(generators: list[torch.Generator], states: list[torch.Tensor]) -> None:
-    for generator, state in zip(generators, states, strict=True):
-        generator.set_state(state)
-
-
 def _as_indices(batch: Any) -> Indices:
     """What a sampler gave for one batch as plain integers; None where it is anything else."""
     entries = batch if isinstance(batch, (list, tuple)) else [batch]
@@ -350,9 +335,13 @@ def _as_indices(batch: Any) -> Indices:
         return None
 
 
-def _fingerprint(batch: Any) -> str | None:
-    indices = _as_indices(batch)
-    return None if indices is None else xxhash.xxh3_64_hexdigest(repr(indices).encode())
+def _hex(digest: int | None) -> str | None:
+    return None if digest is None else f"{digest:016x}"
+
+
+def _subset(dataset: Any) -> dict[str, Any]:
+    """Which samples a subset (`random_split`) has of its data set, as a hash: a split without a seed is another one."""
+    return {"subset": _hex(digest_of_indices(list(dataset.indices)))} if isinstance(dataset, Subset) else {}
 
 
 def _length(sized: Any) -> int | None:

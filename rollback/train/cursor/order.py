@@ -7,8 +7,9 @@ at once. Any other sampler is run, which costs Python time for each index but re
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
@@ -18,6 +19,9 @@ from rollback.train import rng
 
 class Order(Protocol):
     """One epoch's batches of indices. Made, and begun, under the random states of the epoch's opening."""
+
+    exact: ClassVar[bool]
+    """Whether the order is known to follow from these states: torch's own samplers, not somebody's."""
 
     def begin(self) -> None:
         """Draws what the sampler draws when it is first asked."""
@@ -82,6 +86,8 @@ def _taken_apart(index_sampler: Any) -> tuple[BatchSampler | None, Any]:
 class _Sliced:
     """Batches as slices of a range or of a permutation held as a tensor (8 bytes for each sample, no list)."""
 
+    exact: ClassVar[bool] = True
+
     def __init__(
         self,
         draw: Callable[[], range | torch.Tensor],
@@ -131,6 +137,8 @@ class _Iterated:
     drew in between, and no batch could be named before it was reached.
     """
 
+    exact: ClassVar[bool] = False
+
     def __init__(self, index_sampler: Iterable[Any], lookahead: int) -> None:
         self._iterator: Iterator[Any] = iter(index_sampler)
         self._lookahead = lookahead
@@ -140,7 +148,7 @@ class _Iterated:
     def begin(self) -> None:
         for _ in range(self._lookahead):
             try:
-                self._ahead.append(next(self._iterator))
+                self._ahead.append(self._draw())
             except StopIteration:
                 break
         self._ahead.reverse()
@@ -151,7 +159,11 @@ class _Iterated:
             return self._ahead.pop()
         assert self._stream is not None
         with self._stream:
-            return next(self._iterator)
+            return self._draw()
+
+    def _draw(self) -> Any:
+        """A copy: some samplers fill and hand out the same list again and again."""
+        return copy.copy(next(self._iterator))
 
     def seek(self, offset: int) -> None:
         for _ in range(min(offset, len(self._ahead))):

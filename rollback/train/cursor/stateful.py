@@ -3,78 +3,94 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import inspect
 from typing import Any
 
 from rollback.train import rng
-from rollback.train.cursor.base import Cursor, Indices
-from rollback.train.workers import leave_stopping_to_the_rank, shut_down
+from rollback.train.cursor.inorder import InOrderCursor, reading_of
 
 
-class StatefulCursor(Cursor):
+class StatefulCursor(InOrderCursor):
     """Position and exactness are the loader's: what its `state_dict` leaves out, no one can put back.
 
     The contract is torchdata's: `state_dict` is true after each batch handed out, and after `load_state_dict` the next
     `iter(loader)` goes on from there (at an epoch's end: begins the next one). The random states at the epoch's opening
-    are put back around that `iter`, for loaders that seed themselves there. `skip` reads a batch and drops it. The
-    state must be a tree of JSON values and tensors, since a checkpoint holds nothing else.
+    are put back around that `iter`, for loaders that seed themselves there; where it is a generator function, which
+    does that when its first batch is asked for, around that batch too, unless batches were seen to draw themselves.
+    `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, since a checkpoint holds
+    nothing else.
     """
 
     kind = "stateful"
 
     def __init__(self, loader: Any) -> None:
-        super().__init__()
-        self._loader = loader
-        leave_stopping_to_the_rank(loader)
+        super().__init__(loader)
         self._opening: dict[str, Any] | None = None
-        self._iterator: Iterator[Any] | None = None
         self._beginning: Any = None
         """The loader's state at the beginning of the first epoch, where this process has seen it."""
+        self._to_load: Any = None
+        """The state that the loader is given before it is iterated again."""
+        self._unbegun = False
+        """Whether the iterator is a generator of a resumed epoch that has not begun to run."""
+        self._draws: bool | None = None
+        """Whether a generator's last batch, not its first, drew from the random states of the process."""
+
+    def loader_state(self) -> Any:
+        return self._loader.state_dict() if self._to_load is None else self._to_load
 
     def _open(self) -> None:
-        self._opening = rng.capture(cuda=False)
+        epochs = self._epoch_setters.at_opening(self.epoch)
+        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs}
+        self._ahead = None
+        self._load()
         self._iterator = iter(self._loader)
         if self.batch == 0:
             with rng.preserved():
                 self._beginning = copy.deepcopy(self._loader.state_dict())
 
-    def _fetch(self) -> Any:
-        assert self._iterator is not None
-        return next(self._iterator)
+    def _load(self) -> None:
+        state, self._to_load = self._to_load, None
+        if state is not None:
+            with rng.preserved():
+                self._loader.load_state_dict(copy.deepcopy(state))
 
-    def _pass_over(self) -> Indices:
-        self._fetch()
-        return None
+    def _read(self) -> Any:
+        assert self._iterator is not None
+        if not self._unbegun:
+            if self.offset == 0 or not inspect.isgenerator(self._iterator):
+                return next(self._iterator)
+            before = rng.mark()
+            data = next(self._iterator)
+            self._draws = rng.drawn_since(before)
+            return data
+        self._unbegun = False
+        assert self._opening is not None
+        with rng.preserved():
+            rng.restore(self._opening["rng"])
+            return next(self._iterator)
 
     def _state(self) -> dict[str, Any]:
         # torchdata's loader begins an epoch, with draws from the random states, when it is asked before its first one.
         begun = self.opened or self.epoch > 0
-        return {
-            "opening": self._opening if self.opened else None,
-            "loader": self._loader.state_dict() if begun else None,
-        }
+        state = (self._ahead.state if self._ahead else self.loader_state()) if begun else None
+        return {"opening": self._opening if self.opened else None, "loader": state, "draws": self._draws}
 
     def _seek(self, state: dict[str, Any]) -> None:
-        self._iterator = None
-        if state["loader"] is None:
-            self._opening = None
-            if self._beginning is not None:  # what has been read here is to be read again
-                with rng.preserved():
-                    self._loader.load_state_dict(copy.deepcopy(self._beginning))
-            return
+        self._iterator, self._ahead, self._unbegun = None, None, False
+        self._opening, self._draws = state["opening"], state["draws"]
+        # Where no epoch had begun, what has been read here is to be read again.
+        self._to_load = self._beginning if state["loader"] is None else state["loader"]
+        if self._opening is None:
+            self._epoch_setters.leave()
+
+    def _resume(self) -> None:
+        assert self._opening is not None
+        self._epoch_setters.give(self.epoch, self._opening["epochs"])
+        self._load()
         with rng.preserved():
-            self._loader.load_state_dict(state["loader"])
-            self._opening = state["opening"]
-            if self._opening is not None:
-                rng.restore(self._opening)
-                self._iterator = iter(self._loader)
+            rng.restore(self._opening["rng"])
+            self._iterator = iter(self._loader)
+        self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
 
     def describe(self) -> dict[str, Any]:
-        return {"kind": self.kind, "loader": type(self._loader).__name__}
-
-    def close(self) -> None:
-        """Lets go of the loader's iterator, and ends its workers."""
-        shut_down(self._iterator)
-        if getattr(self._loader, "_iterator", None) is self._iterator is not None:
-            self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
-        self._iterator = None
+        return {"kind": self.kind, "loader": type(self._loader).__name__, **reading_of(self._loader)}

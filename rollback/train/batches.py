@@ -1,0 +1,69 @@
+"""The batches of one rank: an epoch is opened, what is to be skipped is passed over, and the next batch is read.
+
+Each batch that is handed out is held against the draw log: one that was drawn before must be the same again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from rollback.rundir.paths import RunPaths
+from rollback.train.cursor import Cursor
+from rollback.train.draws import DrawLog
+from rollback.train.ranks import Ranks
+from rollback.train.record import Record
+from rollback.train.skips import SkipList
+
+
+class Batches:
+    """Nothing here is collective, unless it says so. Raises UsageError, RunDoesNotFit for data that do not come back.
+
+    afresh: what earlier attempts drew does not count (see `DrawLog`).
+    """
+
+    def __init__(
+        self, paths: RunPaths, ranks: Ranks, cursor: Cursor, skips: SkipList, record: Record, *, afresh: bool
+    ) -> None:
+        self._ranks = ranks
+        self._cursor = cursor
+        self._skips = skips
+        self._record = record
+        self._log = DrawLog(paths.draws(ranks.rank), afresh=afresh)
+
+    def open_epoch(self) -> bool:
+        """See to it that an epoch is open; True where one begins."""
+        if self._cursor.opened:
+            return False
+        self._cursor.open_epoch()
+        return True
+
+    def next(self, step: int, timeline: int, reading: Callable[[int], None]) -> Any:
+        """The batch behind what is to be skipped. StopIteration at the epoch's end.
+
+        reading: called with the batch's position before it is read.
+        """
+        cursor = self._cursor
+        self._skips.pass_over(cursor, step, timeline)
+        position = cursor.batch
+        reading(position)
+        data = cursor.next()
+        self._log.check(position, cursor.order_digest(), data, self._skips.windows)
+        for code, text in cursor.remarks():
+            self._record.advise(code, text)
+        return data
+
+    def may_resume_here(self) -> bool:
+        """Collective: not behind an epoch's last batch, where the code after the script's loop would find none came.
+
+        Ranks that find out by reading agree on it: one whose data end before the others' must not leave them alone with
+        a snapshot.
+        """
+        if not self._cursor.opened:
+            return False
+        more = not self._cursor.at_end
+        return self._ranks.all_of(more) if self._cursor.reads_ahead else more
+
+    def close(self) -> None:
+        self._log.close()
+        self._cursor.close()

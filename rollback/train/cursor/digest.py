@@ -1,0 +1,150 @@
+"""What a batch is known by: a hash over shapes, types and a bounded part of the bytes of the tensors in it.
+
+Used to tell whether a batch that is drawn again is the one that was drawn before. Tensors and NumPy arrays are what
+counts, and numbers beside them. Only a batch without any is known by its strings too: a path in a batch may lie on
+another disk after a restart and name the same sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+from torch import Tensor
+
+_BYTES = 1 << 16  # of each tensor; of a larger one, pieces all over it
+_PIECES = 16
+_LEAVES = 4096  # of one batch; what comes after them is left out
+_DEPTH = 16
+
+
+class Digest:
+    """The hash of one batch.
+
+    whole: whether everything in the batch took part; False where it holds objects of types that nothing is known of.
+    Of tensors on a device a part is on its way to the host while this is made; `value` waits for that.
+    """
+
+    def __init__(self, batch: Any) -> None:
+        leaves = _Leaves()
+        leaves.gather(batch, 0)
+        self.whole = leaves.whole
+        self._hash = xxhash.xxh3_64()
+        self._coming: list[Tensor] = []
+        self._event: torch.cuda.Event | None = None
+        self._any = bool(leaves.tensors or leaves.plain)
+        numbers = [item for item in leaves.plain if not leaves.tensors or isinstance(item, (int, float, complex))]
+        self._hash.update(repr(numbers).encode())
+        for tensor in leaves.tensors:
+            self._add(tensor)
+        if self._coming:
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
+
+    @property
+    def settled(self) -> bool:
+        """Whether `value` waits for nothing."""
+        return self._event is None
+
+    @property
+    def value(self) -> int | None:
+        """64 bits, never 0; None for a batch in which nothing can be hashed."""
+        if self._event is not None:
+            self._event.synchronize()
+            self._event = None
+        for sample in self._coming:
+            self._hash.update(_bytes_of(sample))
+        self._coming.clear()
+        return (self._hash.intdigest() or 1) if self._any else None
+
+    @torch.no_grad()
+    def _add(self, tensor: Tensor) -> None:
+        self._hash.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        sample = _sample(tensor.detach())
+        if sample.device.type == "cpu":
+            self._hash.update(_bytes_of(sample))
+        elif sample.is_cuda:
+            host = torch.empty(sample.shape, dtype=sample.dtype, pin_memory=True)
+            self._coming.append(host.copy_(sample, non_blocking=True))
+
+
+def digest_of_indices(indices: Any) -> int | None:
+    """Of what a sampler gave for one batch: integers, or any keys that a digest can be made of."""
+    entries = indices if isinstance(indices, (list, tuple)) else [indices]
+    if all(type(entry) is int for entry in entries):
+        return xxhash.xxh3_64_intdigest(repr(list(entries)).encode()) or 1
+    return Digest(entries).value
+
+
+class _Leaves:
+    """The tensors and the plain values of a batch, in order."""
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.plain: list[Any] = []
+        self.whole = True
+
+    def gather(self, item: Any, depth: int) -> None:
+        if depth > _DEPTH or len(self.tensors) + len(self.plain) >= _LEAVES:
+            self.whole = False
+        elif isinstance(item, Tensor):
+            self._gather_tensor(item)
+        elif isinstance(item, np.ndarray) and item.dtype.kind in "biufc":
+            self.tensors.append(torch.from_numpy(np.ascontiguousarray(item, dtype=item.dtype.newbyteorder("="))))
+        elif item is None or isinstance(item, (bool, int, float, complex, str, bytes)):
+            self.plain.append(item)
+        elif isinstance(item, np.generic):
+            self.plain.append(item.item())
+        else:
+            self._gather_inside(item, depth + 1)
+
+    def _gather_tensor(self, item: Tensor) -> None:
+        if item.layout is torch.strided and not item.is_quantized and not item.is_meta:
+            self.tensors.append(item)
+        else:
+            self.whole = False
+
+    def _gather_inside(self, item: Any, depth: int) -> None:
+        if isinstance(item, Mapping):
+            for key, value in item.items():
+                self.gather(key, depth)
+                self.gather(value, depth)
+        elif isinstance(item, (list, tuple)):
+            for value in item:
+                self.gather(value, depth)
+        elif is_dataclass(item):
+            for field in fields(item):
+                self.gather(getattr(item, field.name, None), depth)
+        else:
+            # Of other objects only the tensors: what else they hold may be of this process alone.
+            self.whole = False
+            kept = len(self.plain)
+            for value in vars(item).values() if hasattr(item, "__dict__") else ():
+                if isinstance(value, (Tensor, np.ndarray, Mapping, list, tuple)):
+                    self.gather(value, depth)
+            del self.plain[kept:]
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """At most about `_BYTES` of its elements, in one dimension; without copying a large tensor to look at it."""
+    if tensor.nbytes <= _BYTES:
+        return tensor.reshape(-1)
+    by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
+    if not by_stride.is_contiguous():
+        return torch.cat([_sample(tensor[row])[: _BYTES // _PIECES] for row in _spread(len(tensor), 1)])
+    flat, length = by_stride.reshape(-1), max(1, _BYTES // _PIECES // tensor.element_size())
+    return torch.cat([flat[start : start + length] for start in _spread(len(flat), length)])
+
+
+def _spread(size: int, length: int) -> list[int]:
+    """Where pieces of `length` begin that are spread evenly over `size`, the last one at its end."""
+    last, count = size - length, min(_PIECES, size)
+    return sorted({last * index // max(1, count - 1) for index in range(count)})
+
+
+def _bytes_of(sample: Tensor) -> Any:
+    return sample.contiguous().view(torch.uint8).numpy() if sample.numel() else b""

@@ -1,0 +1,147 @@
+"""The draw log: what each batch was when it was drawn, so that what is drawn again can be held against it.
+
+After a resume or a rollback a rank draws batches again that an earlier attempt, or it itself, has drawn before. A
+loader that depends on something nobody put back (a counter, random numbers of its own, a data set that was changed
+meanwhile) gives other ones then, and the run would go on with samples trained on twice and samples never seen. So
+each batch leaves two hashes in a small file of its rank, and the first difference ends the run before that batch is
+trained on.
+
+`order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. What a batch
+holds may depend on how many random numbers were drawn before it (augmentation in the process that trains), and so on
+which batches were skipped before it: `past` is a hash of those, and content is compared only where it is the same.
+
+Entry i of the file is of the last batch whose number is i modulo the number of entries. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from rollback.errors import RunDoesNotFit
+from rollback.events import Window
+from rollback.train.cursor.digest import Digest
+from rollback.train.record import say
+
+ENTRIES = 4096
+_ENTRY = struct.Struct("<QQQQQ")  # batch, order, content, past, check
+
+
+class Drawn(NamedTuple):
+    """What is kept of one batch. 0: not known."""
+
+    batch: int
+    order: int
+    content: int
+    past: int
+
+
+class DrawLog:
+    """One rank's. Nothing here is collective.
+
+    path: its file. afresh: what an earlier attempt left there does not count, since the data were changed on purpose or
+    are dealt out to the ranks in another way.
+    """
+
+    def __init__(self, path: Path, *, afresh: bool) -> None:
+        self._path = path
+        self._failing = False
+        self._file: int | None = None
+        self._open_one: tuple[Drawn, Digest] | None = None
+        self._entries: dict[int, Drawn] = {}
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_TRUNC if afresh else 0)
+            self._file = os.open(path, flags, 0o666)
+            self._entries = _read(os.pread(self._file, ENTRIES * _ENTRY.size, 0))
+        except OSError as error:
+            self._complain(error)
+
+    def check(self, batch: int, order: int | None, data: Any, skipped: Sequence[Window]) -> None:
+        """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
+
+        order: hash of its data set indices. skipped: all windows in force. Waits for the device only where there is
+        something to compare with.
+        """
+        self._settle()
+        digest = Digest(data)
+        known = self._entries.get(batch % ENTRIES)
+        drawn = Drawn(batch, order or 0, 0, _hash_of([window for window in skipped if window.first < batch]))
+        if known is not None and known.batch == batch:
+            _compare(known, drawn._replace(content=digest.value or 0))
+        self._open_one = drawn, digest
+        if digest.settled:
+            self._settle()
+
+    def close(self) -> None:
+        """Write what is left to be written."""
+        self._settle()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _settle(self) -> None:
+        """Keep the last batch, whose digest has arrived on the host meanwhile."""
+        if self._open_one is None:
+            return
+        (drawn, digest), self._open_one = self._open_one, None
+        drawn = drawn._replace(content=digest.value or 0)
+        slot = drawn.batch % ENTRIES
+        self._entries[slot] = drawn
+        if self._file is None:
+            return
+        try:
+            os.pwrite(self._file, _packed(drawn), slot * _ENTRY.size)
+            self._failing = False
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._failing:
+            say(
+                f"writing the draw log {self._path} fails ({error}); training goes on, but after a restart it cannot "
+                "be told whether the same batches come again"
+            )
+        self._failing = True
+
+
+def _compare(before: Drawn, now: Drawn) -> None:
+    if before.order and now.order and before.order != now.order:
+        what = "its samples are other ones (the sampler gives other indices)"
+    elif before.content and now.content and before.past == now.past and before.content != now.content:
+        what = "it holds other data" + (" (the sampler gives the same indices)" if now.order else "")
+    else:
+        return
+    raise RunDoesNotFit(
+        f"batch {now.batch} has been drawn before in this run, and now that it is drawn again {what}: going on would "
+        "train on some samples twice and on others never. It was not trained on",
+        hint="the loader, or what it reads, depends on something that does not come back after a restart: a data set "
+        "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "
+        "loader a state_dict and load_state_dict; to go on with the data as they are now: --accept-data-change",
+    )
+
+
+def _hash_of(windows: Sequence[Window]) -> int:
+    text = ",".join(f"{window.first}-{window.last}" for window in windows)
+    return xxhash.xxh3_64_intdigest(text.encode()) if text else 0
+
+
+def _packed(drawn: Drawn) -> bytes:
+    body = _ENTRY.pack(*drawn, 0)
+    return body[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(body[:-8]))
+
+
+def _read(raw: bytes) -> dict[int, Drawn]:
+    """The entries that are whole, by their place. A crash may leave one that is not."""
+    found = {}
+    for slot in range(len(raw) // _ENTRY.size):
+        entry = raw[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]
+        drawn = Drawn(*_ENTRY.unpack(entry)[:4])
+        if drawn.batch % ENTRIES == slot and entry == _packed(drawn):
+            found[slot] = drawn
+    return found
