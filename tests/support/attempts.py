@@ -16,12 +16,15 @@ DIED = 99  # the exit code of an attempt that was told to die around a fact
 
 
 class Forker:
-    """Starts attempts, one at a time. Use as a context manager."""
+    """Starts attempts, one at a time. Use as a context manager. program: what is to fork them, forker.py or like it."""
+
+    def __init__(self, program: Path = FORKER) -> None:
+        self._program = program
 
     def __enter__(self) -> Forker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = subprocess.Popen(
-            [sys.executable, str(FORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
+            [sys.executable, str(self._program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment
         )
         return self
 
@@ -29,11 +32,14 @@ class Forker:
         self._process.communicate(timeout=60)
 
     def status(self, toy: Toy, run: Path, **request: Any) -> int:
+        """Run one attempt of a toy job: its exit code, or minus the signal that ended it."""
+        return self.ask({"toy": toy.to_json(), "run": str(run), "output": str(run) + ".txt", **request})
+
+    def ask(self, request: dict[str, Any]) -> int:
         """Run one attempt: its exit code, or minus the signal that ended it."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
-        body = {"toy": toy.to_json(), "run": str(run), "output": str(run) + ".txt", **request}
-        self._process.stdin.write(json.dumps(body) + "\n")
+        self._process.stdin.write(json.dumps(request) + "\n")
         self._process.stdin.flush()
         return int(json.loads(self._process.stdout.readline())["status"])
 

@@ -20,6 +20,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +35,8 @@ from rollback.train.record import Record
 DIED = 99
 
 
-def main() -> None:
+def serve(attempt: Callable[[dict[str, Any]], int]) -> None:
+    """Answer requests for as long as there are any. `attempt` gives the exit code of the forked process it runs in."""
     warm_up()
     for line in sys.stdin:
         request = json.loads(line)
@@ -125,4 +127,4 @@ def hook(request: dict[str, Any]) -> Any:
 
 
 if __name__ == "__main__":
-    main()
+    serve(attempt)

@@ -1,0 +1,72 @@
+"""No kind of data loader ends in silently wrong data: what is killed, stopped or rolled back trains on the same batches
+as an undisturbed run, bit for bit, or is refused before it trains on others.
+
+The kinds, and what is expected of each, are in tests/support/zoo; so are the trials. One kind alone:
+
+    scripts/test tests/e2e/test_loader_zoo.py -k 'in_order'
+
+and as a table, with what happened: `PYTHONPATH=tests/support python tests/e2e/test_loader_zoo.py [part of a name]`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+from attempts import Forker
+
+from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
+from zoo.kinds import KINDS, TRIALS
+from zoo.trials import PROGRAM, WRONG, Outcome, Specimen
+
+CASES = [(name, trial) for name, kind in KINDS.items() for trial in TRIALS if trial in kind.expected]
+
+
+@pytest.fixture(scope="module")
+def specimen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Specimen]]:
+    """One for each kind, since its trials are all compared with one undisturbed run."""
+    with Forker(PROGRAM) as forker:
+        yield cache(lambda name: Specimen(name, tmp_path_factory.mktemp("kind"), forker))
+
+
+@pytest.mark.parametrize(("name", "trial"), CASES, ids=[f"{name} - {trial}" for name, trial in CASES])
+def test_what_is_trained_on_is_right_or_refused(specimen: Callable[[str], Specimen], name: str, trial: str) -> None:
+    outcome = specimen(name).outcome(trial)
+    assert outcome.word == KINDS[name].expected[trial], outcome.why
+
+
+def table(chosen: str) -> int:
+    """Print what becomes of each kind in each trial; how many are not as expected."""
+    counted: Counter[str] = Counter()
+    unexpected = 0
+    with tempfile.TemporaryDirectory() as folder, Forker(PROGRAM) as forker:
+        for number, (name, kind) in enumerate(KINDS.items()):
+            if chosen not in name:
+                continue
+            at = Path(folder) / str(number)
+            at.mkdir()
+            specimen = Specimen(name, at, forker)
+            for trial in [trial for trial in TRIALS if trial in kind.expected]:
+                outcome, expected = specimen.outcome(trial), kind.expected[trial]
+                counted[outcome.word] += 1
+                unexpected += outcome.word != expected
+                print(_row(name, trial, outcome, expected), flush=True)
+    print(f"\n{len(KINDS)} kinds, {counted.total()} trials: {dict(counted)}; {unexpected} not as expected")
+    return unexpected
+
+
+def _row(name: str, trial: str, outcome: Outcome, expected: str) -> str:
+    why = f"{outcome.why[:150]}" if outcome.word == WRONG or outcome.word != expected else ""
+    mark = " " if outcome.word == expected else "!"
+    return f"{mark} {name:70} {trial:8} {outcome.word:14} {'' if outcome.word == expected else expected:14} {why}".rstrip()
+
+
+if __name__ == "__main__":
+    os.environ["ROLLBACK_FAST_TIER"] = "off"
+    table(sys.argv[1] if len(sys.argv) > 1 else "")

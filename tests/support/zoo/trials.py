@@ -1,0 +1,174 @@
+"""The trials of the zoo, and the judgement on what was trained on.
+
+alone: nothing happens; compared with the same script without a guard.
+killed: SIGKILL in the middle of the second epoch, away from a checkpoint; started again.
+stopped: SIGTERM, so that it stops at the end of the first epoch, or right behind it; started again.
+skipped: a loss that is not finite in the second epoch; what is done again is data that were handed out before.
+retried: the same soon after an epoch's start, and the loss is finite the second time: all is done again from within
+the epoch before, and nothing is skipped.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from attempts import Forker
+
+from rollback.errors import ExitCode
+from rollback.rundir.history import fold
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from zoo.kinds import APART, BATCHES, EXACT, IDS, REFUSED
+
+WRONG = "WRONG"
+PROGRAM = Path(__file__).parents[1] / "zoo_attempt.py"
+MIDDLE = BATCHES + BATCHES // 2 + 2  # of the second epoch
+_REFUSALS = {int(code) for code in (ExitCode.USAGE, ExitCode.UNFIT)}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """word: exact, refused, WRONG, or what else is expected of `alone`. why: what was wrong, or why it was refused."""
+
+    word: str
+    why: str = ""
+
+
+class _Wrong(Exception):
+    pass
+
+
+class _Refused(Exception):
+    pass
+
+
+Line = dict[str, Any]
+
+
+class Specimen:
+    """One loader kind, in a folder of its own."""
+
+    def __init__(self, name: str, folder: Path, forker: Forker) -> None:
+        self._name = name
+        self._folder = folder
+        self._forker = forker
+
+    def outcome(self, trial: str) -> Outcome:
+        judged: Callable[[], str] = getattr(self, f"_{trial}")
+        try:
+            return Outcome(judged())
+        except _Wrong as wrong:
+            return Outcome(WRONG, str(wrong))
+        except _Refused as refused:
+            return Outcome(REFUSED, str(refused))
+
+    # The trials -----------------------------------------------------------------------------------------------------
+
+    def _alone(self) -> str:
+        lines, plain = self._undisturbed, self._logged(self._attempt("plain", guarded=False))
+        if lines == plain:
+            return EXACT
+        if [line.get("ids") for line in lines] == [line.get("ids") for line in plain]:
+            return IDS
+        return APART
+
+    def _killed(self) -> str:
+        self._attempt("killed", kill=MIDDLE, expect=-signal.SIGKILL)
+        return self._same(self._attempt("killed", again=True))
+
+    def _stopped(self) -> str:
+        self._attempt("stopped", stop=BATCHES - 2, expect=int(ExitCode.RESUMABLE))
+        return self._same(self._attempt("stopped", again=True))
+
+    def _retried(self) -> str:
+        log = self._attempt("retried", nan=BATCHES + 2, nan_once=True, settings={"retry_first": True})
+        return self._same(log)
+
+    def _skipped(self) -> str:
+        log = self._attempt("skipped", nan=MIDDLE + 1)
+        run = self._folder / "skipped"
+        windows = fold(read_journal(RunPaths(run).train_journal).records).skip_list
+        assert windows, "no batch was skipped"
+        effective = self._effective(log)
+        at = [line["batch"] for line in effective if "batch" in line]
+        skipped = {batch for window in windows for batch in range(window.first, window.last + 1)}
+        if at != [batch for batch in range(max(at) + 1) if batch not in skipped] or max(at) < self._last:
+            raise _Wrong(f"trained on batches {at}, having skipped {sorted(skipped)}")
+        told = [window.model_dump() for window in windows]
+        fresh = self._effective(self._attempt("fresh", nan=MIDDLE + 1, settings={"skip": told}))
+        return self._compare(effective, fresh)
+
+    # The judgement --------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def _undisturbed(self) -> list[Line]:
+        lines = self._logged(self._attempt("alone"))
+        if not lines or "weights" not in lines[-1]:
+            raise _Wrong("ended early")
+        return lines
+
+    @property
+    def _last(self) -> int:
+        return int(self._undisturbed[-2]["batch"])
+
+    def _same(self, log: Path) -> str:
+        return self._compare(self._effective(log), self._undisturbed)
+
+    def _compare(self, lines: list[Line], expected: list[Line]) -> str:
+        for line, other in zip(lines, expected, strict=False):
+            if line != other:
+                raise _Wrong(f"{_shown(line)} instead of {_shown(other)}")
+        if len(lines) != len(expected):
+            raise _Wrong(f"{len(lines) - 1} steps count instead of {len(expected) - 1}")
+        return EXACT
+
+    def _effective(self, log: Path) -> list[Line]:
+        """What counts of a log: a step that is done again undoes itself and all that came after it."""
+        kept: list[Line] = []
+        for line in self._logged(log):
+            while kept and line.get("step", len(kept)) <= kept[-1].get("step", -1):
+                kept.pop()
+            kept.append(line)
+        return kept
+
+    def _never_wrong(self, log: Path) -> None:
+        """No batch was trained on that is not the one at its position, whatever came of it in the end."""
+        expected = {line.get("batch"): line["ids"] for line in self._undisturbed[:-1]}
+        for line in self._logged(log):
+            if line.get("batch") in expected and line["ids"] != expected[line["batch"]]:
+                raise _Wrong(f"trained on {_shown(line)} instead of {expected[line['batch']]}, and was refused later")
+
+    # Attempts -------------------------------------------------------------------------------------------------------
+
+    def _attempt(self, name: str, *, guarded: bool = True, expect: int = 0, **request: Any) -> Path:
+        """Its log, which is that of all attempts with this name. Raises if it did not end as expected."""
+        run, log, output = (self._folder / f"{name}{ending}" for ending in ("", ".log", ".txt"))
+        request |= {"kind": self._name, "log": str(log), "output": str(output)}
+        if guarded:
+            request["run"] = str(run)
+        status = self._forker.ask(request)
+        said = output.read_text() if output.exists() else ""
+        if status == expect:
+            return log
+        if status in _REFUSALS:
+            if name != "alone" and log.exists():
+                self._never_wrong(log)
+            raise _Refused(said.strip().splitlines()[-2 if "hint:" in said else -1])
+        if status == -signal.SIGALRM:
+            raise _Wrong("hangs")
+        raise _Wrong(f"ended with {status} instead of {expect}: {said.strip().splitlines()[-1] if said else ''}")
+
+    def _logged(self, log: Path) -> list[Line]:
+        return [json.loads(line) for line in log.read_text().splitlines()]
+
+
+def _shown(line: Line) -> str:
+    if "weights" in line:
+        return "other weights at the end"
+    return f"step {line['step']} batch {line['batch']} {line['ids']} ({line['values'][:4]})"
