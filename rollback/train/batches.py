@@ -30,6 +30,7 @@ class Batches:
         self._skips = skips
         self._record = record
         self._log = DrawLog(paths.draws(ranks.rank), afresh=afresh)
+        cursor.witness = self
 
     def open_epoch(self) -> bool:
         """See to it that an epoch is open; True where one begins."""
@@ -52,6 +53,14 @@ class Batches:
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data
+
+    def knows(self, batch: int) -> bool:
+        """As the cursor's witness: whether there is anything to compare a batch with that is read to be dropped."""
+        return self._log.knows(batch, self._skips.windows)
+
+    def check(self, batch: int, data: Any) -> None:
+        """As the cursor's witness: RunDoesNotFit where the batch was another one."""
+        self._log.compare(batch, data, self._skips.windows)
 
     def may_resume_here(self) -> bool:
         """Collective: not behind an epoch's last batch, where the code after the script's loop would find none came.

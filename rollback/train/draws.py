@@ -70,13 +70,26 @@ class DrawLog:
         """
         self._settle()
         digest = Digest(data)
-        known = self._entries.get(batch % ENTRIES)
-        drawn = Drawn(batch, order or 0, 0, _hash_of([window for window in skipped if window.first < batch]))
-        if known is not None and known.batch == batch:
+        drawn = Drawn(batch, order or 0, 0, _past(batch, skipped))
+        if (known := self._known(batch)) is not None:
             _compare(known, drawn._replace(content=digest.value or 0))
         self._open_one = drawn, digest
         if digest.settled:
             self._settle()
+
+    def knows(self, batch: int, skipped: Sequence[Window]) -> bool:
+        """Whether it is known what this batch held when the same batches had been skipped before it."""
+        known = self._known(batch)
+        return known is not None and bool(known.content) and known.past == _past(batch, skipped)
+
+    def compare(self, batch: int, data: Any, skipped: Sequence[Window]) -> None:
+        """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
+        if (known := self._known(batch)) is not None:
+            _compare(known, Drawn(batch, 0, Digest(data).value or 0, _past(batch, skipped)))
+
+    def _known(self, batch: int) -> Drawn | None:
+        known = self._entries.get(batch % ENTRIES)
+        return known if known is not None and known.batch == batch else None
 
     def close(self) -> None:
         """Write what is left to be written."""
@@ -126,8 +139,9 @@ def _compare(before: Drawn, now: Drawn) -> None:
     )
 
 
-def _hash_of(windows: Sequence[Window]) -> int:
-    text = ",".join(f"{window.first}-{window.last}" for window in windows)
+def _past(batch: int, skipped: Sequence[Window]) -> int:
+    """A hash of what was skipped before a batch."""
+    text = ",".join(f"{window.first}-{window.last}" for window in skipped if window.first < batch)
     return xxhash.xxh3_64_intdigest(text.encode()) if text else 0
 
 

@@ -42,6 +42,11 @@ class Shards(IterableDataset[int]):
             yield left.pop(random.randrange(len(left)))
 
 
+class InOrder(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        yield from range(14)
+
+
 class Reader:
     """A streaming reader that keeps its own position."""
 
@@ -72,9 +77,10 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
         lambda: DataLoader(Shards(), batch_size=3, num_workers=1, persistent_workers=True),
     ),
     "stateful reader": ("stateful", Reader),
-    "StatefulDataLoader": ("stateful", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
+    "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
+    "StatefulDataLoader, iterable": ("stateful", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
     "StatefulDataLoader, worker": (
-        "stateful",
+        "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]
     ),
 }

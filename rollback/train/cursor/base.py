@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 from rollback.errors import RunDoesNotFit
 
@@ -13,6 +13,16 @@ Indices = tuple[int, ...] | None
 
 
 _UNKNOWN = object()
+
+
+class Witness(Protocol):
+    """Knows what batches were when they were drawn before: those that a cursor draws again on its way to a position."""
+
+    def knows(self, batch: int) -> bool:
+        """Whether there is anything to compare batch number `batch` with."""
+
+    def check(self, batch: int, data: Any) -> None:
+        """Raises RunDoesNotFit where it was another one."""
 
 
 class Cursor(ABC):
@@ -39,6 +49,7 @@ class Cursor(ABC):
     def __init__(self) -> None:
         self.accepts_other_length = False
         """Whether the data set may have another length than it had when a state was taken: the operator's word."""
+        self.witness: Witness | None = None
         self.epoch = 0
         """The epoch of the next batch."""
         self.offset = 0

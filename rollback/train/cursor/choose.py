@@ -26,6 +26,8 @@ def cursor_for(loader: Any) -> Cursor:
             f"cannot read batches from the class {loader.__name__}",
             hint=f"hand over an instance of it; {_ACCEPTED}",
         )
+    if _is_torchdata_map_style(loader):
+        return MapStyleCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulCursor(loader)
     if _is_plain_map_style(loader):
@@ -46,4 +48,20 @@ def _is_plain_map_style(loader: Any) -> bool:
         and type(loader).__iter__ is DataLoader.__iter__
         and type(loader)._get_iterator is DataLoader._get_iterator
         and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+    )
+
+
+def _is_torchdata_map_style(loader: Any) -> bool:
+    """Whether it is torchdata's StatefulDataLoader, and neither its data set nor a sampler of the user's keeps a state.
+
+    It reads by index in torch's way then, and sought by index it is exact where its own state is not: its workers'
+    random states, a generator that was handed to it.
+    """
+    kind = type(loader)
+    if kind.__name__ != "StatefulDataLoader" or not kind.__module__.startswith("torchdata."):
+        return False
+    samplers = [loader.batch_sampler, loader.sampler]
+    own = [item for item in samplers if type(item).__module__.partition(".")[0] not in ("torch", "torchdata")]
+    return not isinstance(loader.dataset, (IterableDataset, MapDataPipe)) and not any(
+        hasattr(item, "state_dict") for item in [loader.dataset, *own]
     )

@@ -29,6 +29,7 @@ class Feed:
         self.planned: list[range] = []
         self.last: Any = None
         """The batch of indices before the position."""
+        self._repeat = False
 
     def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
@@ -37,17 +38,27 @@ class Feed:
         self._pending.clear()
         self.reading = 0
 
+    def repeat_last(self) -> None:
+        """Whoever reads next gets the batch before the position once more, and then those behind it."""
+        self._repeat = True
+
     def __iter__(self) -> Feed:
         self.reading = 0
         return self
 
     def __next__(self) -> Any:
+        if self._repeat:
+            self._repeat = False
+            return self._keyed(self.last, -1)
         while True:
             ahead = self.reading
             indices = self.peek(ahead)
             self.reading += 1
             if not self.is_planned(ahead):
-                return indices if self._key is None else Keyed(f"{self._key}/{self._offset + ahead}", indices)
+                return self._keyed(indices, ahead)
+
+    def _keyed(self, indices: Any, ahead: int) -> Any:
+        return indices if self._key is None else Keyed(f"{self._key}/{self._offset + ahead}", indices)
 
     def peek(self, ahead: int = 0) -> Any:
         """The indices of the batch `ahead` of the position. StopIteration where the epoch has no such batch."""

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
+from rollback.train.cursor.generators import Generators
 from rollback.train.workers import leave_stopping_to_the_rank, shut_down
 
 
@@ -32,6 +33,7 @@ class InOrderCursor(Cursor):
         self._loader = loader
         leave_stopping_to_the_rank(loader)
         self._epoch_setters = EpochSetters(loader)
+        self.generators = Generators(loader)
         self._iterator: Iterator[Any] | None = None
         self._ahead: _Ahead | None = None
 
@@ -94,7 +96,7 @@ class _Ahead:
     """A batch that was read before it was asked for, or what reading it raised."""
 
     def __init__(self, cursor: InOrderCursor) -> None:
-        self.state = copy.deepcopy(cursor.loader_state())
+        self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
         self.error: BaseException | None = None
         self._data: Any = None
         self._stream = rng.Stream.of_process()

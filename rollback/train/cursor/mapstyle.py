@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, Subset
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng
-from rollback.train.cursor.base import Cursor, Indices
-from rollback.train.cursor.digest import digest_of_indices
+from rollback.train.cursor.base import Cursor, Indices, Witness
+from rollback.train.cursor.digest import Digest, digest_of_indices
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.feed import Feed
 from rollback.train.cursor.generators import Generators
@@ -49,12 +49,16 @@ class MapStyleCursor(Cursor):
         super().__init__()
         self._loader = loader
         self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._generators = Generators([loader, *_samplers(self._index_sampler)])
+        self._generators = Generators(loader.generator, *_samplers(self._index_sampler))
         self._epoch_setters = EpochSetters(loader)
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
         self._seeding: torch.Tensor | None = None
         """State of the generator that the base seed is drawn from, before it is: workers' seeds follow from it."""
+        self._fresh = True
+        """Whether this process has read nothing yet."""
+        self._unproven = False
+        """Whether the batch before the position is to be read again, to see that the data are what they were."""
         self._unfit: RunDoesNotFit | None = None
         """What was found wrong with a position, where the script's next `set_epoch` may yet put it right."""
         self._feed = Feed()
@@ -100,7 +104,7 @@ class MapStyleCursor(Cursor):
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._end_workers_of_epoch()
-        self._unfit = None
+        self._unfit, self._unproven, self._fresh = None, False, False
         self._opening = {
             "rng": rng.capture(cuda=False),
             "generators": self._generators.states(),
@@ -163,6 +167,7 @@ class MapStyleCursor(Cursor):
 
     def _pass_over(self) -> Indices:
         self._refuse_unfit()
+        self._unproven = False  # it might be a batch that must not be read
         indices = _as_indices(self._feed.peek())
         if self._feed.reading and not self._feed.is_planned():
             self._reader = None  # workers are at it: they are told to begin again behind it
@@ -177,6 +182,7 @@ class MapStyleCursor(Cursor):
             "seeding": self._seeding if self._loader.persistent_workers else None,
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
+            "data_generators": Generators(self._loader.dataset).states() if self._loader.num_workers == 0 else [],
             "last_indices": _hex(digest_of_indices(self._feed.last)) if self.offset else None,
             "length": _length(self._loader.dataset),
             "share": share_of(self._index_sampler),
@@ -198,6 +204,9 @@ class MapStyleCursor(Cursor):
             self._generators.restore(self._opening["generators"])
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
+        Generators(self._loader.dataset).restore(state["data_generators"])
+        self._unproven = (self._unproven or self._fresh) and not self.accepts_other_length
+        self._fresh = False
         try:
             self._begin(order, self._move_to_position(order, state))
         except RunDoesNotFit as error:
@@ -265,10 +274,39 @@ class MapStyleCursor(Cursor):
         if self._clone is None:
             self._clone = self._make_clone()
             self._clone_epoch = self.epoch
+        if self._unproven and self.offset and self.witness is not None and self.witness.knows(self.batch - 1):
+            self._unproven = False
+            self._read_last_again(self.witness)
+        if self._reader is not None:
+            return self._reader
         # With workers this drops what they had read ahead and sets them to work at the position. They are not started
         # anew, as the clone's workers always persist: only the cursor ends them.
         self._reader = iter(self._clone)
         return self._reader
+
+    def _read_last_again(self, witness: Witness) -> None:
+        """A resumed process: see whether the batch before the position is the one that it was.
+
+        A worker reads it under the random states that it had then. In this process those are not known, so it is read
+        under two others, and says nothing where these make a difference.
+        """
+        if self._loader.num_workers > 0:
+            self._feed.repeat_last()
+            self._reader = iter(self._clone or ())
+            witness.check(self.batch - 1, next(self._reader))
+            return
+        generators = Generators(self._loader.dataset)
+        states = generators.states()
+        read: list[Any] = []
+        with rng.preserved():
+            for key in ("one", "other"):
+                rng.seed_all(key)
+                generators.seed(key)
+                self._feed.repeat_last()
+                read.append(next(iter(self._clone or ())))
+        generators.restore(states)
+        if Digest(read[0]).value == Digest(read[1]).value:
+            witness.check(self.batch - 1, read[0])
 
     def _make_clone(self) -> DataLoader[Any]:
         loader = self._loader

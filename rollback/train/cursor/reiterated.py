@@ -38,7 +38,7 @@ class ReiteratedCursor(InOrderCursor):
         if self.batch == 0:
             self._refuse_hidden_state()
         epochs = self._epoch_setters.at_opening(self.epoch)
-        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs}
+        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
         self._ahead = None
         self._begin()
 
@@ -54,6 +54,7 @@ class ReiteratedCursor(InOrderCursor):
             )
 
     def _trial(self) -> Digest:
+        states = self.generators.states()
         with rng.preserved():
             self._begin()
             try:
@@ -63,6 +64,7 @@ class ReiteratedCursor(InOrderCursor):
             finally:
                 self._let_go(self._iterator)
                 self._iterator = None
+                self.generators.restore(states)
 
     def _begin(self) -> None:
         if isinstance(self._loader, DataLoader) and self._loader.persistent_workers:
@@ -90,6 +92,7 @@ class ReiteratedCursor(InOrderCursor):
         assert self._opening is not None
         with rng.preserved():
             rng.restore(self._opening["rng"])
+            self.generators.restore(self._opening["generators"])
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             self._begin()
         if self._iterator is self._left:
@@ -97,9 +100,11 @@ class ReiteratedCursor(InOrderCursor):
         self._left = None
         for dropped in range(self.offset):
             try:
-                self._read()
+                data = self._read()
             except StopIteration:
                 raise self._does_not_fit(f"iterated again, its epoch ends after {dropped} batches") from None
+            if self.witness is not None and not self.accepts_other_length:
+                self.witness.check(self.batch - self.offset + dropped, data)
 
     def _does_not_fit(self, reason: str) -> RunDoesNotFit:
         return RunDoesNotFit(

@@ -40,9 +40,9 @@ class StatefulCursor(InOrderCursor):
 
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
-        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs}
         self._ahead = None
         self._load()
+        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
         self._iterator = iter(self._loader)
         if self.batch == 0:
             with rng.preserved():
@@ -73,13 +73,20 @@ class StatefulCursor(InOrderCursor):
         # torchdata's loader begins an epoch, with draws from the random states, when it is asked before its first one.
         begun = self.opened or self.epoch > 0
         state = (self._ahead.state if self._ahead else self.loader_state()) if begun else None
-        return {"opening": self._opening if self.opened else None, "loader": state, "draws": self._draws}
+        generators = self._ahead.generators if self._ahead else self.generators.states()
+        return {
+            "opening": self._opening if self.opened else None,
+            "loader": state,
+            "draws": self._draws,
+            "generators": generators,
+        }
 
     def _seek(self, state: dict[str, Any]) -> None:
         self._iterator, self._ahead, self._unbegun = None, None, False
         self._opening, self._draws = state["opening"], state["draws"]
         # Where no epoch had begun, what has been read here is to be read again.
         self._to_load = self._beginning if state["loader"] is None else state["loader"]
+        self.generators.restore(state["generators"])
         if self._opening is None:
             self._epoch_setters.leave()
 
@@ -87,10 +94,14 @@ class StatefulCursor(InOrderCursor):
         assert self._opening is not None
         self._epoch_setters.give(self.epoch, self._opening["epochs"])
         self._load()
+        at_position = self.generators.states()
         with rng.preserved():
             rng.restore(self._opening["rng"])
+            self.generators.restore(self._opening["generators"])
             self._iterator = iter(self._loader)
         self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
+        if not self._unbegun:
+            self.generators.restore(at_position)
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, "loader": type(self._loader).__name__, **reading_of(self._loader)}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from rollback.train import rng
+from rollback.train.cursor.generators import Generators
 
 
 class Keyed(NamedTuple):
@@ -14,8 +15,14 @@ class Keyed(NamedTuple):
     indices: Any
 
 
+def _seed(dataset: Any, key: str) -> None:
+    rng.seed_all(key)
+    Generators(dataset).seed(key)  # looked for each time: some are made when the first sample is read
+
+
 class KeyedDataset:
-    """Reads `dataset` for a `Keyed` request, seeding Python, NumPy and torch from its key first.
+    """Reads `dataset` for a `Keyed` request, seeding Python, NumPy and torch from its key first, and with them the
+    generators that the data set keeps for itself.
 
     To everyone else in the worker (`get_worker_info().dataset`) it is the user's data set: attributes are read from
     and written to that, and `isinstance` sees its class.
@@ -29,13 +36,13 @@ class KeyedDataset:
     def __getitem__(self, request: Any) -> Any:
         if type(request) is not Keyed:
             return self._dataset[request]
-        rng.seed_all(request.key)
+        _seed(self._dataset, request.key)
         return self._dataset[request.indices]
 
     def __getitems__(self, request: Any) -> Any:
         indices = request
         if type(request) is Keyed:
-            rng.seed_all(request.key)
+            _seed(self._dataset, request.key)
             indices = request.indices
         read_many = getattr(self._dataset, "__getitems__", None)
         return read_many(indices) if read_many else [self._dataset[index] for index in indices]
