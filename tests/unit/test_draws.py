@@ -1,0 +1,127 @@
+"""The draw log: a batch that is drawn again must be the one that it was."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from rollback.errors import RunDoesNotFit
+from rollback.events import Window
+from rollback.train.draws import ENTRIES, DrawLog
+
+NOTHING: list[Window] = []
+
+
+def log(folder: Path, *, afresh: bool = False) -> DrawLog:
+    return DrawLog(folder / "draws" / "rank-00000.bin", afresh=afresh)
+
+
+def written(folder: Path, count: int = 4) -> None:
+    first = log(folder)
+    for batch in range(count):
+        first.check(batch, batch + 100, torch.tensor([batch]), NOTHING)
+    # A process that is killed closes nothing.
+
+
+def test_the_same_batches_may_come_again(tmp_path: Path) -> None:
+    written(tmp_path)
+    again = log(tmp_path)
+    for batch in range(4):
+        again.check(batch, batch + 100, torch.tensor([batch]), NOTHING)
+
+
+def test_other_indices_are_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(RunDoesNotFit, match=r"batch 2 .*other indices"):
+        log(tmp_path).check(2, 7, torch.tensor([2]), NOTHING)
+
+
+def test_other_data_under_the_same_indices_are_refused(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(RunDoesNotFit, match=r"batch 2 .*other data \(the sampler gives the same indices\)"):
+        log(tmp_path).check(2, 102, torch.tensor([9]), NOTHING)
+
+
+def test_what_was_drawn_before_is_compared_in_the_same_process_too(tmp_path: Path) -> None:
+    present = log(tmp_path)
+    present.check(5, None, torch.tensor([1.0]), NOTHING)
+    with pytest.raises(RunDoesNotFit, match="other data"):
+        present.check(5, None, torch.tensor([2.0]), NOTHING)
+
+
+def test_where_other_batches_were_skipped_before_it_only_indices_are_compared(tmp_path: Path) -> None:
+    written(tmp_path)
+    again, skipped = log(tmp_path), [Window(first=0, last=1)]
+    again.check(2, 102, torch.tensor([9]), skipped)
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        again.check(3, 7, torch.tensor([3]), skipped)
+
+
+def test_a_window_behind_a_batch_changes_nothing_for_it(tmp_path: Path) -> None:
+    written(tmp_path)
+    with pytest.raises(RunDoesNotFit, match="other data"):
+        log(tmp_path).check(2, 102, torch.tensor([9]), [Window(first=3, last=8)])
+
+
+def test_nothing_is_compared_where_the_data_were_changed_on_purpose(tmp_path: Path) -> None:
+    written(tmp_path)
+    log(tmp_path, afresh=True).check(2, 7, torch.tensor([9]), NOTHING)
+
+
+def test_the_last_batches_of_a_long_run_are_remembered(tmp_path: Path) -> None:
+    first = log(tmp_path)
+    for batch in range(ENTRIES + 3):
+        first.check(batch, batch + 100, None, NOTHING)
+    again = log(tmp_path)
+    again.check(2, 7, None, NOTHING)  # long gone: batch 4098 is in its place
+    with pytest.raises(RunDoesNotFit):
+        again.check(ENTRIES, 7, None, NOTHING)
+    assert (tmp_path / "draws" / "rank-00000.bin").stat().st_size == ENTRIES * 40
+
+
+@pytest.mark.parametrize("damage", ["torn", "flipped", "longer", "zeros"])
+def test_a_damaged_log_forgets_and_harms_nobody(tmp_path: Path, damage: str) -> None:
+    written(tmp_path)
+    path = tmp_path / "draws" / "rank-00000.bin"
+    body = bytearray(path.read_bytes())
+    match damage:
+        case "torn":
+            body = body[:90]
+        case "flipped":
+            body[2 * 40 + 9] ^= 1
+        case "longer":
+            body += b"x" * (ENTRIES * 50)
+        case "zeros":
+            body = bytearray(len(body))
+    path.write_bytes(body)
+    again = log(tmp_path)
+    if damage == "longer":
+        with pytest.raises(RunDoesNotFit):
+            again.check(2, 7, torch.tensor([2]), NOTHING)
+    else:
+        again.check(2, 7, torch.tensor([2]), NOTHING)
+
+
+def test_a_log_that_cannot_be_written_is_said_once_and_keeps_what_it_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "draws").write_text("a file where the folder should be")
+    present = log(tmp_path)
+    for batch in range(3):
+        present.check(batch, batch, None, NOTHING)
+    assert capsys.readouterr().err.count("draw log") == 1
+    with pytest.raises(RunDoesNotFit):
+        present.check(1, 9, None, NOTHING)
+
+
+def test_a_batch_read_only_to_be_dropped_is_compared_and_leaves_no_trace(tmp_path: Path) -> None:
+    written(tmp_path)
+    again = log(tmp_path)
+    assert again.knows(3, NOTHING)
+    assert not again.knows(4, NOTHING)
+    assert not again.knows(3, [Window(first=0, last=1)])
+    again.compare(3, torch.tensor([3]), NOTHING)
+    again.compare(9, torch.tensor([3]), NOTHING)
+    assert not again.knows(9, NOTHING)
+    with pytest.raises(RunDoesNotFit):
+        again.compare(3, torch.tensor([4]), NOTHING)

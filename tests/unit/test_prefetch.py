@@ -1,0 +1,93 @@
+"""A script that draws its next batch within an open update is told from those that only look like it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from rollback.errors import UsageError
+from rollback.train.prefetch import PrefetchWatch
+
+
+class Script:
+    """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step."""
+
+    def __init__(self) -> None:
+        self.model = nn.Linear(2, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
+        self.watch = PrefetchWatch(self.model, self.optimizer, self.model.bias)
+        self.losses: list[torch.Tensor] = []
+
+    def run(self, acts: str) -> None:
+        for act in acts.replace(" ", ""):
+            match act:
+                case "n":
+                    self.watch.handed_out()
+                case "f":
+                    self.losses.append(self.model(torch.ones(1, 2)).sum())
+                case "b":
+                    self.losses.pop(0).backward()
+                case "s":
+                    self.optimizer.step()
+                    self.optimizer.zero_grad()
+                case "e":
+                    with torch.no_grad():
+                        self.model(torch.ones(1, 2))
+                case "x":
+                    self.losses.clear()
+
+
+@pytest.mark.parametrize(
+    "acts",
+    ["n f n b s" + "f n b s" * 3, "n" + "f n b s" * 4, "n" + "f b n s" * 5, "n f b n f n b s" * 3],
+    ids=["nanoGPT", "the same from the start", "between backward and step", "in accumulation"],
+)
+def test_a_batch_drawn_within_an_open_update_is_refused(acts: str) -> None:
+    with pytest.raises(UsageError, match=r"before optimizer.step\(\)") as refusal:
+        Script().run(acts)
+    assert "num_workers" in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "acts",
+    [
+        "n f b s" * 20,
+        "n f b n f b n f b s" * 20,
+        "n n n f b f b f b s" * 20,
+        "n n f f b b s" * 20,
+        "n f x n f b s" * 20,
+        "n n f b s" * 20,
+        "n f f b b s" * 20,
+        "n f b f b s" * 20,
+        "n e f b e s e" * 20,
+        "n f b s e n e f b s" * 20,
+        "n f b n s n f b s n f b s",
+        "n f b s f b s" * 20,
+    ],
+    ids=[
+        "usual", "accumulation", "all drawn first", "drawn and run first", "left out after forward", "left out",
+        "two passes", "two backwards", "evaluation within", "evaluation between", "a last batch that is not used",
+        "two updates for one batch",
+    ],
+)  # fmt: skip
+def test_other_loops_are_left_alone(acts: str) -> None:
+    Script().run(acts)
+
+
+def test_the_hooks_go_once_the_loop_is_known() -> None:
+    script = Script()
+    script.run("n f b s" * 30)
+    assert not script.model._forward_pre_hooks
+    assert not script.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_script_whose_forward_cannot_be_seen_is_left_alone() -> None:
+    script = Script()
+    hidden: Callable[[], Iterator[Any]] = script.model.parameters
+    for _ in range(5):
+        loss = sum(parameter.sum() for parameter in hidden())
+        script.run("n")
+        loss.backward()
+        script.run("s")
