@@ -23,8 +23,9 @@ from attempts import Forker
 
 from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
 from zoo.kinds import KINDS, TRIALS
-from zoo.trials import PROGRAM, WRONG, Outcome, Specimen
+from zoo.trials import PROGRAM, Specimen
 
+_WIDTH = 72
 CASES = [(name, trial) for name, kind in KINDS.items() for trial in TRIALS if trial in kind.expected]
 
 
@@ -42,9 +43,10 @@ def test_what_is_trained_on_is_right_or_refused(specimen: Callable[[str], Specim
 
 
 def table(chosen: str) -> int:
-    """Print what becomes of each kind in each trial; how many are not as expected."""
+    """Print what becomes of each kind in each trial, and why where it is not as expected; how many are not."""
     counted: Counter[str] = Counter()
     unexpected = 0
+    print(f"{'':{_WIDTH}}" + "".join(f"{trial:12}" for trial in TRIALS))
     with tempfile.TemporaryDirectory() as folder, Forker(PROGRAM) as forker:
         for number, (name, kind) in enumerate(KINDS.items()):
             if chosen not in name:
@@ -52,19 +54,16 @@ def table(chosen: str) -> int:
             at = Path(folder) / str(number)
             at.mkdir()
             specimen = Specimen(name, at, forker)
-            for trial in [trial for trial in TRIALS if trial in kind.expected]:
-                outcome, expected = specimen.outcome(trial), kind.expected[trial]
-                counted[outcome.word] += 1
-                unexpected += outcome.word != expected
-                print(_row(name, trial, outcome, expected), flush=True)
-    print(f"\n{len(KINDS)} kinds, {counted.total()} trials: {dict(counted)}; {unexpected} not as expected")
+            outcomes = {trial: specimen.outcome(trial) for trial in TRIALS if trial in kind.expected}
+            counted.update(outcome.word for outcome in outcomes.values())
+            amiss = {trial for trial, outcome in outcomes.items() if outcome.word != kind.expected[trial]}
+            unexpected += len(amiss)
+            words = {trial: f"{'!' if trial in amiss else ''}{outcome.word}" for trial, outcome in outcomes.items()}
+            print(f"{name:{_WIDTH}}" + "".join(f"{words.get(trial, ''):12}" for trial in TRIALS).rstrip())
+            for trial in [trial for trial in TRIALS if trial in amiss]:
+                print(f"    {trial}, expected {kind.expected[trial]}: {outcomes[trial].why[:200]}", flush=True)
+    print(f"\n{len(KINDS)} kinds, {counted.total()} trials: {dict(counted)}; {unexpected} not as expected (!)")
     return unexpected
-
-
-def _row(name: str, trial: str, outcome: Outcome, expected: str) -> str:
-    why = f"{outcome.why[:150]}" if outcome.word == WRONG or outcome.word != expected else ""
-    mark = " " if outcome.word == expected else "!"
-    return f"{mark} {name:70} {trial:8} {outcome.word:14} {'' if outcome.word == expected else expected:14} {why}".rstrip()
 
 
 if __name__ == "__main__":

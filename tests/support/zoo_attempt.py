@@ -62,7 +62,7 @@ class _Training:
         np.random.seed(seed)
         self.fed: Fed = kind.fed(bool(request.get("again")))
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=1e-2, momentum=0.9)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.guard: rollback.Guard | None = None
         if request.get("run"):
             self.guard = rollback.Guard(
@@ -114,7 +114,10 @@ class _Training:
         x, ids = self.fed.read(batch)
         numbers = [int(i) for i in ids]
         values = hashlib.sha256(x.contiguous().numpy().tobytes()).hexdigest()[:12]
-        self.note({"step": self.step, "batch": self.batch, "epoch": epoch, "ids": numbers, "values": values})
+        line = {"step": self.step, "batch": self.batch, "epoch": epoch, "ids": numbers, "values": values}
+        if self.fed.counted:
+            del line["epoch"]  # the script's own count: a rollback cannot turn it back
+        self.note(line)
         loss: Tensor = ((self.model(x).reshape(-1) - x.reshape(-1, 8).sum(1).sin()) ** 2).mean()
         if self.batch == request.get("nan") and not (self.came_by and request.get("nan_once")):
             self.came_by = True

@@ -11,13 +11,16 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 EXACT, REFUSED = "exact", "refused"
-IDS = "same samples"
+IDS = "samples"
 """Of the trial `alone`: the samples are those of a run without a guard, what augmentation draws is not."""
-APART = "other draws"
+APART = "apart"
 """Of the trial `alone`: the data draw from random states of their own, so that other samples come than without one."""
 
-TRIALS = ("alone", "killed", "stopped", "skipped", "retried")
-BATCHES, SIZE, EPOCHS = 10, 4, 3
+TRIALS = ("alone", "stopped", "killed", "skipped", "retried")
+RESUMED = ("stopped", "killed")
+COSTLY = ("alone", "killed", "retried")
+"""Where worker processes are started for each epoch."""
+BATCHES, SIZE, EPOCHS = 9, 4, 3
 COUNT = BATCHES * SIZE
 STEPS = BATCHES * EPOCHS
 
@@ -91,7 +94,3 @@ def kind(
         return make
 
     return enter
-
-
-class Own:
-    """What a user's own loader class looks like: nothing but what it defines."""

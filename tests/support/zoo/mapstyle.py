@@ -27,7 +27,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from zoo.kinds import COUNT, IDS, REFUSED, SIZE, Fed, Samples, X, kind
+from zoo.kinds import APART, COSTLY, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind
 
 DATA = Samples()
 
@@ -64,14 +64,6 @@ def _(again: bool) -> Any:
     return DataLoader(Samples(COUNT + 3), batch_size=SIZE, shuffle=True, drop_last=True)
 
 
-@kind("shuffle, last batch short")
-def _(again: bool) -> Any:
-    return DataLoader(Samples(COUNT - 2), batch_size=SIZE, shuffle=True)
-
-
-@kind("with replacement")
-def _(again: bool) -> Any:
-    return DataLoader(DATA, batch_size=SIZE, sampler=RandomSampler(DATA, replacement=True, num_samples=COUNT))
 
 
 @kind("with replacement, own generator")
@@ -133,12 +125,6 @@ def _(again: bool) -> Any:
     return DataLoader(Samples(2 * COUNT), batch_size=SIZE, sampler=shared())
 
 
-@kind("DistributedSampler, workers")
-def _(again: bool) -> Any:
-    sampler = shared()
-    loader = DataLoader(Samples(2 * COUNT), batch_size=SIZE, sampler=sampler, num_workers=2)
-    return Fed(loader, at_epoch=sampler.set_epoch)
-
 
 # Samplers of users --------------------------------------------------------------------------------------------------
 
@@ -182,12 +168,8 @@ class ByTorch(ByNumpy):
             yield int(torch.randint(COUNT, (), generator=self.shuffler))
 
 
-@kind("sampler with own torch generator, by another name")
-def _(again: bool) -> Any:
-    return DataLoader(DATA, batch_size=SIZE, sampler=ByTorch())
 
-
-@kind("sampler with own torch generator, unseeded", seeded=False)
+@kind("sampler with own torch generator, by another name, unseeded", seeded=False)
 def _(again: bool) -> Any:
     sampler = ByTorch()
     sampler.shuffler.manual_seed(int(torch.randint(2**30, ())))
@@ -258,13 +240,13 @@ def _(again: bool) -> Any:
 
         def __iter__(self) -> Iterator[int]:
             self.passes += 1
-            reach = min(COUNT, 20 * self.passes)
+            reach = min(COUNT, 10 * self.passes)
             return iter(torch.randint(reach, (COUNT,)).tolist())
 
     return DataLoader(DATA, batch_size=SIZE, sampler=Curriculum())
 
 
-@kind("sampler driven by the losses", killed=REFUSED, stopped=REFUSED, skipped=REFUSED, retried=REFUSED)
+@kind("sampler driven by the losses", REFUSED, alone=APART)
 def _(again: bool) -> Any:
     class Important(ByNumpy):
         def __init__(self) -> None:
@@ -384,7 +366,7 @@ def _(again: bool) -> Any:
     return keyed([divmod(number, 10) for number in range(COUNT)])
 
 
-@kind("sampler is a list, shuffled by the script each epoch", killed=REFUSED, stopped=REFUSED)
+@kind("sampler is a list, shuffled by the script each epoch", REFUSED, alone=EXACT, skipped=EXACT)
 def _(again: bool) -> Any:
     order = list(range(COUNT))
     return Fed(DataLoader(DATA, batch_size=SIZE, sampler=order), at_epoch=lambda _: random.shuffle(order))
@@ -398,22 +380,22 @@ def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("persistent workers, prefetch_factor")
+@kind("persistent workers, prefetch_factor", trials=COSTLY)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=3)
 
 
-@kind("in_order=False")
+@kind("in_order=False", trials=("killed", "retried"))
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2, in_order=False)
 
 
-@kind("other number of workers at resume")
+@kind("other number of workers at resume", trials=RESUMED)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2 if again else 1)
 
 
-@kind("other batch size at resume", killed=REFUSED, stopped=REFUSED, trials=("killed", "stopped"))
+@kind("other batch size at resume", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=2 if again else SIZE, shuffle=True)
 
@@ -449,17 +431,17 @@ def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True)
 
 
-@kind("augmented in workers", alone=IDS)
+@kind("augmented in workers", trials=COSTLY, alone=IDS)
 def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("augmented in workers, nothing seeded", seeded=False, alone=IDS)
+@kind("augmented in persistent workers, nothing seeded", seeded=False, trials=("killed",))
 def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True)
 
 
-@kind("augmented in workers, worker_init_fn seeds", alone=IDS)
+@kind("augmented in workers, worker_init_fn seeds", trials=("killed", "retried"))
 def _(again: bool) -> Any:
     def seed_worker(worker: int) -> None:
         np.random.seed(torch.initial_seed() % 2**32)
@@ -470,7 +452,7 @@ def _(again: bool) -> Any:
     )
 
 
-@kind("augmented by get_worker_info().seed and the sample's number")
+@kind("augmented by get_worker_info().seed and the sample's number", trials=COSTLY)
 def _(again: bool) -> Any:
     class BySeed(Samples):
         def __getitem__(self, index: Any) -> tuple[Tensor, int]:
@@ -502,42 +484,23 @@ def _(again: bool) -> Any:
     return DataLoader(OwnNoise(), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set with own generator, in workers", REFUSED, alone=IDS)
-def _(again: bool) -> Any:
-    return DataLoader(OwnNoise(), batch_size=SIZE, shuffle=True, num_workers=2)
 
-
-@kind("data set with own generator, made in the worker", REFUSED, alone=IDS)
+@kind("data set with own generator, made in the worker", REFUSED, trials=("killed", "retried"))
 def _(again: bool) -> Any:
     data = OwnNoise()
     data.rng = None
     return DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("data set with own generator, by worker_init_fn", REFUSED, alone=IDS)
-def _(again: bool) -> Any:
-    data = OwnNoise()
-
-    def make_generator(worker: int) -> None:
-        info = get_worker_info()
-        assert info is not None
-        info.dataset.rng = np.random.default_rng(info.seed)
-
-    return DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2, worker_init_fn=make_generator)
-
 
 # Data sets ------------------------------------------------------------------------------------------------------------
 
 
-@kind("Subset")
+@kind("Subset and ConcatDataset")
 def _(again: bool) -> Any:
-    return DataLoader(Subset(Samples(2 * COUNT), range(1, 2 * COUNT, 2)), batch_size=SIZE, shuffle=True)
-
-
-@kind("ConcatDataset")
-def _(again: bool) -> Any:
-    parts: Iterable[Any] = [Subset(Samples(2 * COUNT), range(40)), Subset(Samples(2 * COUNT), range(100, 120))]
+    parts: Iterable[Any] = [Subset(Samples(99), range(1, 53, 2)), Subset(Samples(99), range(70, 80))]
     return DataLoader(ConcatDataset(parts), batch_size=SIZE, shuffle=True)
+
 
 
 @kind("TensorDataset")
@@ -551,19 +514,19 @@ def _(again: bool) -> Any:
     return DataLoader(train, batch_size=SIZE, shuffle=True)
 
 
-@kind("random_split, nothing seeded", seeded=False, killed=REFUSED, stopped=REFUSED)
+@kind("random_split, nothing seeded", seeded=False, stopped=REFUSED, killed=REFUSED)
 def _(again: bool) -> Any:
     train, _ = random_split(Samples(2 * COUNT), [COUNT, COUNT])
     return DataLoader(train, batch_size=SIZE, shuffle=True)
 
 
-@kind("samples moved between attempts", killed=REFUSED, stopped=REFUSED, trials=("killed", "stopped"))
+@kind("samples moved between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     moved = [(X[(i + 5) % COUNT], (i + 5) % COUNT) for i in range(COUNT)] if again else [(X[i], i) for i in range(COUNT)]
     return DataLoader(moved, batch_size=SIZE, sampler=SequentialSampler(moved))  # type: ignore[arg-type]
 
 
-@kind("data set grown between attempts", killed=REFUSED, stopped=REFUSED, trials=("killed", "stopped"))
+@kind("data set grown between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     return DataLoader(Samples(COUNT + 8 if again else COUNT), batch_size=SIZE, shuffle=True)
 
@@ -578,7 +541,7 @@ def _(again: bool) -> Any:
     return DataLoader(Many(), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set told the epoch, in workers")
+@kind("data set told the epoch, in workers", trials=COSTLY)
 def _(again: bool) -> Any:
     class Aged(Samples):
         epoch = 0
@@ -593,7 +556,7 @@ def _(again: bool) -> Any:
     return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2), at_epoch=data.set_epoch)
 
 
-@kind("data set that remembers what it has read", REFUSED, alone="exact")
+@kind("data set that remembers what it has read", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     """Repeats are dimmed: an epoch or a replay later, the same sample is another one."""
 

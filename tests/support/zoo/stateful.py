@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 from torch.utils.data import IterableDataset, RandomSampler, SequentialSampler, default_collate, get_worker_info
 from torchdata import nodes
@@ -14,8 +14,8 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from zoo.iterable import Shards, Stream
-from zoo.kinds import BATCHES, COUNT, REFUSED, SIZE, Fed, Samples, X, kind, rows
-from zoo.mapstyle import DATA, Augmented
+from zoo.kinds import BATCHES, COSTLY, COUNT, EXACT, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind, rows
+from zoo.mapstyle import DATA, Augmented, seeded
 
 # StatefulDataLoader ---------------------------------------------------------------------------------------------------
 
@@ -37,15 +37,15 @@ def _(again: bool) -> Any:
 
 @kind("StatefulDataLoader, shuffle, own generator")
 def _(again: bool) -> Any:
-    return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, generator=torch.Generator().manual_seed(1))
+    return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, generator=seeded())
 
 
-@kind("StatefulDataLoader, workers")
+@kind("StatefulDataLoader, workers", trials=COSTLY)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("StatefulDataLoader, persistent workers, snapshot_every_n_steps=3")
+@kind("StatefulDataLoader, persistent workers, snapshot_every_n_steps=3", trials=(*RESUMED, "retried"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(
         DATA, batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True, snapshot_every_n_steps=3
@@ -57,28 +57,28 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True)
 
 
-@kind("StatefulDataLoader, augmented in workers", killed=REFUSED, stopped=REFUSED, skipped=REFUSED, retried=REFUSED)
+@kind("StatefulDataLoader, augmented in workers", REFUSED, trials=("killed", "retried"))
 def _(again: bool) -> Any:
     """torchdata does not keep the workers' random states."""
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("StatefulDataLoader, other number of workers at resume", REFUSED, trials=("killed", "stopped"))
+@kind("StatefulDataLoader, other number of workers at resume", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=1 if again else 2)
 
 
-@kind("StatefulDataLoader, workers instead of none at resume", REFUSED, trials=("killed", "stopped"))
+@kind("StatefulDataLoader, workers instead of none at resume", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2 if again else 0)
 
 
-@kind("StatefulDataLoader, other batch size at resume", REFUSED, trials=("killed", "stopped"))
+@kind("StatefulDataLoader, other batch size at resume", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=2 if again else SIZE, shuffle=True)
 
 
-@kind("StatefulDataLoader, samples moved between attempts", REFUSED, trials=("killed", "stopped"))
+@kind("StatefulDataLoader, samples moved between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     order = [(i + 5) % COUNT for i in range(COUNT)] if again else list(range(COUNT))
     return StatefulDataLoader([(X[i], i) for i in order], batch_size=SIZE)  # type: ignore[arg-type]
@@ -96,7 +96,7 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Stream(), batch_size=SIZE)
 
 
-@kind("StatefulDataLoader, iterable shared out to workers")
+@kind("StatefulDataLoader, iterable shared out to workers", trials=("alone", "killed"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Shards(), batch_size=SIZE, num_workers=2)
 
@@ -129,17 +129,17 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE)
 
 
-@kind("StatefulDataLoader, stateful iterable in workers")
+@kind("StatefulDataLoader, stateful iterable in workers", trials=("killed", "retried"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2)
 
 
-@kind("StatefulDataLoader, stateful iterable in workers, snapshot_every_n_steps=4")
+@kind("StatefulDataLoader, stateful iterable in workers, snapshot_every_n_steps=4", trials=("killed", "retried"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2, snapshot_every_n_steps=4)
 
 
-@kind("StatefulDataLoader, iterable that counts its epochs without keeping it", REFUSED)
+@kind("StatefulDataLoader, iterable that counts its own epochs", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Counting(Stream):
         passes = 0
@@ -170,10 +170,10 @@ def _(again: bool) -> Any:
     return nodes.Loader(pipeline(RandomSampler(DATA)))
 
 
-@kind("nodes, shuffle, own generator", REFUSED, alone="exact", skipped="exact")
+@kind("nodes, shuffle, own generator", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     """torchdata moves along the sampler anew, with whatever its generator holds by then."""
-    return nodes.Loader(pipeline(RandomSampler(DATA, generator=torch.Generator().manual_seed(2))))
+    return nodes.Loader(pipeline(RandomSampler(DATA, generator=seeded())))
 
 
 @kind("nodes, restart_on_stop_iteration=False")
@@ -286,18 +286,16 @@ def _(again: bool) -> Any:
             self.at = 0
 
         def state_dict(self) -> dict[str, Any]:
-            words = {name: str(word) for name, word in self.rng.bit_generator.state["state"].items()}
-            return {"at": self.at, "order": self.order, "rng": words}
+            return {"at": self.at, "order": self.order, "rng": json.dumps(self.rng.bit_generator.state)}
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
             self.at, self.order = state["at"], state["order"]
-            words = {name: int(word) for name, word in state["rng"].items()}
-            self.rng.bit_generator.state = {**self.rng.bit_generator.state, "state": words}
+            self.rng.bit_generator.state = json.loads(state["rng"])
 
     return Ordered()
 
 
-@kind("hand-written, its generator not in its state", REFUSED, alone="exact", skipped="exact")
+@kind("hand-written, its generator not in its state", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Forgetful(Reader):
         def __init__(self) -> None:
@@ -313,7 +311,7 @@ def _(again: bool) -> Any:
     return Forgetful()
 
 
-@kind("hand-written, reads a batch ahead of its state", REFUSED, alone="exact")
+@kind("hand-written, reads a batch ahead of its state", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Ahead(Reader):
         def __iter__(self) -> Iterator[Any]:
@@ -327,7 +325,7 @@ def _(again: bool) -> Any:
     return Ahead()
 
 
-@kind("hand-written, its state does nothing", REFUSED, alone="exact")
+@kind("hand-written, its state does nothing", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Pretending(Reader):
         def load_state_dict(self, state: dict[str, Any]) -> None:

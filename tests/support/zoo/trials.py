@@ -1,9 +1,9 @@
 """The trials of the zoo, and the judgement on what was trained on.
 
 alone: nothing happens; compared with the same script without a guard.
-killed: SIGKILL in the middle of the second epoch, away from a checkpoint; started again.
 stopped: SIGTERM, so that it stops at the end of the first epoch, or right behind it; started again.
-skipped: a loss that is not finite in the second epoch; what is done again is data that were handed out before.
+killed: SIGKILL in the second epoch, away from a checkpoint; started again.
+skipped: a loss that is not finite in the second epoch: some steps of that epoch are done again, its batch is skipped.
 retried: the same soon after an epoch's start, and the loss is finite the second time: all is done again from within
 the epoch before, and nothing is skipped.
 """
@@ -28,7 +28,7 @@ from zoo.kinds import APART, BATCHES, EXACT, IDS, REFUSED
 
 WRONG = "WRONG"
 PROGRAM = Path(__file__).parents[1] / "zoo_attempt.py"
-MIDDLE = BATCHES + BATCHES // 2 + 2  # of the second epoch
+LATE = BATCHES + 5  # in the second epoch, and so is the checkpoint that there is then
 _REFUSALS = {int(code) for code in (ExitCode.USAGE, ExitCode.UNFIT)}
 
 
@@ -58,6 +58,7 @@ class Specimen:
         self._name = name
         self._folder = folder
         self._forker = forker
+        self._was_stopped = False
 
     def outcome(self, trial: str) -> Outcome:
         judged: Callable[[], str] = getattr(self, f"_{trial}")
@@ -78,31 +79,37 @@ class Specimen:
             return IDS
         return APART
 
+    def _stopped(self) -> str:
+        """Killed later on, so that `killed` need not begin anew."""
+        self._attempt("resumed", stop=BATCHES - 2, expect=int(ExitCode.RESUMABLE))
+        log = self._attempt("resumed", again=True, kill=LATE, expect=-signal.SIGKILL)
+        lines = self._effective(log)
+        self._was_stopped = True
+        return self._compare(lines, self._undisturbed[: len(lines)])
+
     def _killed(self) -> str:
-        self._attempt("killed", kill=MIDDLE, expect=-signal.SIGKILL)
+        if self._was_stopped:
+            return self._same(self._attempt("resumed", again=True))
+        self._attempt("killed", kill=LATE, expect=-signal.SIGKILL)
         return self._same(self._attempt("killed", again=True))
 
-    def _stopped(self) -> str:
-        self._attempt("stopped", stop=BATCHES - 2, expect=int(ExitCode.RESUMABLE))
-        return self._same(self._attempt("stopped", again=True))
+    def _skipped(self) -> str:
+        """Held against the undisturbed run as far as the batch that is skipped, then against one told to skip it."""
+        bad = LATE + 2
+        log = self._attempt("skipped", nan=bad)
+        windows = fold(read_journal(RunPaths(self._folder / "skipped").train_journal).records).skip_list
+        lines, expected = self._effective(log), self._undisturbed
+        self._compare(lines[:bad], expected[:bad])
+        skipped = {batch for window in windows for batch in range(window.first, window.last + 1)}
+        at = [line["batch"] for line in lines[:-1]]
+        if bad not in skipped or at != [batch for batch in range(max(at) + 1) if batch not in skipped]:
+            raise _Wrong(f"trained on batches {at}, having skipped {sorted(skipped)}")
+        told = [window.model_dump() for window in windows]
+        return self._compare(lines, self._effective(self._attempt("told", nan=bad, settings={"skip": told})))
 
     def _retried(self) -> str:
         log = self._attempt("retried", nan=BATCHES + 2, nan_once=True, settings={"retry_first": True})
         return self._same(log)
-
-    def _skipped(self) -> str:
-        log = self._attempt("skipped", nan=MIDDLE + 1)
-        run = self._folder / "skipped"
-        windows = fold(read_journal(RunPaths(run).train_journal).records).skip_list
-        assert windows, "no batch was skipped"
-        effective = self._effective(log)
-        at = [line["batch"] for line in effective if "batch" in line]
-        skipped = {batch for window in windows for batch in range(window.first, window.last + 1)}
-        if at != [batch for batch in range(max(at) + 1) if batch not in skipped] or max(at) < self._last:
-            raise _Wrong(f"trained on batches {at}, having skipped {sorted(skipped)}")
-        told = [window.model_dump() for window in windows]
-        fresh = self._effective(self._attempt("fresh", nan=MIDDLE + 1, settings={"skip": told}))
-        return self._compare(effective, fresh)
 
     # The judgement --------------------------------------------------------------------------------------------------
 
@@ -112,10 +119,6 @@ class Specimen:
         if not lines or "weights" not in lines[-1]:
             raise _Wrong("ended early")
         return lines
-
-    @property
-    def _last(self) -> int:
-        return int(self._undisturbed[-2]["batch"])
 
     def _same(self, log: Path) -> str:
         return self._compare(self._effective(log), self._undisturbed)
@@ -171,4 +174,5 @@ class Specimen:
 def _shown(line: Line) -> str:
     if "weights" in line:
         return "other weights at the end"
-    return f"step {line['step']} batch {line['batch']} {line['ids']} ({line['values'][:4]})"
+    shown = f"{line['ids']} ({line['values'][:4]})"
+    return f"step {line['step']}, batch {line['batch']}, epoch {line.get('epoch', 'uncounted')}: {shown}"
