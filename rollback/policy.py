@@ -12,7 +12,9 @@ The rules, in order:
 4. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset, skip through the
    detection step and `skip_after` batches more.
 
-A window covers whole optimizer steps, so that gradient accumulation keeps its phase.
+A window covers whole optimizer steps, so that gradient accumulation keeps its phase. Where an epoch is no whole number
+of updates, scripts make a shorter one of what is left at its end, and most know that end by counting batches: a count
+that a window puts out. So the window takes that remainder along: what is left of the epoch behind it is whole updates.
 """
 
 from __future__ import annotations
@@ -34,8 +36,34 @@ class Held:
     good: bool
 
 
+@dataclass(frozen=True)
+class Stream:
+    """How the script cuts the data into updates.
+
+    batches_per_step: of a whole update. epoch_end: the batch behind the last one of an epoch, and epoch_batches how
+    many each has; None where epochs have no length, or updates take no notice of them.
+    """
+
+    batches_per_step: int = 1
+    epoch_end: int | None = None
+    epoch_batches: int | None = None
+
+    def end_of_update(self, first: int, last: int) -> int:
+        """The last batch of the shortest window from `first` through `last` that leaves whole updates behind it."""
+        per_step = self.batches_per_step
+        if self.epoch_end is None or not self.epoch_batches:
+            return first + -(-(last + 1 - first) // per_step) * per_step - 1
+        epochs = -(-(last + 1 - self.epoch_end) // self.epoch_batches)
+        left = self.epoch_end + epochs * self.epoch_batches - (last + 1)  # of the epoch in which the window ends
+        return last + left % per_step
+
+
 def plan(
-    incident: Incident, previous: Planned | None, held: Sequence[Held], settings: Settings, batches_per_step: int = 1
+    incident: Incident,
+    previous: Planned | None,
+    held: Sequence[Held],
+    settings: Settings,
+    stream: Stream = Stream(),
 ) -> Planned:
     """Plan the answer to an incident.
 
@@ -43,7 +71,7 @@ def plan(
     first. The result's `timeline` is the one that begins when it is carried out. Same arguments, same plan: every rank
     may compute it.
     """
-    repeated = previous is not None and repeats(incident, previous, settings, batches_per_step)
+    repeated = previous is not None and repeats(incident, previous, settings, stream.batches_per_step)
     escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
     action = _action(repeated, escalation, settings)
     target, why = _target(incident, previous if repeated and escalation else None, held, settings)
@@ -54,7 +82,7 @@ def plan(
         target, reason = None, _structural(escalation)
     else:
         if action != "retry":
-            window = _window(incident, target, previous if repeated else None, settings, batches_per_step)
+            window = _window(incident, target, previous if repeated else None, settings, stream)
         reason = f"{'the trouble came back' if repeated else 'first answer to this trouble'}; {why}"
     last_kept = target.step if target is not None else incident.onset_step
     discards = [] if action == "observe" else [point.name for point in held if point.step > last_kept]
@@ -141,9 +169,7 @@ def _target(
     return before[0], f"the oldest good checkpoint; none is {rewind} steps before the onset"
 
 
-def _window(
-    incident: Incident, target: Held, previous: Planned | None, settings: Settings, batches_per_step: int
-) -> Window:
+def _window(incident: Incident, target: Held, previous: Planned | None, settings: Settings, stream: Stream) -> Window:
     reach = settings.reach
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
     length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min, 1)
@@ -151,8 +177,7 @@ def _window(
         # Not from before the restored checkpoint: those batches are part of the run and stay so.
         first = max(target.batch, min(first, previous.skip.first))
         length = max(incident.detection_batch + reach.skip_after - first + 1, 2 * len(previous.skip))
-    whole_steps = -(-length // batches_per_step)
-    return Window(first=first, last=first + whole_steps * batches_per_step - 1)
+    return Window(first=first, last=stream.end_of_update(first, first + length - 1))
 
 
 def _structural(escalation: int) -> str:

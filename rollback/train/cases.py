@@ -5,7 +5,7 @@ from __future__ import annotations
 from rollback import policy
 from rollback.config import Settings
 from rollback.events import Concluded, Incident, Outcome, Planned
-from rollback.policy import Held
+from rollback.policy import Held, Stream
 from rollback.rundir.history import Case, History
 from rollback.rundir.requests import Request
 from rollback.train.record import Record
@@ -45,9 +45,9 @@ class Cases:
         if self._open and previous and policy.repeats(incident, previous, self._settings, batches_per_step):
             self._conclude(self._open, "repeated", incident.detection_step)
 
-    def plan(self, incident: Incident, held: list[Held], batches_per_step: int) -> Planned:
+    def plan(self, incident: Incident, held: list[Held], stream: Stream) -> Planned:
         """The answer, in the journal on return."""
-        plan = policy.plan(incident, self.last_plan, held, self._settings, batches_per_step)
+        plan = policy.plan(incident, self.last_plan, held, self._settings, stream)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
             self.note_outcome(incident, "observed", incident.detection_step)

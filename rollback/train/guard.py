@@ -42,7 +42,7 @@ from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
 from rollback.train.updates import Updates
-from rollback.train.watch import Attend, Decision, Halt, Rewind, StepMark, Watch
+from rollback.train.watch import Attend, Decision, Halt, Rewind, Watch
 
 
 class Guard:
@@ -280,17 +280,16 @@ class Guard:
 
     def _end_step(self) -> Decision | None:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
-        updates, counters, hand = self._updates, self._state.counters, self._hand
+        updates, counters, hand, cursor = self._updates, self._state.counters, self._hand, self._state.cursor
         if not (updates.happened or updates.dropped_by_scaler):
             return None
         if self._rehearsing:
             self._end_rehearsal()
             return None
-        assert hand.first_batch is not None
-        counters.batches_per_step = hand.batches
+        counters.note_update(hand.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
         hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
         habit = updates.end_step(hand.batches)
-        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase, habit)
+        mark = hand.mark(counters, cursor, hints, habit)
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
         norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
         gauges, stop, asked = updates.gauges(), self._stop.requested, self._requests.waiting

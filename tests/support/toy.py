@@ -54,6 +54,8 @@ class Toy:
     augment: bool = False
     """Reading a sample draws random numbers."""
     accumulate: int = 1
+    by_epoch: bool = False
+    """Count the batches of an update anew in each epoch. What is left at its end makes an update of its own."""
     max_steps: int | None = None
     between: bool = False
     """Between two epochs: evaluate, which draws random numbers, and step the per-epoch scheduler."""
@@ -215,6 +217,7 @@ class _Loop:
         self.position = -1
         self.steps = 0
         self.micro = 0
+        self.under_way = False
         self.come_by: set[int] = set()
 
     def run(self) -> None:
@@ -226,10 +229,13 @@ class _Loop:
         for epoch in epochs:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
+            self.micro = 0 if toy.by_epoch else self.micro
             for taken, (x, y, ids) in enumerate(self.batches(), 1):
                 self.train_on(x, y, ids)
                 if taken == toy.leave_after:
                     break
+            if toy.by_epoch and self.under_way:
+                self.update()
             if toy.between:
                 self.evaluate()
                 parts.scheduler.step()
@@ -256,7 +262,7 @@ class _Loop:
         self.note(ids.tolist())
         y = self.spoil(y, position)
         self.micro += 1
-        whole = self.micro % toy.accumulate == 0
+        whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
         quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
         with quiet:
             loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
@@ -265,8 +271,12 @@ class _Loop:
             (parts.scaler.scale(loss) if parts.scaler is not None else loss).backward()
         if self.guard is not None:
             self.guard.observe(loss.detach() / (1e38 if position in toy.overflow else 1))
-        if not whole:
-            return
+        self.under_way = True
+        if whole:
+            self.update()
+
+    def update(self) -> None:
+        toy, parts = self.toy, self.parts
         if parts.scaler is not None:
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
@@ -276,6 +286,7 @@ class _Loop:
             parts.scheduler.step()
         parts.optimizer.zero_grad()
         self.steps += 1
+        self.under_way = False
 
     def spoil(self, y: Tensor, position: int) -> Tensor:
         toy = self.toy

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.events import Incident, Planned, Window
-from rollback.policy import Held, horizon_end, plan, repeats
+from rollback.policy import Held, Stream, horizon_end, plan, repeats
 from rollback.rundir.paths import checkpoint_name
 
 
@@ -181,7 +181,7 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
 @given(situations())
 def test_what_is_restored_is_good_and_not_after_the_onset(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     target = next(point for point in ring if point.name == answer.checkpoint)
     assert target.good
     assert target.step == answer.step <= found.onset_step
@@ -195,7 +195,7 @@ def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
     case: tuple[Incident, list[Held], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     assert answer.skip is not None
     assert found.onset_batch in answer.skip
     assert found.detection_batch in answer.skip
@@ -212,13 +212,13 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     case: tuple[Incident, list[Held], Settings, int], later: int, delay: int
 ) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, per_step)
+    first = plan(found, None, ring, settings, Stream(per_step))
     assert first.skip is not None
     onset = first.skip.last // per_step + later
     again = incident(onset, onset + delay, batches_per_step=per_step, timeline=1)
     assume(repeats(again, first, settings, per_step))
     kept = [point for point in ring if point.name not in first.discards]
-    second = plan(again, first, kept, settings, per_step)
+    second = plan(again, first, kept, settings, Stream(per_step))
     assert second.action == "rollback"
     assert second.escalation == 1
     assert second.step is not None
@@ -233,12 +233,46 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     assert second.timeline == 2
 
 
+@pytest.mark.parametrize(
+    ("stream", "onset", "skip"),
+    [
+        # Updates of 4 in epochs of 101 batches: the window that ends in the second epoch leaves 88 of it.
+        (Stream(4, 101, 101), 22, (60, 113)),
+        # One that ends in the first leaves 4 of it, and so takes the remainder along; but not where it need not.
+        (Stream(4, 101, 101), 18, (60, 96)),
+        (Stream(4, 100, 100), 18, (60, 95)),
+        # What an epoch's last update is like is all the same where it is told in batches of many epochs.
+        (Stream(4), 22, (60, 111)),
+        (Stream(4, 303, 101), 22, (60, 113)),
+    ],
+)
+def test_a_window_leaves_whole_updates_of_the_epoch_in_which_it_ends(
+    stream: Stream, onset: int, skip: tuple[int, int]
+) -> None:
+    ring = [Held(checkpoint_name(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))]
+    found = incident(onset, onset, batches_per_step=4)
+    answer = plan(found, None, ring, Settings(rewind=3, skip_after=20), stream)
+    assert answer.skip == Window(first=skip[0], last=skip[1])
+
+
+@given(st.integers(1, 9), st.integers(1, 120), st.integers(0, 500), st.integers(0, 300), st.integers(0, 3))
+def test_behind_any_window_whole_updates_are_left_of_its_epoch(
+    per_step: int, epoch: int, first: int, length: int, told_in: int
+) -> None:
+    stream = Stream(per_step, (told_in + 1) * epoch, epoch)
+    last = stream.end_of_update(first, first + length)
+    assert first + length <= last < first + length + per_step
+    assert (-(last + 1)) % epoch % per_step == 0
+    for batch in range(first + length, last):
+        assert (-(batch + 1)) % epoch % per_step, "it would have been long enough"
+
+
 @given(situations())
 def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
     case: tuple[Incident, list[Held], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     assert answer.step is not None
     assert set(answer.discards) == {point.name for point in ring if point.step > answer.step}
 
@@ -246,12 +280,13 @@ def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
 @given(situations())
 def test_the_same_evidence_gives_the_same_plan(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    assert plan(found, None, ring, settings, per_step) == plan(found, None, list(ring), settings, per_step)
+    once, again = (plan(found, None, list(ring), settings, Stream(per_step)) for _ in range(2))
+    assert once == again
 
 
 @given(situations())
 def test_beyond_the_horizon_a_trouble_is_a_new_one(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, per_step)
+    first = plan(found, None, ring, settings, Stream(per_step))
     after = horizon_end(first, settings, per_step) // per_step + 1
     assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)

@@ -91,11 +91,23 @@ class Cursor(ABC):
         return indices
 
     @property
-    def at_end(self) -> bool:
-        """Whether the open epoch has no further batch; False where that cannot be told beforehand."""
+    def epoch_batches(self) -> int | None:
+        """How many batches an epoch has; None where that cannot be told beforehand."""
         if self._batches_per_epoch is _UNKNOWN:
             self._batches_per_epoch = self.describe().get("batches")
-        return self.opened and self._batches_per_epoch is not None and self.offset >= self._batches_per_epoch
+        known: int | None = self._batches_per_epoch
+        return known
+
+    @property
+    def epoch_end(self) -> int | None:
+        """The batch behind the last one of the epoch of the batch handed out last; None as in `epoch_batches`."""
+        left = self.epoch_batches
+        return None if left is None else self.batch - self.offset + (left if self.opened else 0)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the open epoch has no further batch; False where that cannot be told beforehand."""
+        return self.opened and self.epoch_batches is not None and self.offset >= self.epoch_batches
 
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
