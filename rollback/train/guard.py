@@ -88,7 +88,7 @@ class Guard:
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
             attaching.refuse(error, int(os.environ.get("RANK", "0")))
-        self._max_steps = max_steps
+        self._max_steps = self._watch.max_steps = max_steps
         self._hand = StepInHand()
         self._closed = False
         self._process = os.getpid()
@@ -132,7 +132,7 @@ class Guard:
         self._snapshots = Snapshots(
             self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
         )
-        self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
+        self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
         holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
@@ -150,6 +150,7 @@ class Guard:
             attached.history,
             cursor.batch,
             Advisor(self._state.model, optimizer),
+            self._skips,
         )
         self._passes = Passes(cursor, objects.values())
         self._rewinder = Rewinder(
@@ -274,7 +275,7 @@ class Guard:
         batch = cursor.next()
         self._hand.take(position)
         self._life.take("training", self.step, position, self._hand.first_batch, whole)
-        self._evidence.take(position, batch)
+        self._evidence.take(position, batch, cursor.indices())
         self._updates.expect_backward(last=self._hand.batches >= whole)
         return batch
 

@@ -8,6 +8,8 @@ to another decision than its peers.
 
 from __future__ import annotations
 
+import json
+import math
 import statistics
 from collections import deque
 from dataclasses import dataclass
@@ -26,6 +28,7 @@ from rollback.policy import Held, Stream
 from rollback.rundir.history import Case, History
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.suspects import MOST
 from rollback.train.advice import Advisor
 from rollback.train.cases import Cases
 from rollback.train.evidence import Evidence
@@ -35,6 +38,7 @@ from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
 from rollback.train.scaler import ScaleWatch
+from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
@@ -112,6 +116,7 @@ class Watch:
         history: History,
         batch: int = 0,
         advisor: Advisor | None = None,
+        skips: SkipList | None = None,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -122,11 +127,12 @@ class Watch:
         self._record = record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
-        self._cases = Cases(record, settings, history)
+        self._cases = Cases(record, settings, history, skips)
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._phases = set(history.phases)
         self._next_batch = batch
+        self.max_steps: int | None = None
         self.timeline = history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
@@ -260,6 +266,8 @@ class Watch:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
         self._keeper.settle()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
+        samples = self._samples({onset.step, mark.step}, beat.ailing)
+        lost = beat.loss is not None and not math.isfinite(beat.loss)
         incident = Incident(
             incident=self._cases.next_number(),
             verdict=verdict.kind.value,
@@ -276,6 +284,9 @@ class Watch:
             detection_batch=mark.last_batch,
             step=self._marks[-1].step + 1,
             timeline=self.timeline,
+            # What was not finite before this step would have been called there.
+            in_hand=verdict.kind is Kind.NONFINITE and lost and onset.step == mark.step,
+            samples=samples,
         )
         self._record.flush()
         self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
@@ -283,12 +294,22 @@ class Watch:
         self._cases.called(incident, mark.batches_per_step)
         return self._plan(incident, self._stream(mark))
 
+    def _samples(self, steps: set[int], ailing: tuple[int, ...]) -> tuple[int, ...]:
+        """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
+        suspected = not ailing or self._ranks.rank in ailing
+        own = self._evidence.samples(steps) if suspected else []
+        told: set[int] = set()
+        for text in self._ranks.from_each(json.dumps(own[: MOST + 1])):
+            told.update(json.loads(text))
+        return tuple(sorted(told)) if len(told) <= MOST else ()
+
     def _stream(self, mark: StepMark) -> Stream:
         """How the script cuts the data, by the updates that are remembered."""
         per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
+        total = max(mark.epoch_end or 0, (self.max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):
-            return Stream(per_step)
-        return Stream(per_step, mark.epoch_end, mark.epoch_batches)
+            return Stream(per_step, total=total)
+        return Stream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
 
     def _plan(self, incident: Incident, stream: Stream) -> Decision | None:
         plan = self._cases.plan(incident, self._keeper.as_held(), stream)

@@ -30,6 +30,8 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 
+PRESETS = {"snapshot_every": "auto", "rewind": None, "skip_after": None, "probation": 25}
+"""Those of a job whose script names none."""
 SETTINGS = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
 """Those of a test that names no others: the balanced preset's, made smaller."""
 
@@ -70,6 +72,8 @@ class Toy:
     once: bool = False
     poison: tuple[int, ...] = ()
     """Samples that cannot be read."""
+    bad: tuple[int, ...] = ()
+    """Samples with a NaN target."""
     width: int = 16
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
@@ -179,6 +183,7 @@ class _Parts:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
         data = Samples(toy.samples, toy.augment, toy.poison)
+        data.y[list(toy.bad)] = float("nan")
         self.sampler = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -392,9 +397,19 @@ def skipped(run: Path, rank: int = 0) -> dict[int, list[int] | None]:
     return {line.batch: line.indices for line in read_skipped(RunPaths(run).skip_record(rank))}
 
 
+def left_out(run: Path) -> list[dict[str, Any]]:
+    """What was left out from where on, as the setting `skip_samples` takes it."""
+    return [{"batch": fact.batch, "samples": list(fact.samples)} for fact in history(run).quarantine if fact.samples]
+
+
+def told_from_the_start(toy: Toy, run: Path) -> Toy:
+    """The same over the same data, told at the start what that run found out."""
+    return toy.with_settings(skip=skip_list(run), skip_samples=left_out(run))
+
+
 def same_skips_from_the_start(toy: Toy, run: Path, fresh: Path) -> dict[str, str]:
     """Oracle A: a fresh run over the same data that was told at the start what the other one found out."""
-    return train(toy.with_settings(skip=skip_list(run)), fresh)
+    return train(told_from_the_start(toy, run), fresh)
 
 
 def files(root: Path) -> dict[str, bytes | None]:

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from rollback.events import PassedOver, Window
+from rollback.events import PassedOver, SkipAdded, Window
+from rollback.rundir.history import History
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
@@ -26,8 +27,8 @@ def opened(samples: int = 20) -> Cursor:
 
 def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
     paths = RunPaths(folder)
-    listed = [Window(first=first, last=last) for first, last in windows]
-    return SkipList(paths, 0, listed, Record(paths, 1, first=True)), paths
+    listed = [SkipAdded(window=Window(first=first, last=last), who="test", why="") for first, last in windows]
+    return SkipList(paths, 0, History(added=listed), Record(paths, 1, first=True)), paths
 
 
 def drain(listed: SkipList, cursor: Cursor) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence, Set
 from typing import Any, ClassVar
 
 from rollback.errors import RunDoesNotFit
@@ -118,6 +119,13 @@ class Cursor(ABC):
         """Announces that batches `first` to `last` (inclusive) will be passed over, so that no worker reads them.
 
         Only a hint that saves work: `skip` must still be called for each, and works without it.
+        """
+
+    def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:  # noqa: B027 - most kinds have no indices
+        """From a batch on leave these samples, and no others, out of what `next` returns; a neighbour is there instead.
+
+        listed: batches that are yet to come at the position, and samples; see `Neighbours`. Nothing where the data are
+        not map-style.
         """
 
     def indices(self) -> Indices:

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import operator
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
+from rollback.train.cursor.quarantine import Neighbours
 from rollback.train.cursor.workers import Keyed, KeyedDataset
 from rollback.train.workers import LeavesStoppingToTheRank, shut_down
 
@@ -62,6 +63,11 @@ class MapStyleCursor(Cursor):
         if window not in self._feed.planned:
             self._feed.planned.append(window)
             self._reader = None  # it may be reading what is now planned to be skipped
+
+    def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
+        if list(listed) != self._feed.neighbours.listed:
+            self._feed.neighbours = Neighbours(listed, _length(self._loader.dataset) or 0)
+            self._reader = None  # it may be reading what is now to be left out
 
     def describe(self) -> dict[str, Any]:
         batching = self._loader.batch_sampler
@@ -266,8 +272,9 @@ class _Feed:
         self._pending: deque[Any] = deque()
         self.reading = 0
         self.planned: list[range] = []
+        self.neighbours = Neighbours([], 0)
         self.last: Any = None
-        """The batch of indices before the position."""
+        """The batch of indices before the position, as the sampler gave it."""
 
     def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
@@ -293,15 +300,16 @@ class _Feed:
         assert self._order is not None
         if ahead == len(self._pending):
             self._pending.append(self._order.take())
-        return self._pending[ahead]
+        return self.neighbours.instead(self._pending[ahead], self._batch + ahead)
 
     def pop(self) -> Any:
         """Moves the position past the first pending batch, and gives its indices."""
+        taken = self.peek()
         self.last = self._pending.popleft()
         self.reading = max(0, self.reading - 1)
         self._batch += 1
         self._offset += 1
-        return self.last
+        return taken
 
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` of the position is to be skipped."""
