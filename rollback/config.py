@@ -15,6 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter,
 
 from rollback.errors import UsageError
 from rollback.events import Window
+from rollback.fact import SamplesFrom
 
 Sensitivity = Literal["low", "normal", "high"]
 PresetName = Literal["balanced", "palm", "surgical"]
@@ -64,6 +65,13 @@ class Settings(BaseModel):
     skip_min: int | None = Field(None, ge=0, description="least number of batches in a skip window")
     horizon: int = Field(100, ge=1, description="an incident this few steps after a skip window repeats the last one")
     max_rollbacks: int = Field(3, ge=1, description="rollbacks for one trouble before it is called structural")
+    max_skipped: str = Field(
+        "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", json_schema_extra={"metavar": "X%"},
+        description="share of the batches that incidents may cost; what would skip more stops the run",
+    )  # fmt: skip
+    quarantine: Literal["suspects", "off"] = Field(
+        "suspects", description="leave samples that incidents have in common out of later batches"
+    )
     retry_first: bool = Field(False, description="replay once without skipping, to tell data from transient faults")
     observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
@@ -86,13 +94,34 @@ class Settings(BaseModel):
     probation: int = Field(25, ge=1, description="healthy steps after which a checkpoint is good")
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
     accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
+    accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
+    skip_samples: tuple[SamplesFrom, ...] = Field(
+        (), description="data set samples to leave out, from a batch on or (default) from the start",
+        json_schema_extra={"metavar": "[BATCH:]I,J"},
+    )  # fmt: skip
 
     @model_validator(mode="after")
     def _consistent(self) -> Settings:
         if self.snapshot_every == 0 and not self.observe_only:
             raise ValueError("snapshot_every=0 leaves nothing to restore: allowed with observe_only=True only")
         return self
+
+    @property
+    def max_skipped_share(self) -> float:
+        """Between 0 and 1."""
+        return float(self.max_skipped.removesuffix("%")) / 100
+
+    @property
+    def trusts_the_batch_in_hand(self) -> bool:
+        """Whether a batch that alone did it is all that is skipped. Who says otherwise by hand, or palm, means it."""
+        return self.policy != "palm" and all(getattr(self, name) is None for name in Reach.model_fields)
+
+    def decides_otherwise(self, recorded: Mapping[str, Any]) -> bool:
+        """Whether incidents would be called or answered in another way than under `recorded` settings, as a journal has
+        them: without those that were the default."""
+        present = self.model_dump(mode="json", exclude_defaults=True)
+        return any(present.get(name) != recorded.get(name) for name in DECIDING)
 
     @property
     def evidence_bytes(self) -> int:
@@ -104,6 +133,12 @@ class Settings(BaseModel):
         own = {name: value for name in Reach.model_fields if (value := getattr(self, name)) is not None}
         return PRESETS[self.policy].model_copy(update=own)
 
+
+DECIDING = (
+    *Reach.model_fields, "policy", "horizon", "max_rollbacks", "max_skipped", "quarantine", "retry_first",
+    "observe_only", "sensitivity", "snapshot_every", "keep", "probation", "accept_data_change", "skip", "skip_samples",
+)  # fmt: skip
+"""Settings on which it depends what is called an incident and what is done about it."""
 
 # Down to the ranks: set by the supervisor, read by the guard.
 ENV_RUN = "ROLLBACK_RUN"

@@ -83,6 +83,12 @@ class RunDoesNotFit(RollbackError):
     exit_code = ExitCode.UNFIT
 
 
+class StoppedAsStructural(RollbackError):
+    """The run was stopped because skipping data did not help, and nothing has changed since."""
+
+    exit_code = ExitCode.STRUCTURAL
+
+
 class NoUsableCheckpoint(RollbackError):
     """The run has a record but no checkpoint that verifies."""
 

@@ -26,7 +26,7 @@ from rollback.supervisor_facts import (
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
-Order = Literal["rewind", "skip", "stop"]
+Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 Tier = Literal["fast", "durable"]
 
 
@@ -179,7 +179,9 @@ class PhaseAnnounced(Fact):
 class Incident(Fact):
     """A verdict that demands action, with its evidence. `requested`: an operator's, who wants to go back.
 
-    `request` names the request file then, `cause` who it was, `explanation` why.
+    `request` names the request file then, `cause` who it was, `explanation` why. `in_hand`: the loss of the detection
+    step was not finite though all before it was, so its batch did it. `samples`: data set indices of the batches that
+    may have done it, on the ranks that may have; empty where they are not known or too many.
     """
 
     kind: Literal["incident"] = "incident"
@@ -199,13 +201,15 @@ class Incident(Fact):
     step: int
     timeline: int
     request: str | None = None
+    in_hand: bool = False
+    samples: tuple[int, ...] = ()
 
 
 class Planned(Fact):
     """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done.
 
     `repeats` names the incident whose trouble this is, come back. `through` is the last batch of the detection step;
-    `timeline` the one that begins when the plan is carried out.
+    `timeline` the one that begins when the plan is carried out. `in_hand`: the answer is to the batch in hand alone.
     """
 
     kind: Literal["plan"] = "plan"
@@ -221,6 +225,7 @@ class Planned(Fact):
     through: int
     timeline: int
     reason: str
+    in_hand: bool = False
 
 
 class Restored(Fact):
@@ -256,6 +261,28 @@ class SkipAdded(Fact):
     request: str | None = None
 
 
+class SampleQuarantine(Fact):
+    """From `batch` on, the data set samples `samples`, and no others, are left out of batches: an innocent neighbour
+    takes the place of each.
+
+    `added` and `released` is what has changed. `who` and `why`: of an incident's the suspicion, else who ordered it.
+    """
+
+    kind: Literal["sample_quarantine"] = "sample_quarantine"
+    batch: int
+    samples: tuple[int, ...]
+    added: tuple[int, ...]
+    released: tuple[int, ...]
+    who: str
+    why: str
+    incident: int | None = None
+    request: str | None = None
+
+    def in_words(self) -> str:
+        listed = ", ".join(map(str, self.samples)) or "none"
+        return f"from batch {self.batch} on left out: {listed} ({self.who}: {self.why})"
+
+
 class Requested(Fact):
     """The ranks have taken up what an operator asked for; `step` and `batch` are where they stood. `answer` follows."""
 
@@ -268,6 +295,7 @@ class Requested(Fact):
     why: str
     step: int
     batch: int
+    samples: tuple[int, ...] = ()
 
 
 class Answered(Fact):
@@ -336,8 +364,8 @@ class Finished(Fact):
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
-        ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered,
-        PassedOver, Advice, Trouble, Stopped, Finished,
+        ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
+        SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble, Stopped, Finished,
         AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -31,6 +31,14 @@ class Window(BaseModel):
 
     def __str__(self) -> str:
         return f"{self.first}:{self.last}"
+
+
+class SamplesFrom(BaseModel):
+    """Data set samples that are to be left out, from a batch on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    batch: int = Field(0, ge=0)
+    samples: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
 
 
 class Fact(BaseModel):

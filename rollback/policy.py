@@ -3,16 +3,23 @@
 The rules, in order:
 
 1. *Observe only*: plan what would be done, mark it `observe`.
-2. *Repeat*: the incident begins at most `horizon` steps after the window that the last plan skipped (or replayed).
+2. *The batch in hand*: where evidence says that a batch alone did it (its loss was not finite while all before it
+   was), that batch is skipped and nothing else. Another such batch is another occasion, however soon it comes, and so
+   is an incident that a suspected sample explains; but the batch directly behind the window belongs to a stretch, and
+   is answered from its beginning through `skip_after` batches more.
+3. *Repeat*: the incident begins at most `horizon` steps after the window that the last plan skipped (or replayed).
    A repeat of a retry shows that the trouble comes from data or state: roll back. A repeat of a rollback escalates:
    an older good checkpoint and a window twice as long. After `max_rollbacks` rollbacks for one trouble the cause is
    structural and the run stops: BigScience's 104B run skipped 750, 1,849 and 2,850 iterations in turn and diverged
    all the same.
-3. *Retry first*, where asked for: restore and replay without skipping.
-4. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset, skip through the
+4. *Retry first*, where asked for: restore and replay without skipping.
+5. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset, skip through the
    detection step and `skip_after` batches more.
+6. *Floor*: a window by which incidents would cost more than `max_skipped` of the batches stops the run instead.
 
-A window covers whole optimizer steps, so that gradient accumulation keeps its phase.
+A window covers whole optimizer steps, so that gradient accumulation keeps its phase. Where an epoch is no whole number
+of updates, scripts make a shorter one of what is left at its end, and most know that end by counting batches: a count
+that a window puts out. So the window takes that remainder along: what is left of the epoch behind it is whole updates.
 """
 
 from __future__ import annotations
@@ -20,8 +27,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from rollback.config import Settings
+from rollback.config import PRESETS, Reach, Settings
 from rollback.events import Action, Incident, Planned, Window
+
+FIRST_ANSWER = 60
+"""Updates that a first answer takes besides `rewind` and `skip_after`: checkpoints are 50 apart in a run that has just
+begun, and a trouble is a few old when it is called."""
 
 
 @dataclass(frozen=True)
@@ -34,33 +45,72 @@ class Held:
     good: bool
 
 
+@dataclass(frozen=True)
+class Stream:
+    """The data as the script takes it.
+
+    batches_per_step: of a whole update. epoch_end: the batch behind the last one of an epoch, and epoch_batches how
+    many each has; None where epochs have no length, or updates take no notice of them. skipped: what incidents have
+    cost so far, as windows that do not overlap. total: batches that the run will have at least, as far as known.
+    """
+
+    batches_per_step: int = 1
+    epoch_end: int | None = None
+    epoch_batches: int | None = None
+    skipped: tuple[Window, ...] = ()
+    total: int = 0
+
+    def end_of_update(self, first: int, last: int) -> int:
+        """The last batch of the shortest window from `first` through `last` that leaves whole updates behind it."""
+        per_step = self.batches_per_step
+        if self.epoch_end is None or not self.epoch_batches:
+            return first + -(-(last + 1 - first) // per_step) * per_step - 1
+        epochs = -(-(last + 1 - self.epoch_end) // self.epoch_batches)
+        left = self.epoch_end + epochs * self.epoch_batches - (last + 1)  # of the epoch in which the window ends
+        return last + left % per_step
+
+
 def plan(
-    incident: Incident, previous: Planned | None, held: Sequence[Held], settings: Settings, batches_per_step: int = 1
+    incident: Incident,
+    previous: Planned | None,
+    held: Sequence[Held],
+    settings: Settings,
+    stream: Stream = Stream(),
+    *,
+    suspected: bool = False,
 ) -> Planned:
     """Plan the answer to an incident.
 
     previous: the last plan of the run that was carried out, or None. held: checkpoints of the present timeline, oldest
-    first. The result's `timeline` is the one that begins when it is carried out. Same arguments, same plan: every rank
-    may compute it.
+    first. suspected: a sample that it has in common with an earlier one explains this incident. The result's `timeline`
+    is the one that begins when it is carried out. Same arguments, same plan: every rank may compute it.
     """
-    repeated = previous is not None and repeats(incident, previous, settings, batches_per_step)
-    escalation = previous.escalation + (previous.action == "rollback") if previous and repeated else 0
-    action = _action(repeated, escalation, settings)
-    target, why = _target(incident, previous if repeated and escalation else None, held, settings)
+    back = previous if previous and comes_back(incident, previous, settings, stream, suspected) else None
+    escalation = back.escalation + (back.action == "rollback" and not back.in_hand) if back else 0
+    action = _action(back is not None, escalation, settings)
+    in_hand = incident.in_hand and settings.trusts_the_batch_in_hand and not (back and back.action == "rollback")
+    reach = _reach(in_hand, back, settings)
+    target, why = _target(incident, back if escalation else None, held, reach)
     window = None
     if target is None:
         action, reason = "observe" if settings.observe_only else "stop", why
     elif action == "stop":
-        target, reason = None, _structural(escalation)
+        reason = _structural(escalation)
     else:
+        reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
+        if in_hand:
+            reason += "; its batch alone did it: the loss was finite until then, and is not"
         if action != "retry":
-            window = _window(incident, target, previous if repeated else None, settings, batches_per_step)
-        reason = f"{'the trouble came back' if repeated else 'first answer to this trouble'}; {why}"
+            window = _window(incident, target, back, reach, stream)
+            if action == "rollback" and (excess := _excess(window, stream, settings)):
+                action, reason = "stop", excess
+    if action == "stop":
+        target = window = None
     last_kept = target.step if target is not None else incident.onset_step
     discards = [] if action == "observe" else [point.name for point in held if point.step > last_kept]
     return Planned(
         incident=incident.incident,
-        repeats=previous.incident if previous is not None and repeated else None,
+        repeats=back.incident if back else None,
         action=action,
         escalation=escalation,
         checkpoint=target.name if target else None,
@@ -71,6 +121,7 @@ def plan(
         through=incident.detection_batch,
         timeline=incident.timeline + (action in ("rollback", "retry")),
         reason=reason,
+        in_hand=in_hand and window is not None,
     )
 
 
@@ -104,6 +155,18 @@ def repeats(incident: Incident, previous: Planned, settings: Settings, batches_p
     return previous.batch <= incident.onset_batch <= horizon_end(previous, settings, batches_per_step)
 
 
+def comes_back(incident: Incident, previous: Planned, settings: Settings, stream: Stream, suspected: bool) -> bool:
+    """Whether an incident is to be answered harder than `previous`: the same trouble, come back.
+
+    Where the batch in hand did it, now or then, or a sample explains it, another batch is another occasion, however
+    soon it comes; but the one directly behind the window belongs to the same stretch of bad data.
+    """
+    if not repeats(incident, previous, settings, stream.batches_per_step):
+        return False
+    beyond = previous.skip is not None and incident.onset_batch > previous.skip.last + stream.batches_per_step
+    return not (beyond and (incident.in_hand or previous.in_hand or suspected))
+
+
 def horizon_end(plan: Planned, settings: Settings, batches_per_step: int = 1) -> int:
     """The batch up to which an incident would be a repeat; beyond it the planned rollback has proved itself."""
     end = plan.skip.last if plan.skip else plan.through
@@ -120,8 +183,16 @@ def _action(repeated: bool, escalation: int, settings: Settings) -> Action:
     return "rollback"
 
 
+def _reach(in_hand: bool, back: Planned | None, settings: Settings) -> Reach:
+    if in_hand:
+        return PRESETS["surgical"]
+    if back is not None and back.in_hand:  # a stretch of such batches, not that one alone: from there on
+        return settings.reach.model_copy(update={"rewind": 0, "skip_from": "onset"})
+    return settings.reach
+
+
 def _target(
-    incident: Incident, escalated_from: Planned | None, held: Sequence[Held], settings: Settings
+    incident: Incident, escalated_from: Planned | None, held: Sequence[Held], reach: Reach
 ) -> tuple[Held | None, str]:
     """The checkpoint to restore, and in words why this one."""
     before = [point for point in held if point.good and point.step <= incident.onset_step]
@@ -134,25 +205,43 @@ def _target(
             if older
             else (before[0], "the oldest good checkpoint")
         )
-    rewind = settings.reach.rewind
+    rewind = reach.rewind
     enough = [point for point in before if point.step <= incident.onset_step - rewind]
     if enough:
-        return enough[-1], f"the newest good checkpoint at least {rewind} steps before the onset"
+        at_least = f"at least {rewind} steps " if rewind else ""
+        return enough[-1], f"the newest good checkpoint {at_least}before the onset"
     return before[0], f"the oldest good checkpoint; none is {rewind} steps before the onset"
 
 
-def _window(
-    incident: Incident, target: Held, previous: Planned | None, settings: Settings, batches_per_step: int
-) -> Window:
-    reach = settings.reach
+def _window(incident: Incident, target: Held, previous: Planned | None, reach: Reach, stream: Stream) -> Window:
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
     length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min, 1)
     if previous is not None and previous.skip is not None:
         # Not from before the restored checkpoint: those batches are part of the run and stay so.
         first = max(target.batch, min(first, previous.skip.first))
         length = max(incident.detection_batch + reach.skip_after - first + 1, 2 * len(previous.skip))
-    whole_steps = -(-length // batches_per_step)
-    return Window(first=first, last=first + whole_steps * batches_per_step - 1)
+    return Window(first=first, last=stream.end_of_update(first, first + length - 1))
+
+
+def _excess(window: Window, stream: Stream, settings: Settings) -> str | None:
+    """In words, where incidents would cost more batches than they may.
+
+    They may cost `max_skipped` of the batches that the run has, as far as that is known, at least of those through the
+    window; and in any case what one first answer takes.
+    """
+    known = sum(max(0, min(w.last, window.last) - max(w.first, window.first) + 1) for w in stream.skipped)
+    skipped = sum(map(len, stream.skipped)) + len(window) - known
+    of = max(stream.total, window.last + 1)
+    reach = settings.reach
+    least = max((reach.rewind + FIRST_ANSWER) * stream.batches_per_step + reach.skip_after, reach.skip_min)
+    allowed = max(int(settings.max_skipped_share * of), least)
+    if skipped <= allowed or settings.max_skipped_share == 1:
+        return None
+    return (
+        f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and max_skipped "
+        f"({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are too coarse for so "
+        "short a run, or the cause is not in the data"
+    )
 
 
 def _structural(escalation: int) -> str:

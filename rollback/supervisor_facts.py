@@ -28,8 +28,8 @@ class AttemptEnded(Fact):
     """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
 
     `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
-    rank had in hand, `followed` the ranks whose failure is a consequence, `fingerprint` that of the exception, `host`
-    where that rank ran.
+    rank had in hand, `samples` what may have done it in that, `followed` the ranks whose failure is a consequence,
+    `fingerprint` that of the exception, `host` where that rank ran.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -44,6 +44,7 @@ class AttemptEnded(Fact):
     followed: tuple[int, ...] = ()
     fingerprint: str | None = None
     host: str | None = None
+    samples: tuple[int, ...] = ()
 
 
 class Hung(Fact):
@@ -65,7 +66,10 @@ class Hung(Fact):
 
 
 class Blamed(Fact):
-    """A rank raised the same exception twice at the same batch: the next attempt passes over `window`."""
+    """A rank raised the same exception again, at the same batch or with the same sample in hand.
+
+    The next attempt leaves `samples` out from `window` on; where none are known, it passes over `window`.
+    """
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["blamed"] = "blamed"
@@ -76,6 +80,11 @@ class Blamed(Fact):
     fingerprint: str
     error: str
     attempts: tuple[int, ...]
+    samples: tuple[int, ...] = ()
+
+    def in_words(self) -> str:
+        attempts = " and ".join(map(str, self.attempts))
+        return f"the same exception in attempts {attempts} (fingerprint {self.fingerprint}): {self.error}"
 
 
 class RestartScheduled(Fact):

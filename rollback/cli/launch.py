@@ -18,12 +18,12 @@ from pydantic import ValidationError
 
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.terminal import line_for, occupy_standard_streams, say
-from rollback.cli.windows import parse_window
+from rollback.cli.windows import parse_samples, parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
-from rollback.events import Window
+from rollback.fact import SamplesFrom
 from rollback.live.screen import Screen
-from rollback.rundir.history import fold, merge_windows
+from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job
@@ -127,7 +127,11 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
     values = {name: value for name, value in given.items() if value is not None}
     if "skip" in values or skips_of is not None:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
-        values["skip"] = merge_windows(windows + (_skip_list_of(skips_of) if skips_of is not None else []))
+        values["skip"] = merge_windows(windows + (_history_of(skips_of).skip_list if skips_of is not None else []))
+    if "skip_samples" in values or skips_of is not None:
+        samples = [parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])]
+        others = _history_of(skips_of).quarantine if skips_of is not None else []
+        values["skip_samples"] = [*samples, *(SamplesFrom(batch=one.batch, samples=one.samples) for one in others)]
     try:
         return Settings(**values)
     except ValidationError as error:
@@ -138,11 +142,11 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         raise UsageError(explain(error)) from error
 
 
-def _skip_list_of(run: Path) -> list[Window]:
+def _history_of(run: Path) -> History:
     paths = RunPaths(run)
     if not paths.train_journal.is_file():
         raise UsageError(f"--skips-of: {run} is not a run directory (it has no journal of its ranks)")
-    return fold(read_journal(paths.train_journal).records).skip_list
+    return fold(read_journal(paths.train_journal).records)
 
 
 def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:

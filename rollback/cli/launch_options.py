@@ -90,7 +90,7 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
         declaration = typer.Option(switch, help=text, rich_help_panel=panel)
         return parameter(name, bool | None, declaration, None)
     declaration = typer.Option(option(name), metavar=_metavar_of(field), help=text, rich_help_panel=panel)
-    return parameter(name, (list[str] if name == "skip" else str) | None, declaration, None)
+    return parameter(name, (list[str] if name in ("skip", "skip_samples") else str) | None, declaration, None)
 
 
 def _show(value: object) -> str:

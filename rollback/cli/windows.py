@@ -1,9 +1,10 @@
-"""Ranges of batches as they are written on a command line."""
+"""Ranges of batches, and samples, as they are written on a command line."""
 
 from __future__ import annotations
 
 from rollback.errors import UsageError
 from rollback.events import Window
+from rollback.fact import SamplesFrom
 
 
 def parse_window(text: str, where: str) -> Window:
@@ -16,4 +17,16 @@ def parse_window(text: str, where: str) -> Window:
     except ValueError as error:
         raise UsageError(
             f"{where}: {text!r} is not a range of batches", hint="write FIRST:LAST, both included, as in 120:139"
+        ) from error
+
+
+def parse_samples(text: str, where: str) -> SamplesFrom:
+    """`I,J` or `BATCH:I,J`. Raises UsageError naming `where` it stood."""
+    batch, _, listed = text.rpartition(":")
+    try:
+        return SamplesFrom(batch=int(batch or 0), samples=tuple(int(sample) for sample in listed.split(",")))
+    except ValueError as error:
+        raise UsageError(
+            f"{where}: {text!r} is not a list of samples",
+            hint="write data set indices as in 17,402; or BATCH:17,402 to leave them out from that batch on",
         ) from error

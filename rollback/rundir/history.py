@@ -7,12 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from rollback.errors import JournalDamaged
 from rollback.events import (
     Accepted,
     Advice,
     Answered,
+    Attached,
     BecameGood,
     Committed,
     Concluded,
@@ -25,7 +27,9 @@ from rollback.events import (
     Record,
     Requested,
     Restored,
+    SampleQuarantine,
     SkipAdded,
+    Stopped,
     Window,
 )
 
@@ -61,6 +65,7 @@ class History:
 
     cases: list[Case] = field(default_factory=list)
     added: list[SkipAdded] = field(default_factory=list)
+    quarantine: list[SampleQuarantine] = field(default_factory=list)
     committed: dict[str, Committed] = field(default_factory=dict)
     good: set[str] = field(default_factory=set)
     discarded: set[str] = field(default_factory=set)
@@ -74,6 +79,10 @@ class History:
     answers: dict[str, Answered] = field(default_factory=dict)
     timeline: int = 0
     last_attempt: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of the last attempt that attached, as far as they were not the default."""
+    structural: Stopped | None = None
+    """The structural stop with which the run ended; None where it has gone on since, or has not ended so."""
 
     @property
     def pending(self) -> Planned | None:
@@ -85,6 +94,12 @@ class History:
         """The last plan that answered a trouble, in whatever way but by looking on."""
         plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
         return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
+
+    @property
+    def skipped_by_incidents(self) -> list[Window]:
+        """The windows of all rollbacks that answered a trouble."""
+        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
+        return [plan.skip for plan in plans if plan.action == "rollback" and plan.skip]
 
     def case_of(self, request: str) -> Case | None:
         """What was planned and done because of a request to rewind."""
@@ -124,6 +139,12 @@ def _apply(history: History, record: Record) -> None:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
+        case Attached() as fact:
+            history.settings, history.structural = fact.settings, None
+        case Stopped() as fact:
+            history.structural = fact if fact.reason == "structural" else None
+        case SampleQuarantine() as fact:
+            history.quarantine.append(fact)
         case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
             _note_told(history, fact)
         case _:

@@ -33,6 +33,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
+from rollback.train.going_on import left_out_by_order, require_a_change
 from rollback.train.inventory import take_inventory
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
@@ -84,6 +85,8 @@ class Reading:
     strays: list[str]
     blamed: list[SkipAdded]
     """Skips that the supervisor has decided on."""
+    blamed_samples: list[Blamed]
+    """Samples that it has decided to leave out."""
     identity: Identity | None
     accepted: list[Accepted]
 
@@ -108,6 +111,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
             if (identity := read_identity(paths)) is not None:  # once more: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
+            require_a_change(paths, settings)
             body = {**_read(paths, identity), "accepted": [fact.model_dump(mode="json") for fact in accepted]}
         except (RollbackError, OSError) as failure:
             error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
@@ -129,6 +133,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
         damaged=body["damaged"],
         strays=in_memory.strays,
         blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
+        blamed_samples=[Blamed.model_validate(fact) for fact in body["blamed_samples"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
     )
@@ -156,24 +161,20 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "records": [json.loads(record.model_dump_json()) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
-        "blamed": [added.model_dump() for added in _blamed(paths)],
+        "blamed": [_skip_of(fact).model_dump() for fact in _blamed(paths) if not fact.samples],
+        "blamed_samples": [fact.model_dump() for fact in _blamed(paths) if fact.samples],
         "identity": identity.model_dump(mode="json") if identity else None,
     }
 
 
-def _blamed(paths: RunPaths) -> list[SkipAdded]:
-    """What the supervisor's journal says about batches on which a rank raised twice."""
+def _blamed(paths: RunPaths) -> list[Blamed]:
+    """What the supervisor's journal says about batches and samples on which ranks raised again."""
     facts = [record.fact for record in read_journal(paths.supervisor_journal).records]
-    return [
-        SkipAdded(
-            window=fact.window,
-            who="the supervisor",
-            why=f"the same exception in attempts {' and '.join(map(str, fact.attempts))} (fingerprint "
-            f"{fact.fingerprint}): {fact.error}",
-        )
-        for fact in facts
-        if isinstance(fact, Blamed)
-    ]
+    return [fact for fact in facts if isinstance(fact, Blamed)]
+
+
+def _skip_of(fact: Blamed) -> SkipAdded:
+    return SkipAdded(window=fact.window, who="the supervisor", why=fact.in_words())
 
 
 @dataclass
@@ -226,6 +227,9 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
         if ranks.first and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+    for order in left_out_by_order(history.quarantine, settings, reading.blamed_samples, state.cursor.batch):
+        history.quarantine.append(order)
+        record.note(order, order.in_words())
     given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
     for added in [*given, *reading.blamed]:
         if added.window not in [known.window for known in history.added]:

@@ -49,18 +49,18 @@ class Batches:
         position = cursor.batch
         reading(position)
         data = cursor.next()
-        self._log.check(position, cursor.order_digest(), data, self._skips.windows)
+        self._log.check(position, cursor.order_digest(), data, self._skips.past_of(position))
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data
 
     def knows(self, batch: int) -> bool:
         """As the cursor's witness: whether there is anything to compare a batch with that is read to be dropped."""
-        return self._log.knows(batch, self._skips.windows)
+        return self._log.knows(batch, self._skips.past_of(batch))
 
     def check(self, batch: int, data: Any) -> None:
         """As the cursor's witness: RunDoesNotFit where the batch was another one."""
-        self._log.compare(batch, data, self._skips.windows)
+        self._log.compare(batch, data, self._skips.past_of(batch))
 
     def may_resume_here(self) -> bool:
         """Collective: not behind an epoch's last batch, where the code after the script's loop would find none came.

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from rollback import policy
 from rollback.config import Settings
-from rollback.events import Concluded, Incident, Outcome, Planned
-from rollback.policy import Held
-from rollback.rundir.history import Case, History
+from rollback.events import Concluded, Incident, Outcome, Planned, SampleQuarantine
+from rollback.policy import Held, Stream
+from rollback.rundir.history import Case, History, merge_windows
 from rollback.rundir.requests import Request
+from rollback.suspects import quarantine_after, suspects
 from rollback.train.record import Record
+from rollback.train.skips import SkipList
 
 
 class Cases:
@@ -18,11 +22,15 @@ class Cases:
     repeat of it.
     """
 
-    def __init__(self, record: Record, settings: Settings, history: History) -> None:
+    def __init__(self, record: Record, settings: Settings, history: History, skips: SkipList | None = None) -> None:
         self._record = record
+        self._skips = skips
+        self._incidents = [case.incident for case in history.cases]
+        self._skipped = history.skipped_by_incidents
         self._settings = settings
         self._called = len(history.cases)
         self.last_plan = history.last_plan
+        self._suspects = suspects(self._incidents)
         self._open = next((case for case in reversed(history.cases) if case.awaits_outcome), None)
         self._healthy = 0
 
@@ -41,13 +49,20 @@ class Cases:
 
     def called(self, incident: Incident, batches_per_step: int) -> None:
         """Another incident is on record: perhaps the open one's trouble, come back."""
-        previous = self.last_plan
+        previous, stream = self.last_plan, Stream(batches_per_step)
+        self._incidents.append(incident)
+        self._suspects = suspects(self._incidents)
         if self._open and previous and policy.repeats(incident, previous, self._settings, batches_per_step):
-            self._conclude(self._open, "repeated", incident.detection_step)
+            back = policy.comes_back(incident, previous, self._settings, stream, self._is_suspected(incident))
+            self._conclude(self._open, "repeated" if back else _good_end(self._open), incident.detection_step)
 
-    def plan(self, incident: Incident, held: list[Held], batches_per_step: int) -> Planned:
-        """The answer, in the journal on return."""
-        plan = policy.plan(incident, self.last_plan, held, self._settings, batches_per_step)
+    def plan(self, incident: Incident, held: list[Held], stream: Stream) -> Planned:
+        """The answer, in the journal on return, and before it the samples that are left out from behind it on."""
+        stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
+        suspected = self._is_suspected(incident)
+        plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
+        if plan.action in ("rollback", "retry"):
+            self._leave_out(incident, max(plan.skip.last if plan.skip else 0, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
             self.note_outcome(incident, "observed", incident.detection_step)
@@ -88,6 +103,7 @@ class Cases:
         self._healthy = 0
         if case.incident.request is None:
             self._open, self.last_plan = case, case.plan
+            self._skipped += [case.plan.skip] if case.plan.skip else []
         else:
             self.note_outcome(case.incident, "carried_out", step)
 
@@ -98,6 +114,28 @@ class Cases:
 
     def note_outcome(self, incident: Incident, outcome: Outcome, step: int) -> None:
         self._record.note(Concluded(incident=incident.incident, outcome=outcome, step=step))
+
+    def _is_suspected(self, incident: Incident) -> bool:
+        return any(incident.incident in explained for explained in self._suspects.values())
+
+    def _leave_out(self, incident: Incident, batch: int) -> None:
+        """Leave the suspects out from `batch` on, which nobody has been handed yet in this timeline."""
+        if self._skips is None or self._settings.quarantine == "off":
+            return
+        samples = quarantine_after(self._skips.quarantine, self._suspects)
+        before = self._skips.quarantine[-1].samples if self._skips.quarantine else ()
+        added, released = (tuple(sorted(set(a) - set(b))) for a, b in ((samples, before), (before, samples)))
+        if not added and not released:
+            return
+        suspicions = {sample: self._suspects[sample] for sample in added if sample in self._suspects}
+        reasons = [f"sample {one} is in incidents {', '.join(map(str, all_))}" for one, all_ in suspicions.items()]
+        reasons += [f"sample {sample} is suspected no longer" for sample in released]
+        why = "; ".join(reasons)
+        fact = SampleQuarantine(
+            batch=batch, samples=samples, added=added, released=released, who="suspicion", why=why,
+            incident=incident.incident,
+        )  # fmt: skip
+        self._skips.leave_out(fact)
 
     def _conclude(self, case: Case, outcome: Outcome, step: int) -> None:
         self._open = None

@@ -17,14 +17,12 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import xxhash
 
 from rollback.errors import RunDoesNotFit
-from rollback.events import Window
 from rollback.train.cursor.digest import Digest
 from rollback.train.record import say
 
@@ -62,30 +60,30 @@ class DrawLog:
         except OSError as error:
             self._complain(error)
 
-    def check(self, batch: int, order: int | None, data: Any, skipped: Sequence[Window]) -> None:
+    def check(self, batch: int, order: int | None, data: Any, past: int) -> None:
         """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
 
-        order: hash of its data set indices. skipped: all windows in force. Waits for the device only where there is
-        something to compare with.
+        order: hash of its data set indices. past: of what was left out before it (`SkipList.past_of`). Waits for the
+        device only where there is something to compare with.
         """
         self._settle()
         digest = Digest(data)
-        drawn = Drawn(batch, order or 0, 0, _past(batch, skipped))
+        drawn = Drawn(batch, order or 0, 0, past)
         if (known := self._known(batch)) is not None:
             _compare(known, drawn._replace(content=digest.value or 0))
         self._open_one = drawn, digest
         if digest.settled:
             self._settle()
 
-    def knows(self, batch: int, skipped: Sequence[Window]) -> bool:
-        """Whether it is known what this batch held when the same batches had been skipped before it."""
+    def knows(self, batch: int, past: int) -> bool:
+        """Whether it is known what this batch held with the same past."""
         known = self._known(batch)
-        return known is not None and bool(known.content) and known.past == _past(batch, skipped)
+        return known is not None and bool(known.content) and known.past == past
 
-    def compare(self, batch: int, data: Any, skipped: Sequence[Window]) -> None:
+    def compare(self, batch: int, data: Any, past: int) -> None:
         """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
         if (known := self._known(batch)) is not None:
-            _compare(known, Drawn(batch, 0, Digest(data).value or 0, _past(batch, skipped)))
+            _compare(known, Drawn(batch, 0, Digest(data).value or 0, past))
 
     def _known(self, batch: int) -> Drawn | None:
         known = self._entries.get(batch % ENTRIES)
@@ -137,12 +135,6 @@ def _compare(before: Drawn, now: Drawn) -> None:
         "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "
         "loader a state_dict and load_state_dict; to go on with the data as they are now: --accept-data-change",
     )
-
-
-def _past(batch: int, skipped: Sequence[Window]) -> int:
-    """A hash of what was skipped before a batch."""
-    text = ",".join(f"{window.first}-{window.last}" for window in skipped if window.first < batch)
-    return xxhash.xxh3_64_intdigest(text.encode()) if text else 0
 
 
 def _packed(drawn: Drawn) -> bytes:

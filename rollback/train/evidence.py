@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -35,6 +35,7 @@ from rollback.rundir.evidence import (
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.shard import Piece, write_shard
 from rollback.train import tree
+from rollback.train.cursor.base import Indices
 from rollback.train.gradients import GradientNorms, norm_of_each
 from rollback.train.ranks import Ranks
 from rollback.train.record import say
@@ -67,6 +68,15 @@ class _Step:
     parts: list[_Part] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     nbytes: int = 0
+    indices: list[Indices] = field(default_factory=list)
+
+    def samples(self) -> set[int]:
+        """Data set indices of its batches; where it is known which of them did it, of those alone."""
+        batches = self.indices
+        if len(batches) == len(self.losses):
+            told = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
+            batches = told or batches
+        return {index for own in batches for index in own or ()}
 
     def let_go(self, why: str) -> None:
         """Keep no batch of this step."""
@@ -92,11 +102,13 @@ class Evidence:
         self._steps: list[_Step] = []
         self._parts: list[_Part] = []
         self._left_out: list[LeftOut] = []
+        self._indices: list[Indices] = []
         self._suspected: int | None = None
         self._failed = False
 
-    def take(self, position: int, batch: Any) -> None:
-        """A batch is handed out."""
+    def take(self, position: int, batch: Any, indices: Indices = None) -> None:
+        """A batch is handed out. indices: of the data set, where there are any."""
+        self._indices.append(indices)
         if self._limit == 0:
             return
         room = self._limit - sum(part.tensor.nbytes for part in self._parts)
@@ -119,8 +131,8 @@ class Evidence:
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
         """An update is over; the batches taken since the last one were its own."""
         nbytes = sum(part.tensor.nbytes for part in self._parts)
-        self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes))
-        self._parts, self._left_out = [], []
+        self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes, self._indices))
+        self._parts, self._left_out, self._indices = [], [], []
         self._trim()
 
     def suspect(self, onset: int | None) -> None:
@@ -130,8 +142,12 @@ class Evidence:
     def forget(self, step: int) -> None:
         """Training goes back to `step`: what came after it has not happened."""
         self._steps = [seen for seen in self._steps if seen.step < step]
-        self._parts, self._left_out = [], []
+        self._parts, self._left_out, self._indices = [], [], []
         self._suspected = None
+
+    def samples(self, steps: Collection[int]) -> list[int]:
+        """Data set indices of what this rank was handed out in these steps, as far as it remembers."""
+        return sorted(set().union(*(seen.samples() for seen in self._steps if seen.step in steps)))
 
     def write(self, incident: Incident) -> None:
         """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""

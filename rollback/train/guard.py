@@ -44,7 +44,7 @@ from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
 from rollback.train.updates import Updates
-from rollback.train.watch import Attend, Decision, Halt, Rewind, StepMark, Watch
+from rollback.train.watch import Attend, Decision, Halt, Rewind, Watch
 
 
 class Guard:
@@ -90,7 +90,7 @@ class Guard:
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
             attaching.refuse(error)
-        self._max_steps = max_steps
+        self._max_steps = self._watch.max_steps = max_steps
         self._hand = StepInHand()
         self._closed = False
         self._process = os.getpid()
@@ -134,7 +134,7 @@ class Guard:
         self._snapshots = Snapshots(
             self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
         )
-        self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
+        self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
         holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
@@ -152,6 +152,7 @@ class Guard:
             attached.history,
             cursor.batch,
             Advisor(self._state.model, optimizer),
+            self._skips,
         )
         afresh = settings.accept_data_change or attached.ranks_before is not None
         self._batches = Batches(self._paths, ranks, cursor, self._skips, self._record, afresh=afresh)
@@ -284,23 +285,22 @@ class Guard:
         self._prefetch.handed_out()
         hand.take(position)
         show("training", position)
-        self._evidence.take(position, batch)
+        self._evidence.take(position, batch, self._state.cursor.indices())
         self._updates.expect_backward(last=hand.batches >= whole)
         return batch
 
     def _end_step(self) -> Decision | None:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
-        updates, counters, hand = self._updates, self._state.counters, self._hand
+        updates, counters, hand, cursor = self._updates, self._state.counters, self._hand, self._state.cursor
         if not (updates.happened or updates.dropped_by_scaler):
             return None
         if self._rehearsing:
             self._end_rehearsal()
             return None
-        assert hand.first_batch is not None
-        counters.batches_per_step = hand.batches
+        counters.note_update(hand.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
         hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
         habit = updates.end_step(hand.batches)
-        mark = StepMark(counters.step, hand.first_batch, self.batch, hand.batches, hints, hand.phase, habit)
+        mark = hand.mark(counters, cursor, hints, habit)
         self._evidence.end_step(counters.step, hand.losses, updates.gradients)
         norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
         gauges, stop, asked = updates.gauges(), self._stop.requested, self._requests.waiting

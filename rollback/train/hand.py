@@ -5,7 +5,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from rollback.sentinel import Hint
 from rollback.train.arguments import scalar
+from rollback.train.cursor import Cursor
+from rollback.train.habits import Habit
+from rollback.train.state import Counters
+from rollback.train.watch import StepMark
 
 
 class StepInHand:
@@ -36,6 +41,14 @@ class StepInHand:
         self.losses.append(scalar(loss, "loss"))
         if grad_norm is not None:
             self.grad_norm = scalar(grad_norm, "grad_norm")
+
+    def mark(self, counters: Counters, cursor: Cursor, hints: Hint, habit: Habit) -> StepMark:
+        """The step, now that its update is done."""
+        assert self.first_batch is not None
+        return StepMark(
+            counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self.phase, habit,
+            self.batches, cursor.epoch_end, cursor.epoch_batches,
+        )  # fmt: skip
 
     def mean_loss(self) -> Tensor | None:
         """Over its batches; None if none was told."""

@@ -1,11 +1,13 @@
-"""Passing over the batches of the skip list, and leaving a record of each."""
+"""Passing over the batches of the skip list, and leaving a record of each; and the samples that are left out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
-from rollback.events import PassedOver, Window
-from rollback.rundir.history import merge_windows
+import xxhash
+
+from rollback.events import PassedOver, SampleQuarantine, Window
+from rollback.rundir.history import History, merge_windows
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, SkippedBatch
 from rollback.train.cursor import Cursor
@@ -13,10 +15,14 @@ from rollback.train.record import Record, say
 
 
 class SkipList:
-    """The windows in force on this rank, and this rank's own record of what it passed over."""
+    """The windows in force on this rank, and this rank's own record of what it passed over.
 
-    def __init__(self, paths: RunPaths, rank: int, windows: Iterable[Window], record: Record) -> None:
-        self.windows = merge_windows(windows)
+    quarantine: which samples were left out from where on, in the order of the journal; the same on all ranks.
+    """
+
+    def __init__(self, paths: RunPaths, rank: int, history: History, record: Record) -> None:
+        self.windows = merge_windows(history.skip_list)
+        self.quarantine = list(history.quarantine)
         self._path = paths.skip_record(rank)
         self._writer: LineWriter | None = None
         self._record = record
@@ -25,8 +31,20 @@ class SkipList:
     def add(self, window: Window) -> None:
         self.windows = merge_windows([*self.windows, window])
 
+    def past_of(self, batch: int) -> int:
+        """A hash of what was skipped and left out up to a batch; 0 where that is nothing."""
+        skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
+        left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]
+        return xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0
+
+    def leave_out(self, fact: SampleQuarantine) -> None:
+        """From now on: `announce` tells the cursor. In the journal on return."""
+        self.quarantine.append(fact)
+        self._record.note(fact, fact.in_words())
+
     def announce(self, cursor: Cursor) -> None:
-        """Tell the cursor what will be passed over, so that no worker reads it ahead."""
+        """Tell the cursor what is left out, and what will be passed over, so that no worker reads it ahead."""
+        cursor.leave_out([(fact.batch, frozenset(fact.samples)) for fact in self.quarantine])
         for window in self.windows:
             if window.last >= cursor.batch:
                 cursor.plan_skips(window.first, window.last)

@@ -40,6 +40,10 @@ class Counters:
     learning_rate: float | None = None
     highest_rate: float | None = None
 
+    def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
+        """An update had so many batches. The last one of an epoch may have fewer than a whole one: what was left."""
+        self.batches_per_step = max(batches, self.batches_per_step) if last_of_epoch else batches
+
 
 @dataclass(frozen=True)
 class Image:

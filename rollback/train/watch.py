@@ -8,6 +8,9 @@ to another decision than its peers.
 
 from __future__ import annotations
 
+import json
+import math
+import statistics
 from collections import deque
 from dataclasses import dataclass
 
@@ -21,10 +24,11 @@ from rollback.events import (
     Planned,
     ScalerSkipped,
 )
-from rollback.policy import Held
+from rollback.policy import Held, Stream
 from rollback.rundir.history import Case, History
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.suspects import MOST
 from rollback.train.advice import Advisor
 from rollback.train.cases import Cases
 from rollback.train.evidence import Evidence
@@ -34,15 +38,22 @@ from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
 from rollback.train.scaler import ScaleWatch
+from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
+_USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
 _MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
 
 
 @dataclass(frozen=True)
 class StepMark:
-    """A step and the batches that went into it, skipped ones in between not counted. phase: announced by this rank."""
+    """A step and the batches that went into it. phase: announced by this rank.
+
+    batches_per_step: of a whole update, as far as known; batches: of this one, skipped ones in between not counted.
+    epoch_end: the batch behind the last one of its last batch's epoch; epoch_batches: how many that has; None where
+    epochs have no length.
+    """
 
     step: int
     first_batch: int
@@ -51,6 +62,16 @@ class StepMark:
     hints: Hint
     phase: str | None = None
     habit: Habit | None = None
+    batches: int = 1
+    epoch_end: int | None = None
+    epoch_batches: int | None = None
+
+    @property
+    def over_the_end(self) -> bool:
+        """Whether it is a whole update with batches of two epochs: the script's count runs on from epoch to epoch."""
+        if self.epoch_end is None or self.epoch_batches is None or self.batches != self.batches_per_step:
+            return False
+        return self.first_batch < self.epoch_end - self.epoch_batches <= self.last_batch
 
 
 @dataclass(frozen=True)
@@ -59,7 +80,7 @@ class Rewind:
 
     incident: Incident
     plan: Planned
-    batches_per_step: int
+    stream: Stream
 
 
 @dataclass(frozen=True)
@@ -95,6 +116,7 @@ class Watch:
         history: History,
         batch: int = 0,
         advisor: Advisor | None = None,
+        skips: SkipList | None = None,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -105,11 +127,12 @@ class Watch:
         self._record = record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
-        self._cases = Cases(record, settings, history)
+        self._cases = Cases(record, settings, history, skips)
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._phases = set(history.phases)
         self._next_batch = batch
+        self.max_steps: int | None = None
         self.timeline = history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
@@ -174,14 +197,14 @@ class Watch:
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
             return Halt(structural=False, account=account, save=False)
-        return self._plan(failed.incident, failed.batches_per_step)
+        return self._plan(failed.incident, failed.stream)
 
     def plan_request(self, name: str, request: Request, target: Held, *, step: int, batch: int) -> Rewind:
         """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
         incident, plan = self._cases.plan_request(
             name, request, target, self._keeper.as_held(), step=step, batch=batch, timeline=self.timeline
         )
-        return Rewind(incident, plan, 1)
+        return Rewind(incident, plan, Stream())
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
@@ -243,6 +266,8 @@ class Watch:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
         self._keeper.settle()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
+        samples = self._samples({onset.step, mark.step}, beat.ailing)
+        lost = beat.loss is not None and not math.isfinite(beat.loss)
         incident = Incident(
             incident=self._cases.next_number(),
             verdict=verdict.kind.value,
@@ -259,21 +284,41 @@ class Watch:
             detection_batch=mark.last_batch,
             step=self._marks[-1].step + 1,
             timeline=self.timeline,
+            # What was not finite before this step would have been called there.
+            in_hand=verdict.kind is Kind.NONFINITE and lost and onset.step == mark.step,
+            samples=samples,
         )
         self._record.flush()
         self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
         self._evidence.write(incident)
         self._cases.called(incident, mark.batches_per_step)
-        return self._plan(incident, mark.batches_per_step)
+        return self._plan(incident, self._stream(mark))
 
-    def _plan(self, incident: Incident, batches_per_step: int) -> Decision | None:
-        plan = self._cases.plan(incident, self._keeper.as_held(), batches_per_step)
+    def _samples(self, steps: set[int], ailing: tuple[int, ...]) -> tuple[int, ...]:
+        """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
+        suspected = not ailing or self._ranks.rank in ailing
+        own = self._evidence.samples(steps) if suspected else []
+        told: set[int] = set()
+        for text in self._ranks.from_each(json.dumps(own[: MOST + 1])):
+            told.update(json.loads(text))
+        return tuple(sorted(told)) if len(told) <= MOST else ()
+
+    def _stream(self, mark: StepMark) -> Stream:
+        """How the script cuts the data, by the updates that are remembered."""
+        per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
+        total = max(mark.epoch_end or 0, (self.max_steps or 0) * per_step)
+        if any(each.over_the_end for each in self._marks):
+            return Stream(per_step, total=total)
+        return Stream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
+
+    def _plan(self, incident: Incident, stream: Stream) -> Decision | None:
+        plan = self._cases.plan(incident, self._keeper.as_held(), stream)
         if plan.action == "observe":
             self._observed = True
             return None
         if plan.action == "stop":
             return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
-        return Rewind(incident, plan, batches_per_step)
+        return Rewind(incident, plan, stream)
 
     def _mark_of(self, step: int, now: StepMark) -> StepMark:
         for mark in reversed(self._marks):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
+from toy import Toy, consumed, facts, files, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
+from rollback.errors import StoppedAsStructural
 from rollback.events import Concluded, Finished, Incident, Planned, Restored, ScalerSkipped, Stopped
 
 PRESET = {"rewind": None, "skip_after": None}  # those of the preset, not the tests' own
@@ -35,10 +36,31 @@ def test_palm_rewinds_a_hundred_steps_and_skips_two_hundred_batches(tmp_path: Pa
 
 
 def test_balanced_lies_between_them(tmp_path: Path) -> None:
-    toy = Toy(samples=800, nan=(107,), settings=PRESET)
+    toy = Toy(samples=800, overflow=(107,), settings=PRESET)
     train(toy, tmp_path / "run")
     (plan,) = facts(tmp_path / "run", Planned)
     assert (plan.step, plan.skip.first, plan.skip.last) == (80, 80, 127)
+
+
+def test_a_batch_that_alone_did_it_is_all_that_is_skipped_and_the_next_one_is_another_occasion(tmp_path: Path) -> None:
+    """The loss is not finite while everything before it was; four such batches within one horizon."""
+    toy = Toy(samples=800, nan=(57, 87, 117, 147), settings=PRESET)
+    ended = train(toy, tmp_path / "run")
+    assert [plan.escalation for plan in facts(tmp_path / "run", Planned)] == [0] * 4
+    assert sorted(skipped(tmp_path / "run")) == [57, 87, 117, 147]
+    assert outcomes(tmp_path / "run") == ["recovered"] * 4
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "four occasions")
+
+
+def test_before_incidents_cost_more_than_they_may_the_run_stops_and_says_so(tmp_path: Path) -> None:
+    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential").with_settings(skip_after=80, rewind=0)
+    run = tmp_path / "run"
+    with pytest.raises(SystemExit) as stopped:
+        train(toy, run)
+    assert stopped.value.code == 76
+    (last,) = facts(run, Stopped)
+    assert "max_skipped (5%) allows 140" in last.account
+    assert len(skipped(run)) <= 140
 
 
 def test_a_fault_that_does_not_come_back_costs_no_data(tmp_path: Path) -> None:
@@ -85,7 +107,7 @@ def test_no_window_reaches_back_behind_what_was_restored(tmp_path: Path) -> None
 
     The second incident repeats the first, and the ring has nothing left from before the first one's window.
     """
-    toy = Toy(samples=800, nan=(60, 149), settings={"policy": "surgical", "keep": 3})
+    toy = Toy(samples=800, overflow=(60, 149), settings={"policy": "surgical", "keep": 3})
     ended = train(toy, tmp_path / "run")
     second = facts(tmp_path / "run", Planned)[1]
     assert second.escalation == 1
@@ -94,11 +116,15 @@ def test_no_window_reaches_back_behind_what_was_restored(tmp_path: Path) -> None
 
 
 def test_a_run_that_has_stopped_structurally_can_be_tried_again(tmp_path: Path) -> None:
-    """The same command resumes from what the last rollback left; with the data mended it gets through."""
+    """The same command is refused, as nothing has changed that it knows of. Told so, it gets through on mended data."""
     toy, run = Toy(samples=1600, nan=tuple(range(40, 400)), sampler="sequential"), tmp_path / "run"
     with pytest.raises(SystemExit):
         train(toy, run)
-    ended = train(toy.but(nan=()), run)
+    before = files(run)
+    with pytest.raises(StoppedAsStructural, match="at step 12, and nothing has changed since: the loss is nan"):
+        train(toy, run)
+    assert files(run) == before
+    ended = train(toy.but(nan=()).with_settings(accept_structural=True), run)
     assert ended["/steps"] != "0"
     assert len(facts(run, Finished)) == 1
 

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from asking import asking, hand_in
-from toy import Hook, Toy, skip_list, train
+from toy import Hook, Toy, told_from_the_start, train
 from unreadable import unreadable
 
 import rollback
@@ -35,7 +35,7 @@ from rollback.train import snapshots
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
     toy = Toy.from_json(scenario["toy"])
     if scenario.get("skips_of"):
-        toy = toy.with_settings(skip=skip_list(Path(scenario["skips_of"])))
+        toy = told_from_the_start(toy, Path(scenario["skips_of"]))
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
     write = snapshots.write_direct
     reader, *what = scenario.get("unreadable", [None])

@@ -30,6 +30,8 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 
+PRESETS = {"snapshot_every": "auto", "rewind": None, "skip_after": None, "probation": 25}
+"""Those of a job whose script names none."""
 SETTINGS = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
 """Those of a test that names no others: the balanced preset's, made smaller."""
 
@@ -54,6 +56,8 @@ class Toy:
     augment: bool = False
     """Reading a sample draws random numbers."""
     accumulate: int = 1
+    by_epoch: bool = False
+    """Count the batches of an update anew in each epoch. What is left at its end makes an update of its own."""
     max_steps: int | None = None
     between: bool = False
     """Between two epochs: evaluate, which draws random numbers, and step the per-epoch scheduler."""
@@ -68,6 +72,8 @@ class Toy:
     once: bool = False
     poison: tuple[int, ...] = ()
     """Samples that cannot be read."""
+    bad: tuple[int, ...] = ()
+    """Samples with a NaN target."""
     width: int = 16
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
@@ -177,6 +183,7 @@ class _Parts:
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
         data = Samples(toy.samples, toy.augment, toy.poison)
+        data.y[list(toy.bad)] = float("nan")
         self.sampler = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1
@@ -215,6 +222,7 @@ class _Loop:
         self.position = -1
         self.steps = 0
         self.micro = 0
+        self.under_way = False
         self.come_by: set[int] = set()
 
     def run(self) -> None:
@@ -226,10 +234,13 @@ class _Loop:
         for epoch in epochs:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
+            self.micro = 0 if toy.by_epoch else self.micro
             for taken, (x, y, ids) in enumerate(self.batches(), 1):
                 self.train_on(x, y, ids)
                 if taken == toy.leave_after:
                     break
+            if toy.by_epoch and self.under_way:
+                self.update()
             if toy.between:
                 self.evaluate()
                 parts.scheduler.step()
@@ -256,7 +267,7 @@ class _Loop:
         self.note(ids.tolist())
         y = self.spoil(y, position)
         self.micro += 1
-        whole = self.micro % toy.accumulate == 0
+        whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
         quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
         with quiet:
             loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
@@ -265,8 +276,12 @@ class _Loop:
             (parts.scaler.scale(loss) if parts.scaler is not None else loss).backward()
         if self.guard is not None:
             self.guard.observe(loss.detach() / (1e38 if position in toy.overflow else 1))
-        if not whole:
-            return
+        self.under_way = True
+        if whole:
+            self.update()
+
+    def update(self) -> None:
+        toy, parts = self.toy, self.parts
         if parts.scaler is not None:
             parts.scaler.step(parts.optimizer)
             parts.scaler.update()
@@ -276,6 +291,7 @@ class _Loop:
             parts.scheduler.step()
         parts.optimizer.zero_grad()
         self.steps += 1
+        self.under_way = False
 
     def spoil(self, y: Tensor, position: int) -> Tensor:
         toy = self.toy
@@ -381,9 +397,19 @@ def skipped(run: Path, rank: int = 0) -> dict[int, list[int] | None]:
     return {line.batch: line.indices for line in read_skipped(RunPaths(run).skip_record(rank))}
 
 
+def left_out(run: Path) -> list[dict[str, Any]]:
+    """What was left out from where on, as the setting `skip_samples` takes it."""
+    return [{"batch": fact.batch, "samples": list(fact.samples)} for fact in history(run).quarantine if fact.samples]
+
+
+def told_from_the_start(toy: Toy, run: Path) -> Toy:
+    """The same over the same data, told at the start what that run found out."""
+    return toy.with_settings(skip=skip_list(run), skip_samples=left_out(run))
+
+
 def same_skips_from_the_start(toy: Toy, run: Path, fresh: Path) -> dict[str, str]:
     """Oracle A: a fresh run over the same data that was told at the start what the other one found out."""
-    return train(toy.with_settings(skip=skip_list(run)), fresh)
+    return train(told_from_the_start(toy, run), fresh)
 
 
 def files(root: Path) -> dict[str, bytes | None]:

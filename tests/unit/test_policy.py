@@ -11,20 +11,27 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.events import Incident, Planned, Window
-from rollback.policy import Held, horizon_end, plan, repeats
+from rollback.policy import Held, Stream, horizon_end, plan, repeats
 from rollback.rundir.paths import checkpoint_name
 
 
-def incident(onset: int, detected: int, *, batches_per_step: int = 1, timeline: int = 0) -> Incident:
+def incident(
+    onset: int, detected: int, *, batches_per_step: int = 1, timeline: int = 0, in_hand: bool = False
+) -> Incident:
     return Incident(
         incident=1, verdict="spike", cause="loss", rule="r", value=9.0, threshold=3.0, explanation="", window=(),
         ranks=(), onset_step=onset, onset_batch=onset * batches_per_step, detection_step=detected,
-        detection_batch=(detected + 1) * batches_per_step - 1, step=detected + 1, timeline=timeline,
+        detection_batch=(detected + 1) * batches_per_step - 1, step=detected + 1, timeline=timeline, in_hand=in_hand,
     )  # fmt: skip
 
 
 def held(*steps: int, good: bool = True, batches_per_step: int = 1) -> list[Held]:
     return [Held(checkpoint_name(seq, step), step, step * batches_per_step, good) for seq, step in enumerate(steps)]
+
+
+def rules(**given: Any) -> Settings:
+    """Settings without a floor, which has its own tests."""
+    return Settings(**{"max_skipped": "100%", **given})
 
 
 RING = held(0, 50, 100, 150, 200, 250)
@@ -58,7 +65,7 @@ RING = held(0, 50, 100, 150, 200, 250)
     ],
 )
 def test_first_answers(settings: dict[str, Any], onset: int, detected: int, step: int, skip: tuple[int, int]) -> None:
-    answer = plan(incident(onset, detected), None, RING, Settings(**settings))
+    answer = plan(incident(onset, detected), None, RING, rules(**settings))
     assert (answer.action, answer.escalation, answer.step, answer.batch) == ("rollback", 0, step, step)
     assert answer.skip == Window(first=skip[0], last=skip[1])
     assert answer.timeline == 1
@@ -67,7 +74,7 @@ def test_first_answers(settings: dict[str, Any], onset: int, detected: int, step
 
 def test_candidates_are_never_restored() -> None:
     ring = [*held(0, 50), Held(checkpoint_name(9, 100), 100, 100, False)]
-    answer = plan(incident(150, 152), None, ring, Settings())
+    answer = plan(incident(150, 152), None, ring, rules())
     assert answer.step == 50
     assert answer.discards == (checkpoint_name(9, 100),)
 
@@ -87,7 +94,7 @@ class Story:
 
 
 def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_is_structural() -> None:
-    story = Story(Settings(max_rollbacks=3))
+    story = Story(rules(max_rollbacks=3))
     first = story.meets(230)
     assert (first.step, first.skip) == (200, Window(first=200, last=253))
     second = story.meets(260)
@@ -103,7 +110,7 @@ def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_is_structur
 
 
 def test_when_the_oldest_checkpoint_was_restored_already_it_is_restored_again_with_a_wider_window() -> None:
-    story = Story(Settings())
+    story = Story(rules())
     first = story.meets(30, held(0, 50))
     second = story.meets(60, held(0, 50))
     assert (first.step, second.step) == (0, 0)
@@ -114,13 +121,13 @@ def test_when_the_oldest_checkpoint_was_restored_already_it_is_restored_again_wi
 
 @pytest.mark.parametrize(("onset", "escalation"), [(199, 0), (200, 1), (254, 1), (353, 1), (354, 0)])
 def test_a_repeat_is_what_begins_between_the_restored_batch_and_the_horizon(onset: int, escalation: int) -> None:
-    story = Story(Settings(horizon=100))
+    story = Story(rules(horizon=100))
     assert story.meets(230).skip == Window(first=200, last=253)
     assert story.meets(onset).escalation == escalation
 
 
 def test_retry_first_replays_once_then_skips_then_escalates() -> None:
-    story = Story(Settings(retry_first=True))
+    story = Story(rules(retry_first=True))
     retry = story.meets(230)
     assert (retry.action, retry.step, retry.skip, retry.escalation) == ("retry", 200, None, 0)
     skip = story.meets(230)
@@ -131,28 +138,94 @@ def test_retry_first_replays_once_then_skips_then_escalates() -> None:
     assert (elsewhere.action, elsewhere.escalation) == ("retry", 0)
 
 
+# What a bad batch leads to: its step, whether its loss did it, whether a suspected sample explains it. And what is
+# skipped then, how far back it goes, and the escalation.
+@pytest.mark.parametrize(
+    ("settings", "story"),
+    [
+        # One after the other, 30 steps apart: each is an occasion of its own, and costs its own batch.
+        ({}, [(130, "hand", 130, 130, 100, 0), (160, "hand", 160, 160, 150, 0), (190, "hand", 190, 190, 150, 0)]),
+        # Directly behind one another they are a stretch: from its beginning through 20 batches more, then harder.
+        ({}, [(130, "hand", 130, 130, 100, 0), (131, "hand", 130, 151, 100, 0), (152, "hand", 50, 172, 50, 1)]),
+        # A spike soon after a batch that did it alone is another trouble; soon after a spike only with a suspect.
+        ({}, [(130, "hand", 130, 130, 100, 0), (160, "spike", 100, 180, 100, 0)]),
+        ({}, [(130, "spike", 100, 150, 100, 0), (180, "spike", 50, 200, 50, 1), (230, "suspected", 200, 250, 200, 0)]),
+        # Who has set a window by hand, or palm, gets that window; but the next one is another occasion all the same.
+        ({"skip_after": 5}, [(130, "hand", 100, 135, 100, 0), (160, "hand", 100, 165, 100, 0)]),
+        ({"policy": "palm"}, [(230, "hand", 100, 299, 100, 0), (320, "hand", 200, 399, 200, 0)]),
+        ({"policy": "surgical"}, [(130, "hand", 130, 130, 100, 0), (160, "hand", 160, 160, 150, 0)]),
+    ],
+)
+def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[Any, ...]]) -> None:
+    last = None
+    for step, how, first, end, back_at, escalation in story:
+        found = incident(step, step, in_hand=how == "hand")
+        answer = plan(found, last, RING, rules(**settings), suspected=how == "suspected")
+        assert (answer.skip, answer.step, answer.escalation) == (Window(first=first, last=end), back_at, escalation)
+        last = answer
+
+
+@pytest.mark.parametrize(
+    ("settings", "stream", "onset", "allowed"),
+    [
+        ({}, Stream(), 230, True),  # 54 batches: one first answer is always possible
+        ({}, Stream(skipped=(Window(first=0, last=45),)), 230, True),  # 100 of 251
+        ({}, Stream(skipped=(Window(first=0, last=46),)), 230, False),
+        ({}, Stream(skipped=(Window(first=0, last=46),), total=2020), 230, True),  # 101 of 2020: five in a hundred
+        ({}, Stream(skipped=(Window(first=0, last=46), Window(first=210, last=250))), 230, False),
+        ({}, Stream(skipped=(Window(first=205, last=250),)), 230, True),  # skipped already: nothing is counted twice
+        ({"max_skipped": "50%"}, Stream(skipped=(Window(first=0, last=60),)), 230, True),
+        ({"max_skipped": "0%"}, Stream(skipped=(Window(first=0, last=60),), total=10**6), 230, False),
+        ({"policy": "palm"}, Stream(), 150, True),
+        ({"policy": "palm"}, Stream(skipped=(Window(first=0, last=0),)), 150, False),
+    ],
+)
+def test_no_window_makes_incidents_cost_more_than_they_may(
+    settings: dict[str, Any], stream: Stream, onset: int, allowed: bool
+) -> None:
+    answer = plan(incident(onset, onset + 3), None, RING, Settings(**settings), stream)
+    assert answer.action == ("rollback" if allowed else "stop")
+    assert ("max_skipped" in answer.reason) == (not allowed)
+
+
+@given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=40), st.sampled_from(["0%", "5%", "30%"]))
+def test_whatever_comes_incidents_cost_no_more_than_they_may(story: list[tuple[int, bool]], most: str) -> None:
+    settings, last, position, skipped = Settings(max_skipped=most), None, 0, set[int]()
+    for gap, in_hand in story:
+        position += gap
+        windows = tuple(Window(first=batch, last=batch) for batch in sorted(skipped))
+        ring = held(*range(0, position + 1, 50))
+        answer = plan(incident(position, position, in_hand=in_hand), last, ring, settings, Stream(skipped=windows))
+        if answer.action == "stop":
+            break
+        assert answer.skip is not None
+        skipped |= {*range(answer.skip.first, answer.skip.last + 1)}
+        last, position = answer, answer.skip.last + 1
+        assert len(skipped) <= max(100, float(most[:-1]) / 100 * position)
+
+
 def test_observe_only_says_what_would_have_been_done_and_does_nothing() -> None:
-    answer = plan(incident(230, 233), None, RING, Settings(observe_only=True))
+    answer = plan(incident(230, 233), None, RING, rules(observe_only=True))
     assert (answer.action, answer.step, answer.skip) == ("observe", 200, Window(first=200, last=253))
     assert answer.discards == ()
     assert answer.timeline == 0
 
 
 def test_observe_only_without_a_checkpoint_observes_all_the_same() -> None:
-    answer = plan(incident(230, 233), None, [], Settings(observe_only=True, snapshot_every=0))
+    answer = plan(incident(230, 233), None, [], rules(observe_only=True, snapshot_every=0))
     assert (answer.action, answer.checkpoint, answer.skip) == ("observe", None, None)
 
 
 @pytest.mark.parametrize("ring", [[], held(300, 350), held(0, 50, good=False)])
 def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[Held]) -> None:
-    answer = plan(incident(230, 233), None, ring, Settings())
+    answer = plan(incident(230, 233), None, ring, rules())
     assert (answer.action, answer.checkpoint) == ("stop", None)
     assert "no good checkpoint" in answer.reason
 
 
 def test_a_plan_that_was_not_carried_out_has_no_repeats() -> None:
-    observed = plan(incident(230, 233), None, RING, Settings(observe_only=True))
-    assert not repeats(incident(231, 233), observed, Settings())
+    observed = plan(incident(230, 233), None, RING, rules(observe_only=True))
+    assert not repeats(incident(231, 233), observed, rules())
 
 
 # --- rules that hold for all ------------------------------------------------------------------------------------------
@@ -167,7 +240,7 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
     ring = [Held(checkpoint_name(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
     onset = draw(st.integers(0, 500))
     found = incident(onset, onset + draw(st.integers(0, 50)), batches_per_step=per_step)
-    settings = Settings(
+    settings = rules(
         policy=draw(st.sampled_from(["balanced", "palm", "surgical"])),
         rewind=draw(st.none() | st.integers(0, 200)),
         skip_from=draw(st.sampled_from([None, "checkpoint", "onset"])),
@@ -181,7 +254,7 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
 @given(situations())
 def test_what_is_restored_is_good_and_not_after_the_onset(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     target = next(point for point in ring if point.name == answer.checkpoint)
     assert target.good
     assert target.step == answer.step <= found.onset_step
@@ -195,7 +268,7 @@ def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
     case: tuple[Incident, list[Held], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     assert answer.skip is not None
     assert found.onset_batch in answer.skip
     assert found.detection_batch in answer.skip
@@ -212,13 +285,13 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     case: tuple[Incident, list[Held], Settings, int], later: int, delay: int
 ) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, per_step)
+    first = plan(found, None, ring, settings, Stream(per_step))
     assert first.skip is not None
     onset = first.skip.last // per_step + later
     again = incident(onset, onset + delay, batches_per_step=per_step, timeline=1)
     assume(repeats(again, first, settings, per_step))
     kept = [point for point in ring if point.name not in first.discards]
-    second = plan(again, first, kept, settings, per_step)
+    second = plan(again, first, kept, settings, Stream(per_step))
     assert second.action == "rollback"
     assert second.escalation == 1
     assert second.step is not None
@@ -233,12 +306,46 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     assert second.timeline == 2
 
 
+@pytest.mark.parametrize(
+    ("stream", "onset", "skip"),
+    [
+        # Updates of 4 in epochs of 101 batches: the window that ends in the second epoch leaves 88 of it.
+        (Stream(4, 101, 101), 22, (60, 113)),
+        # One that ends in the first leaves 4 of it, and so takes the remainder along; but not where it need not.
+        (Stream(4, 101, 101), 18, (60, 96)),
+        (Stream(4, 100, 100), 18, (60, 95)),
+        # What an epoch's last update is like is all the same where it is told in batches of many epochs.
+        (Stream(4), 22, (60, 111)),
+        (Stream(4, 303, 101), 22, (60, 113)),
+    ],
+)
+def test_a_window_leaves_whole_updates_of_the_epoch_in_which_it_ends(
+    stream: Stream, onset: int, skip: tuple[int, int]
+) -> None:
+    ring = [Held(checkpoint_name(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))]
+    found = incident(onset, onset, batches_per_step=4)
+    answer = plan(found, None, ring, rules(rewind=3, skip_after=20), stream)
+    assert answer.skip == Window(first=skip[0], last=skip[1])
+
+
+@given(st.integers(1, 9), st.integers(1, 120), st.integers(0, 500), st.integers(0, 300), st.integers(0, 3))
+def test_behind_any_window_whole_updates_are_left_of_its_epoch(
+    per_step: int, epoch: int, first: int, length: int, told_in: int
+) -> None:
+    stream = Stream(per_step, (told_in + 1) * epoch, epoch)
+    last = stream.end_of_update(first, first + length)
+    assert first + length <= last < first + length + per_step
+    assert (-(last + 1)) % epoch % per_step == 0
+    for batch in range(first + length, last):
+        assert (-(batch + 1)) % epoch % per_step, "it would have been long enough"
+
+
 @given(situations())
 def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
     case: tuple[Incident, list[Held], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, per_step)
+    answer = plan(found, None, ring, settings, Stream(per_step))
     assert answer.step is not None
     assert set(answer.discards) == {point.name for point in ring if point.step > answer.step}
 
@@ -246,12 +353,13 @@ def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
 @given(situations())
 def test_the_same_evidence_gives_the_same_plan(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    assert plan(found, None, ring, settings, per_step) == plan(found, None, list(ring), settings, per_step)
+    once, again = (plan(found, None, list(ring), settings, Stream(per_step)) for _ in range(2))
+    assert once == again
 
 
 @given(situations())
 def test_beyond_the_horizon_a_trouble_is_a_new_one(case: tuple[Incident, list[Held], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, per_step)
+    first = plan(found, None, ring, settings, Stream(per_step))
     after = horizon_end(first, settings, per_step) // per_step + 1
     assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from rollback.events import PassedOver, Window
+from rollback.events import PassedOver, SkipAdded, Window
+from rollback.rundir.history import History
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
@@ -26,8 +27,8 @@ def opened(samples: int = 20) -> Cursor:
 
 def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
     paths = RunPaths(folder)
-    listed = [Window(first=first, last=last) for first, last in windows]
-    return SkipList(paths, 0, listed, Record(paths, 1, first=True)), paths
+    listed = [SkipAdded(window=Window(first=first, last=last), who="test", why="") for first, last in windows]
+    return SkipList(paths, 0, History(added=listed), Record(paths, 1, first=True)), paths
 
 
 def drain(listed: SkipList, cursor: Cursor) -> list[int]:
@@ -89,3 +90,11 @@ def test_exactly_the_batches_outside_all_windows_are_handed_out(
         listed.add(Window(first=first, last=last))
     inside = {batch for first, last in windows for batch in range(first, last + 1)}
     assert drain(listed, opened()) == [batch for batch in range(10) if batch not in inside]
+
+
+def test_the_past_of_a_batch_is_what_was_skipped_before_it(tmp_path: Path) -> None:
+    listed, _ = skips(tmp_path / "run", (3, 4))
+    other, _ = skips(tmp_path / "other", (3, 4), (9, 12))
+    assert listed.past_of(3) == 0
+    assert listed.past_of(5) == other.past_of(5) != 0
+    assert listed.past_of(13) != other.past_of(13)

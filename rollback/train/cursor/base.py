@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence, Set
 from typing import Any, ClassVar, Protocol
 
 from rollback.errors import RunDoesNotFit
@@ -117,11 +117,23 @@ class Cursor(ABC):
         return False
 
     @property
-    def at_end(self) -> bool:
-        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know."""
+    def epoch_batches(self) -> int | None:
+        """How many batches an epoch has; None where that cannot be told beforehand."""
         if self._batches_per_epoch is _UNKNOWN:
             self._batches_per_epoch = self.describe().get("batches")
-        return self.opened and self._batches_per_epoch is not None and self.offset >= self._batches_per_epoch
+        known: int | None = self._batches_per_epoch
+        return known
+
+    @property
+    def epoch_end(self) -> int | None:
+        """The batch behind the last one of the epoch of the batch handed out last; None as in `epoch_batches`."""
+        left = self.epoch_batches
+        return None if left is None else self.batch - self.offset + (left if self.opened else 0)
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know."""
+        return self.opened and self.epoch_batches is not None and self.offset >= self.epoch_batches
 
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
@@ -132,6 +144,13 @@ class Cursor(ABC):
         """Announces that batches `first` to `last` (inclusive) will be passed over, so that no worker reads them.
 
         Only a hint that saves work: `skip` must still be called for each, and works without it.
+        """
+
+    def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:  # noqa: B027 - most kinds have no indices
+        """From a batch on leave these samples, and no others, out of what `next` returns; a neighbour is there instead.
+
+        listed: batches that are yet to come at the position, and samples; see `Neighbours`. Nothing where the data are
+        not map-style.
         """
 
     def indices(self) -> Indices:

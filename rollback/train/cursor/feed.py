@@ -6,6 +6,7 @@ from collections import deque
 from typing import Any
 
 from rollback.train.cursor.order import Order
+from rollback.train.cursor.quarantine import Neighbours
 from rollback.train.cursor.workers import Keyed
 
 
@@ -27,8 +28,9 @@ class Feed:
         self._pending: deque[Any] = deque()
         self.reading = 0
         self.planned: list[range] = []
+        self.neighbours = Neighbours([], 0)
         self.last: Any = None
-        """The batch of indices before the position."""
+        """The batch of indices before the position, as the sampler gave it."""
         self._repeat = False
 
     def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
@@ -49,7 +51,7 @@ class Feed:
     def __next__(self) -> Any:
         if self._repeat:
             self._repeat = False
-            return self._keyed(self.last, -1)
+            return self._keyed(self.neighbours.instead(self.last, self._batch - 1), -1)
         while True:
             ahead = self.reading
             indices = self.peek(ahead)
@@ -65,15 +67,16 @@ class Feed:
         assert self._order is not None
         if ahead == len(self._pending):
             self._pending.append(self._order.take())
-        return self._pending[ahead]
+        return self.neighbours.instead(self._pending[ahead], self._batch + ahead)
 
     def pop(self) -> Any:
         """Moves the position past the first pending batch, and gives its indices."""
+        taken = self.peek()
         self.last = self._pending.popleft()
         self.reading = max(0, self.reading - 1)
         self._batch += 1
         self._offset += 1
-        return self.last
+        return taken
 
     def is_over(self) -> bool:
         """Whether the epoch has no batch at the position."""

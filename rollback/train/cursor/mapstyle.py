@@ -19,7 +19,7 @@ that finds other indices than before is refused, never passed on.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
@@ -33,6 +33,7 @@ from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.feed import Feed
 from rollback.train.cursor.generators import Generators
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
+from rollback.train.cursor.quarantine import Neighbours
 from rollback.train.cursor.workers import KeyedDataset
 from rollback.train.workers import LeavesStoppingToTheRank, shut_down
 
@@ -82,6 +83,11 @@ class MapStyleCursor(Cursor):
         if window not in self._feed.planned:
             self._feed.planned.append(window)
             self._reader = None  # it may be reading what is now planned to be skipped
+
+    def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
+        if list(listed) != self._feed.neighbours.listed:
+            self._feed.neighbours = Neighbours(listed, _length(self._loader.dataset) or 0)
+            self._reader = None  # it may be reading what is now to be left out
 
     def describe(self) -> dict[str, Any]:
         batching = self._loader.batch_sampler
