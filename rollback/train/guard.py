@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError, UsageError
+from rollback.errors import ExitCode, RollbackError
 from rollback.events import Finished, Stopped
 from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
@@ -19,7 +19,7 @@ from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
-from rollback.train.arguments import settings_and_objects
+from rollback.train.arguments import check_run, check_trained, settings_and_objects, whole_number
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
@@ -85,10 +85,12 @@ class Guard:
             self._ranks = Ranks()
             self._ranks.meet()
             settings, objects = settings_and_objects(others)
+            check_trained(model, optimizer)
+            check_run(run)
+            self._max_steps = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
             attaching.refuse(error, int(os.environ.get("RANK", "0")))
-        self._max_steps = max_steps
         self._hand = StepInHand()
         self._closed = False
         self._process = os.getpid()
@@ -107,16 +109,10 @@ class Guard:
         run: str | os.PathLike[str] | None,
     ) -> None:
         ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
-        if settings.probation <= sentinel.patience:
-            raise UsageError(
-                f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
-                "steps: a checkpoint could be called good before the trouble in it is called",
-                hint=f"set probation to {sentinel.patience + 1} or more",
-            )
         self._settings = settings
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
-        self._state.image()  # refuses now what could not be kept later
+        self._state.check()  # refuses now what could not be kept later
         self._updates = Updates(optimizer, objects.get("scaler"), model)
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks, settings)
         try:
@@ -208,7 +204,7 @@ class Guard:
         Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an epoch's start
         goes back to that epoch's body, so that what the script does between epochs is done again as well.
         """
-        return self._passes.epochs(count)
+        return self._passes.epochs(whole_number(count, "guard.epochs got count"))
 
     def __iter__(self) -> Guard:
         """Begin a pass: the batches of one epoch."""

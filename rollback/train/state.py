@@ -113,6 +113,27 @@ class TrainingState:
             local_tensors,
         )
 
+    def check(self) -> None:
+        """Raises UsageError for what a checkpoint could not keep, or would not although the optimizer trains it."""
+        image = self.image()
+        modules = [self.model, *(item for item in self.objects.values() if isinstance(item, nn.Module))]
+        kept = {id(parameter) for module in modules for parameter in module.parameters()}
+        memory = {_memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        lost = [item for item in trained if id(item) not in kept and _memory_of(item) not in memory]
+        if not lost:
+            return
+        if len(lost) == len(trained):
+            raise UsageError(
+                f"none of the {len(trained)} parameters that the optimizer trains is the model's",
+                hint="make the optimizer of the parameters of this very model, not of a copy or of an earlier one",
+            )
+        raise UsageError(
+            f"{len(lost)} of the {len(trained)} parameters that the optimizer trains are in nothing that was handed "
+            "over: no checkpoint would keep them",
+            hint="hand over what they belong to by a name of its own, for example criterion=criterion",
+        )
+
     def live_tensors(self) -> dict[str, Tensor]:
         """Tensors of the image that are the live objects' own: what is written into them is in the objects.
 
@@ -150,7 +171,10 @@ class TrainingState:
 
     def note_learning_rate(self) -> Hint:
         """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
-        counters, rate = self.counters, float(self.optimizer.param_groups[0]["lr"])
+        counters = self.counters
+        if (given := self.optimizer.param_groups[0].get("lr")) is None:
+            return Hint.NONE  # an optimizer that finds its step by itself
+        rate = float(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
@@ -182,12 +206,27 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             break
-    if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+    if (part := _sharded_part(model)) is not None:
         raise UsageError(
-            "the model is sharded (FSDP); the guard keeps replicated models only",
+            f"the model is sharded: {part}; the guard keeps replicated models only",
             hint="use DistributedDataParallel, or keep FSDP's own checkpoints for this job",
         )
     return model
+
+
+def _sharded_part(model: nn.Module) -> str | None:
+    """The first part of a model of which each rank has a share only. By names, so that nothing is imported for it."""
+    for name, module in model.named_modules():
+        if {"FullyShardedDataParallel", "FSDPModule"} & _classes_of(module):
+            return f"FSDP has {f'its module {name!r}' if name else 'all of it'}"
+    for name, item in (*model.named_parameters(), *model.named_buffers()):
+        if "DTensor" in _classes_of(item):
+            return f"{name!r} is a DTensor"
+    return None
+
+
+def _classes_of(item: object) -> set[str]:
+    return {kind.__name__ for kind in type(item).__mro__}
 
 
 def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
