@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
@@ -18,7 +18,7 @@ from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
+from rollback.train.advice import NEVER_UPDATED, PLAIN_EPOCH_LOOP, WITHOUT_UPDATE, Advisor
 from rollback.train.arguments import check_run, check_trained, settings_and_objects, whole_number
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
@@ -37,6 +37,7 @@ from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
 from rollback.train.rooms import fast_tier
 from rollback.train.saving import Saver
+from rollback.train.script_side import ScriptSide
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
@@ -45,7 +46,7 @@ from rollback.train.updates import Updates
 from rollback.train.watch import Attend, Decision, Halt, Rewind, StepMark, Watch
 
 
-class Guard:
+class Guard(ScriptSide):
     """Iterate over it instead of the loader; tell it the loss. It resumes, rewinds, skips and records.
 
         guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
@@ -109,7 +110,7 @@ class Guard:
         run: str | os.PathLike[str] | None,
     ) -> None:
         ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
-        self._settings = settings
+        self._settings, self._loader = settings, loader
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
         self._state.check()  # refuses now what could not be kept later
@@ -165,39 +166,6 @@ class Guard:
 
     # What the script uses ------------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        """The update in progress: the number of completed ones."""
-        return self._state.counters.step
-
-    @property
-    def batch(self) -> int:
-        """The position in the data stream of the batch in hand (of the next one, before the first)."""
-        return max(0, self._state.cursor.batch - 1)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the batch in hand."""
-        return self._passes.epoch
-
-    def observe(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
-        """Tell the guard the loss of this batch and, if known, the norm of the update's gradient before clipping.
-
-        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. Nothing is waited for.
-        loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
-        accumulation steps may stay so.
-        """
-        self._hand.observe(loss, grad_norm)
-
-    def announce(self, phase: str) -> None:
-        """Tell the guard that a new phase begins: other data, another loss. Its level is learned afresh.
-
-        It begins with the update in progress, or with the next one if that update is done. All ranks should say so; one
-        suffices. After a rollback to before it, it need not be said again.
-        """
-        updated = self._updates.happened or self._updates.dropped_by_scaler
-        setattr(self._hand, "next_phase" if updated else "phase", phase)
-
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
@@ -218,6 +186,8 @@ class Guard:
         return self
 
     def __next__(self) -> Any:
+        if not self._passes.begun:
+            iter(self)  # a script may call next() alone
         if self._passes.over:
             self._passes.note_end()
             raise StopIteration
@@ -278,6 +248,8 @@ class Guard:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
         updates, counters, hand = self._updates, self._state.counters, self._hand
         if not (updates.happened or updates.dropped_by_scaler):
+            if hand.batches == WITHOUT_UPDATE:
+                self._record.advise(*NEVER_UPDATED)
             return None
         if self._rehearsing:
             self._end_rehearsal()

@@ -1,8 +1,9 @@
 """What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
 
 `shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
-`local` differs by rank and is stored by each: random states, cursor, and the model's buffers, since DDP lets those of
-the ranks drift apart between forwards and an exact resume needs each rank's own.
+`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be remembered,
+and the model's buffers, since DDP lets those of the ranks drift apart between forwards and an exact resume needs each
+rank's own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rollback.rundir.identity import Job
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor
+from rollback.train.remembered import Memory
 
 _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/")
 
@@ -68,6 +70,8 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
+        self.memory = Memory()
+        self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
     def job(self, world_size: int) -> Job:
@@ -103,6 +107,7 @@ class TrainingState:
             "buffers": {name: value for name, value in model.items() if name in buffers},
             "random": rng.capture(),
             "cursor": self.cursor.state_dict(),
+            "remembered": self.memory.state_dict(),
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -166,8 +171,15 @@ class TrainingState:
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         self.cursor.load_state_dict(local["cursor"])
+        self._loaded_at = self.cursor.batch
+        self.memory.load_state_dict(local.get("remembered", {}))  # checkpoints had none once
         self._random = local["random"]
         self.restore_random_states()
+
+    @property
+    def batch_in_hand(self) -> bool:
+        """Whether a batch has been handed out since the cursor was last put somewhere."""
+        return self.cursor.batch > self._loaded_at
 
     def note_learning_rate(self) -> Hint:
         """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
