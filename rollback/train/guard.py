@@ -37,7 +37,7 @@ from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
 from rollback.train.rooms import fast_tier
 from rollback.train.saving import Saver
-from rollback.train.script_side import ScriptSide
+from rollback.train.script_side import Batches, ScriptSide
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
@@ -174,8 +174,8 @@ class Guard(ScriptSide):
         """
         return self._passes.epochs(whole_number(count, "guard.epochs got count"))
 
-    def __iter__(self) -> Guard:
-        """Begin a pass: the batches of one epoch."""
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass: the batches of one epoch. The iterator can be taken from in several places."""
         match self._passes.begin():
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
@@ -183,7 +183,7 @@ class Guard(ScriptSide):
                 self._rewinder.restore_again()
         if self._passes.uncounted:
             self._record.advise(*PLAIN_EPOCH_LOOP)
-        return self
+        return Batches(self)
 
     def __next__(self) -> Any:
         if not self._passes.begun:

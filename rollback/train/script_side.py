@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -104,3 +105,16 @@ class ScriptSide:
         # Called for what is found nowhere else.
         kind = type(self.__dict__.get("_loader")).__name__
         raise AttributeError(f"the guard has no attribute {name!r}; what its loader ({kind}) has, ask of the loader")
+
+
+class Batches:
+    """What `iter(guard)` returns: the guard's batches. Unlike the guard's own, its `iter` begins no pass."""
+
+    def __init__(self, guard: Iterator[Any]) -> None:
+        self._guard = guard
+
+    def __iter__(self) -> Batches:
+        return self
+
+    def __next__(self) -> Any:
+        return next(self._guard)

@@ -132,6 +132,44 @@ def test_next_ends_with_the_epoch_and_iter_begins_another(tmp_path: Path) -> Non
     script.guard.close()
 
 
+def test_one_iterator_can_be_taken_from_in_many_places(tmp_path: Path) -> None:
+    """As any iterator: `for` and `islice` over it go on where it stands, and begin no other epoch."""
+    script = Script(tmp_path / "run")
+    batches, groups = iter(script.guard), []
+    while group := list(itertools.islice(batches, 4)):
+        groups.append(len(group))
+        for batch in group:
+            script.train_on(batch)
+    assert groups == [4] * 7 + [2]
+    assert (script.guard.epoch, script.guard.batch) == (0, 29)
+    script.guard.close()
+
+
+def test_a_script_that_counts_steps_takes_its_batches_from_one_stream(tmp_path: Path) -> None:
+    """Over epochs that it does not count, also where it resumes in a later one and goes back over the start of one."""
+
+    def losses(run: str, until: int, **more: Any) -> dict[int, float]:
+        script = Script(tmp_path / run, max_steps=95, **more)
+        stream = (batch for _ in script.guard.epochs(10**9) for batch in script.guard)
+        lost: dict[int, float] = {}
+        for batch in stream:
+            if script.guard.batch == until:
+                break
+            lost[script.guard.batch] = script.train_on(batch)
+        script.guard.close()
+        return lost
+
+    undisturbed = losses("undisturbed", 95)
+    assert list(undisturbed) == list(range(95))
+    losses("run", 77)
+    resumed = losses("run", 95)
+    assert resumed == {batch: loss for batch, loss in undisturbed.items() if batch >= 70}
+    back = losses("back", 200, nan=(62,), policy="surgical")
+    (restored,) = facts(tmp_path / "back", Restored)
+    assert restored.batch < 60
+    assert len([loss for loss in back.values() if loss == loss]) == 95
+
+
 # --- values that are remembered ---------------------------------------------------------------------------------------
 
 
