@@ -57,7 +57,7 @@ class Guard(ScriptSide):
             guard.observe(loss)
 
     All ranks must make the guard at the same point, after `init_process_group` and after wrapping the model in DDP,
-    and must iterate over it alike.
+    and must iterate over it alike. docs/guard.md says more.
 
     model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
     Stateful loader, a callable or an iterable (see `rollback.train.cursor`). Anything else that has `state_dict` and
@@ -169,13 +169,17 @@ class Guard(ScriptSide):
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
-        Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an epoch's start
-        goes back to that epoch's body, so that what the script does between epochs is done again as well.
+        All ranks alike. Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an
+        epoch's start goes back to that epoch's body, so that what the script does between epochs is done again as well.
+        Raises UsageError where `count` is no whole number, and where a body did not iterate over the guard.
         """
         return self._passes.epochs(whole_number(count, "guard.epochs got count"))
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: the batches of one epoch. The iterator can be taken from in several places."""
+        """Begin a pass: the batches of one epoch, from where the run stands. All ranks alike.
+
+        What it returns is an iterator like any other: it can be taken from in several places of the loop's body.
+        """
         match self._passes.begin():
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
@@ -186,6 +190,10 @@ class Guard(ScriptSide):
         return Batches(self)
 
     def __next__(self) -> Any:
+        """The next batch. Between two batches the guard does its work: it judges, saves, goes back, stops.
+
+        Collective. StopIteration: the epoch is over, or all is. SystemExit: the ranks stop together, as they were told.
+        """
         if not self._passes.begun:
             iter(self)  # a script may call next() alone
         if self._passes.over:
