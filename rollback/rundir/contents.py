@@ -18,8 +18,10 @@ from rollback.rundir.shard import ShardReader
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
-    "local": ("buffers", "random", "cursor"),
+    "local": ("buffers", "random", "cursor", "remembered"),
 }
+_WITHOUT: Mapping[str, Any] = {"remembered": {}}
+"""What a checkpoint means that lacks a part: those that once there were not."""
 
 
 def decode(tree: Any, tensor: Callable[[str], Any], array: Callable[[str], Any]) -> Any:
@@ -101,7 +103,7 @@ def read_contents(shards: Sequence[ShardReader]) -> Contents:
 def require_parts(value: Any, which: str) -> None:
     """Raise CheckpointDamaged unless a decoded tree (`shared` or `local`) has all that a restore takes from it."""
     for part in _PARTS[which]:
-        if not isinstance(value, dict) or not isinstance(value.get(part), dict):
+        if not isinstance(value, dict) or not isinstance(value.get(part, _WITHOUT.get(part)), dict):
             raise CheckpointDamaged(f"the tree {which!r} has no {part!r}")
 
 

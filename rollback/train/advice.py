@@ -49,6 +49,17 @@ NEVER_CLIPPED = (
     "the loss of this transformer has spiked {spikes} times and its gradients are not clipped. "
     "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step() is what most use",
 )
+NEVER_OBSERVED = (
+    "never-observed",
+    "no loss was told in {updates} updates, so that only NaN and Inf in the gradients and jumps of their norm are "
+    "noticed. Call guard.observe(loss) in the loop's body",
+)
+WITHOUT_UPDATE = 1000  # batches; an accumulation over so many would be a strange one
+NEVER_UPDATED = (
+    "never-updated",
+    f"{WITHOUT_UPDATE} batches were handed out and the optimizer that the guard has made no step: nothing counts as "
+    "done, and nothing is kept. Hand the guard the very optimizer that the script steps",
+)
 REPLICAS_DIFFER = (
     "replicas-differ",
     "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
@@ -56,6 +67,7 @@ REPLICAS_DIFFER = (
     "suspect its machine; if the script changes parameters outside of DDP, it must do so alike on all ranks",
 )
 
+_UNOBSERVED = 20
 _UPDATES = 3  # that must agree
 _CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while
 _SCALED = 5
@@ -74,16 +86,21 @@ class Advisor:
         self._late = self._undivided = self._averaged = 0
         self._kept: deque[tuple[float, float]] = deque(maxlen=_CLIPPED)
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
-        self._unwritten = self._spikes = 0
+        self._unwritten = self._spikes = self._unobserved = 0
 
     def judge(self, habit: Habit, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
         """(code, text) of what is to be said now; saying it once only is the caller's part."""
         return [
+            *self._of_losses(beat),
             *self._of_order(habit),
             *self._of_accumulation(habit, beat),
             *self._of_clipping(habit, beat),
             *self._of_spikes(habit, verdict),
         ]
+
+    def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
+        self._unobserved = self._unobserved + 1 if beat.loss is None else 0
+        return [_filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else []
 
     def _of_order(self, habit: Habit) -> list[tuple[str, str]]:
         self._late = self._late + 1 if habit.late else self._late

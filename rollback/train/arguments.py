@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import operator
+import os
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.config import Settings, settings_from
 from rollback.errors import UsageError
+from rollback.sentinel import Sentinel
 from rollback.train.state import Stateful
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:
     """Settings and objects among the guard's further arguments. Raises UsageError for what is neither."""
-    settings = {name: value for name, value in others.items() if name in Settings.model_fields}
+    given = {name: value for name, value in others.items() if name in Settings.model_fields}
     objects: dict[str, Stateful] = {}
     for name, value in others.items():
-        if name in settings or value is None:
+        if name in given or value is None:
             continue
+        if isinstance(value, type):
+            raise UsageError(
+                f"Guard({name}=...) is the class {value.__name__}", hint="hand over an instance of it, made and ready"
+            )
         if not isinstance(value, Stateful):
             raise UsageError(
                 f"Guard({name}=...) is a {type(value).__name__}: neither a setting nor an object with state_dict and "
@@ -26,15 +33,75 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
                 hint=f"the settings are {', '.join(Settings.model_fields)}",
             )
         objects[name] = value
-    return settings_from(settings), objects
+    settings = settings_from(given)
+    patience = Sentinel(settings.sensitivity).patience
+    if settings.probation <= patience:
+        raise UsageError(
+            f"probation={settings.probation} is no longer than the sentinel's patience of {patience} "
+            "steps: a checkpoint could be called good before the trouble in it is called",
+            hint=f"set probation to {patience + 1} or more",
+        )
+    return settings, objects
+
+
+def check_trained(model: object, optimizer: object) -> None:
+    """Raises UsageError for what is no model, or no optimizer whose steps can be noticed."""
+    if not isinstance(model, nn.Module):
+        raise UsageError(
+            f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
+            hint="of several models make one: torch.nn.ModuleDict({'encoder': encoder, 'decoder': decoder})",
+        )
+    if isinstance(optimizer, list | tuple | dict):
+        raise UsageError(
+            f"Guard(optimizer=...) is a {type(optimizer).__name__}; it takes one optimizer",
+            hint="hand over as optimizer= the one whose steps count as updates, the others by names of their own "
+            "(discriminator_optimizer=...)",
+        )
+    kind = type(optimizer)
+    try:
+        for register in (optimizer.register_step_pre_hook, optimizer.register_step_post_hook):  # type: ignore[attr-defined]
+            register(lambda *_: None).remove()
+    except AttributeError as error:
+        inner = isinstance(getattr(optimizer, "optimizer", None), torch.optim.Optimizer)
+        raise UsageError(
+            f"Guard(optimizer=...) is a {kind.__name__} ({kind.__module__}), whose steps cannot be noticed: {error}",
+            hint="hand over the torch optimizer inside it, optimizer.optimizer, and go on stepping the wrapper"
+            if inner
+            else "it takes a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
+        ) from error
+
+
+def check_run(run: object) -> None:
+    """Raises UsageError where a run directory is given that is no path."""
+    if not isinstance(run, str | os.PathLike | None):
+        raise UsageError(f"Guard got run={run!r}, which is no path", hint="for example run='runs/one'")
+
+
+def whole_number(value: Any, what: str) -> int:
+    """`value` as an int of 0 or more; `what` it is, with the call that it was given in, for the UsageError."""
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = -1
+    if number < 0:
+        raise UsageError(f"{what}={value!r}", hint="it takes a whole number, 0 or more")
+    return number
 
 
 def scalar(value: Tensor | float, what: str) -> Tensor:
+    """The number that the script has observed, without its graph. Raises UsageError where it is none."""
     if not isinstance(value, Tensor):
-        return torch.tensor(float(value))
-    if value.numel() != 1:
+        try:
+            return torch.tensor(float(operator.pos(value)))  # of a text, float() would make a number
+        except TypeError as error:
+            raise UsageError(
+                f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
+                hint="models that return several things have the loss in one of them, for example output.loss",
+            ) from error
+    if value.numel() != 1 or value.is_complex():
+        kind = "a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
         raise UsageError(
-            f"guard.observe got a {what} of shape {list(value.shape)}; it takes one number",
+            f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",
         )
     return value.detach().reshape(())

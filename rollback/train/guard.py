@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
@@ -18,8 +18,8 @@ from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
-from rollback.train.arguments import settings_and_objects
+from rollback.train.advice import NEVER_UPDATED, PLAIN_EPOCH_LOOP, WITHOUT_UPDATE, Advisor
+from rollback.train.arguments import check_run, check_trained, settings_and_objects, whole_number
 from rollback.train.batches import Batches
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
@@ -39,6 +39,7 @@ from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
 from rollback.train.rooms import fast_tier
 from rollback.train.saving import Saver
+from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
@@ -47,7 +48,7 @@ from rollback.train.updates import Updates
 from rollback.train.watch import Attend, Decision, Halt, Rewind, Watch
 
 
-class Guard:
+class Guard(ScriptSide):
     """Iterate over it instead of the loader; tell it the loss. It resumes, rewinds, skips and records.
 
         guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
@@ -58,7 +59,7 @@ class Guard:
             guard.observe(loss)
 
     All ranks must make the guard at the same point, after `init_process_group` and after wrapping the model in DDP,
-    and must iterate over it alike.
+    and must iterate over it alike. docs/guard.md says more.
 
     model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
     Stateful loader, a callable or an iterable (see `rollback.train.cursor`). Anything else that has `state_dict` and
@@ -87,10 +88,13 @@ class Guard:
             self._ranks = Ranks()
             self._ranks.meet()
             settings, objects = settings_and_objects(others)
+            check_trained(model, optimizer)
+            check_run(run)
+            self._max_steps = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:
             attaching.refuse(error)
-        self._max_steps = self._watch.max_steps = max_steps
+        self._watch.max_steps = self._max_steps
         self._hand = StepInHand()
         self._closed = False
         self._process = os.getpid()
@@ -109,16 +113,10 @@ class Guard:
         run: str | os.PathLike[str] | None,
     ) -> None:
         ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
-        if settings.probation <= sentinel.patience:
-            raise UsageError(
-                f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
-                "steps: a checkpoint could be called good before the trouble in it is called",
-                hint=f"set probation to {sentinel.patience + 1} or more",
-            )
-        self._settings = settings
+        self._settings, self._loader = settings, loader
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
-        self._state.image()  # refuses now what could not be kept later
+        self._state.check()  # refuses now what could not be kept later
         self._updates = Updates(optimizer, objects.get("scaler"), model)
         reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks, settings)
         try:
@@ -175,49 +173,20 @@ class Guard:
 
     # What the script uses ------------------------------------------------------------------------------------------
 
-    @property
-    def step(self) -> int:
-        """The update in progress: the number of completed ones."""
-        return self._state.counters.step
-
-    @property
-    def batch(self) -> int:
-        """The position in the data stream of the batch in hand (of the next one, before the first)."""
-        return max(0, self._state.cursor.batch - 1)
-
-    @property
-    def epoch(self) -> int:
-        """The epoch of the batch in hand."""
-        return self._passes.epoch
-
-    def observe(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
-        """Tell the guard the loss of this batch and, if known, the norm of the update's gradient before clipping.
-
-        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. Nothing is waited for.
-        loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
-        accumulation steps may stay so.
-        """
-        self._hand.observe(loss, grad_norm)
-
-    def announce(self, phase: str) -> None:
-        """Tell the guard that a new phase begins: other data, another loss. Its level is learned afresh.
-
-        It begins with the update in progress, or with the next one if that update is done. All ranks should say so; one
-        suffices. After a rollback to before it, it need not be said again.
-        """
-        updated = self._updates.happened or self._updates.dropped_by_scaler
-        setattr(self._hand, "next_phase" if updated else "phase", phase)
-
     def epochs(self, count: int) -> Iterator[int]:
         """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
-        Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an epoch's start
-        goes back to that epoch's body, so that what the script does between epochs is done again as well.
+        All ranks alike. Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an
+        epoch's start goes back to that epoch's body, so that what the script does between epochs is done again as well.
+        Raises UsageError where `count` is no whole number, and where a body did not iterate over the guard.
         """
-        return self._passes.epochs(count)
+        return self._passes.epochs(whole_number(count, "guard.epochs got count"))
 
-    def __iter__(self) -> Guard:
-        """Begin a pass: the batches of one epoch."""
+    def __iter__(self) -> Iterator[Any]:
+        """Begin a pass: the batches of one epoch, from where the run stands. All ranks alike.
+
+        What it returns is an iterator like any other: it can be taken from in several places of the loop's body.
+        """
         match self._passes.begin():
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
@@ -226,15 +195,21 @@ class Guard:
         self._state.cursor.begin_pass()
         if self._passes.uncounted:
             self._record.advise(*PLAIN_EPOCH_LOOP)
-        return self
+        return PassIterator(self)
 
     def __next__(self) -> Any:
+        """The next batch. Between two batches the guard does its work: it judges, saves, goes back, stops.
+
+        Collective. StopIteration: the epoch is over, or all is. SystemExit: the ranks stop together, as they were told.
+        """
         try:
             return self._next()
         except (UsageError, RunDoesNotFit) as error:
             attaching.refuse(error, status=1)
 
     def _next(self) -> Any:
+        if not self._passes.begun:
+            iter(self)  # a script may call next() alone
         if self._passes.over:
             self._passes.note_end()
             raise StopIteration
@@ -293,6 +268,8 @@ class Guard:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
         updates, counters, hand, cursor = self._updates, self._state.counters, self._hand, self._state.cursor
         if not (updates.happened or updates.dropped_by_scaler):
+            if hand.batches == WITHOUT_UPDATE:
+                self._record.advise(*NEVER_UPDATED)
             return None
         if self._rehearsing:
             self._end_rehearsal()

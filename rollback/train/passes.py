@@ -38,7 +38,6 @@ class Passes:
     def __init__(self, cursor: Cursor, objects: Iterable[Any]) -> None:
         self._cursor = cursor
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
-        self._begun = 0
         self._announced: int | None = None
         self._target: int | None = None
         self._strayed = False
@@ -46,6 +45,8 @@ class Passes:
         self._by_epochs = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
+        self.begun = 0
+        """How many passes have begun in this process; where epochs() numbers them, up to which number."""
         self.epoch = 0
         """Number of the pass that is running."""
         self.over = False
@@ -61,8 +62,8 @@ class Passes:
 
     def begin(self) -> Again:
         """A `for batch in guard` begins."""
-        number = self._begun if self._announced is None else self._announced
-        self._begun, self._announced = number + 1, None
+        number = self.begun if self._announced is None else self._announced
+        self.begun, self._announced = number + 1, None
         self.interrupted = False
         self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
         self._note_boundary(number)

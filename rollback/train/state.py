@@ -1,8 +1,9 @@
 """What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
 
 `shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
-`local` differs by rank and is stored by each: random states, cursor, and the model's buffers, since DDP lets those of
-the ranks drift apart between forwards and an exact resume needs each rank's own.
+`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be remembered,
+and the model's buffers, since DDP lets those of the ranks drift apart between forwards and an exact resume needs each
+rank's own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from rollback.rundir.identity import Job
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor
+from rollback.train.remembered import Memory
 
 _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/")
 
@@ -72,6 +74,8 @@ class TrainingState:
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
+        self.memory = Memory()
+        self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
     def job(self, world_size: int) -> Job:
@@ -107,6 +111,7 @@ class TrainingState:
             "buffers": {name: value for name, value in model.items() if name in buffers},
             "random": rng.capture(),
             "cursor": self.cursor.state_dict(),
+            "remembered": self.memory.state_dict(),
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -115,6 +120,27 @@ class TrainingState:
             tree.encode(local, "local", local_tensors),
             shared_tensors,
             local_tensors,
+        )
+
+    def check(self) -> None:
+        """Raises UsageError for what a checkpoint could not keep, or would not although the optimizer trains it."""
+        image = self.image()
+        modules = [self.model, *(item for item in self.objects.values() if isinstance(item, nn.Module))]
+        kept = {id(parameter) for module in modules for parameter in module.parameters()}
+        memory = {_memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        lost = [item for item in trained if id(item) not in kept and _memory_of(item) not in memory]
+        if not lost:
+            return
+        if len(lost) == len(trained):
+            raise UsageError(
+                f"none of the {len(trained)} parameters that the optimizer trains is the model's",
+                hint="make the optimizer of the parameters of this very model, not of a copy or of an earlier one",
+            )
+        raise UsageError(
+            f"{len(lost)} of the {len(trained)} parameters that the optimizer trains are in nothing that was handed "
+            "over: no checkpoint would keep them",
+            hint="hand over what they belong to by a name of its own, for example criterion=criterion",
         )
 
     def live_tensors(self) -> dict[str, Tensor]:
@@ -149,12 +175,22 @@ class TrainingState:
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
         self.cursor.load_state_dict(local["cursor"])
+        self._loaded_at = self.cursor.batch
+        self.memory.load_state_dict(local.get("remembered", {}))  # checkpoints had none once
         self._random = local["random"]
         self.restore_random_states()
 
+    @property
+    def batch_in_hand(self) -> bool:
+        """Whether a batch has been handed out since the cursor was last put somewhere."""
+        return self.cursor.batch > self._loaded_at
+
     def note_learning_rate(self) -> Hint:
         """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
-        counters, rate = self.counters, float(self.optimizer.param_groups[0]["lr"])
+        counters = self.counters
+        if (given := self.optimizer.param_groups[0].get("lr")) is None:
+            return Hint.NONE  # an optimizer that finds its step by itself
+        rate = float(given)
         hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
         counters.learning_rate = rate
         counters.highest_rate = max(rate, counters.highest_rate or rate)
@@ -186,12 +222,27 @@ def unwrap(model: nn.Module) -> nn.Module:
             model = inner
         else:
             break
-    if type(model).__name__ in ("FullyShardedDataParallel", "FSDPModule"):
+    if (part := _sharded_part(model)) is not None:
         raise UsageError(
-            "the model is sharded (FSDP); the guard keeps replicated models only",
+            f"the model is sharded: {part}; the guard keeps replicated models only",
             hint="use DistributedDataParallel, or keep FSDP's own checkpoints for this job",
         )
     return model
+
+
+def _sharded_part(model: nn.Module) -> str | None:
+    """The first part of a model of which each rank has a share only. By names, so that nothing is imported for it."""
+    for name, module in model.named_modules():
+        if {"FullyShardedDataParallel", "FSDPModule"} & _classes_of(module):
+            return f"FSDP has {f'its module {name!r}' if name else 'all of it'}"
+    for name, item in (*model.named_parameters(), *model.named_buffers()):
+        if "DTensor" in _classes_of(item):
+            return f"{name!r} is a DTensor"
+    return None
+
+
+def _classes_of(item: object) -> set[str]:
+    return {kind.__name__ for kind in type(item).__mro__}
 
 
 def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:

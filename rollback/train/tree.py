@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.parameter import is_lazy
 
 from rollback.errors import UsageError
 from rollback.rundir import contents
@@ -76,6 +77,14 @@ def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
 
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.is_meta or is_lazy(tensor):
+        raise UsageError(
+            f"the tensor {path!r} has no values yet ({'it has no shape' if is_lazy(tensor) else 'device meta'})",
+            hint="before the guard is made, run one batch through the model"
+            if is_lazy(tensor)
+            else "before the guard is made, give the model memory and values: model.to_empty(device=...), then its "
+            "initialization",
+        )
     if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODE or type(tensor).__name__ == "DTensor":
         kind = "sharded" if type(tensor).__name__ == "DTensor" else f"{tensor.layout} {tensor.dtype}"
         raise UsageError(

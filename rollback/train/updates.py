@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.errors import UsageError
 from rollback.train.gradients import GradientNorms, Gradients
 from rollback.train.habits import Habit, Habits
 from rollback.train.pulse import Gauges
@@ -23,11 +22,6 @@ class Updates:
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
-        if not hasattr(optimizer, "register_step_pre_hook"):
-            raise UsageError(
-                f"the optimizer, a {type(optimizer).__name__}, has no register_step_pre_hook",
-                hint="hand over a torch.optim.Optimizer; a wrapper usually has the real one in an attribute",
-            )
         self.happened = False
         self.attempted = False
         self.gradients: GradientNorms | None = None

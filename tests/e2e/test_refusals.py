@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 import re
 import signal
+import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from job_results import WARM_PYTHON
 from torch import nn
 from torch.utils.data import DataLoader
 from toy import Toy, files, train
@@ -25,7 +27,7 @@ def make(run: Path, **changes: Any) -> rollback.Guard:
     model = changes.pop("model", None) or nn.Linear(8, 1)
     parts = {
         "model": model,
-        "optimizer": torch.optim.SGD(model.parameters(), lr=0.1),
+        "optimizer": changes.get("optimizer") or torch.optim.SGD(model.parameters(), lr=0.1),
         "loader": DataLoader(range(20), batch_size=2),
         "run": run,
     }
@@ -199,3 +201,142 @@ def test_a_read_only_run_directory(tmp_path: Path) -> None:
     (tmp_path / "run").mkdir(mode=0o500)
     with pytest.raises(RunDirectoryError, match="lock"):
         make(tmp_path / "run")
+
+
+class Unhooked(torch.optim.Optimizer):
+    """A wrapper that is an Optimizer by class alone, as Accelerate's is."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.optimizer.state_dict()
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+
+class Prepared:
+    """A loader of Accelerate's, as far as it can be told from outside."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.base_dataloader = loader
+
+    def __iter__(self) -> Any:
+        return iter(self.base_dataloader)
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.dl_state_dict  # type: ignore[attr-defined, no-any-return]
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None: ...
+
+
+Prepared.__module__ = "accelerate.data_loader"
+ONE = nn.Linear(8, 1)
+OTHER = nn.Linear(8, 1)
+SGD = torch.optim.SGD(ONE.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text", "hint"),
+    [
+        ({"model": len, "optimizer": SGD}, "Guard(model=...) is a builtin_function_or_method", "nn.Module"),
+        ({"model": [ONE], "optimizer": SGD}, "Guard(model=...) is a list", "nn.ModuleDict"),
+        ({"model": ONE, "optimizer": 0.1}, "Guard(optimizer=...) is a float", "torch.optim"),
+        ({"model": ONE, "optimizer": [SGD]}, "Guard(optimizer=...) is a list", "names of their own"),
+        ({"model": ONE, "optimizer": Unhooked(SGD)}, "Unhooked", "optimizer.optimizer"),
+        ({"loader": None}, "NoneType", "accepted are"),
+        ({"loader": Prepared(DataLoader(range(8)))}, "accelerate.data_loader.Prepared", "DistributedSampler"),
+        ({"scheduler": torch.optim.lr_scheduler.StepLR}, "Guard(scheduler=...) is the class StepLR", "an instance"),
+        ({"max_steps": "5"}, "max_steps='5'", "whole number"),
+        ({"max_steps": -1}, "max_steps=-1", "whole number"),
+        ({"max_steps": 2.5}, "max_steps=2.5", "whole number"),
+        ({"model": nn.Linear(8, 1, device="meta")}, "meta", "to_empty"),
+        (
+            {"model": nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 1, device="meta"))},
+            "shared/model/1.weight",
+            "to_empty",
+        ),
+        ({"model": nn.LazyLinear(1)}, "shared/model/weight", "one batch through the model"),
+        (
+            {"model": ONE, "optimizer": torch.optim.SGD(OTHER.parameters())},
+            "none of the 2 parameters",
+            "this very model",
+        ),
+        (
+            {"model": ONE, "optimizer": torch.optim.SGD([*ONE.parameters(), *OTHER.parameters()])},
+            "2 of the 4 parameters",
+            "criterion=criterion",
+        ),
+    ],
+    ids=lambda value: re.sub(r" object at 0x\w+", "", str(value))[:40].replace("/", "-"),
+)
+def test_what_makes_no_sense_is_refused_in_words(tmp_path: Path, changes: dict[str, Any], text: str, hint: str) -> None:
+    error = refused(UsageError, tmp_path / "run", text, **changes)
+    assert hint in (error.hint or "")
+
+
+def test_a_run_directory_that_is_no_path() -> None:
+    with pytest.raises(UsageError, match="run=5"):
+        make(5)  # type: ignore[arg-type]
+
+
+class Weighing:
+    """A learnable weighting of losses that is no module."""
+
+    def __init__(self) -> None:
+        self.weights = nn.Parameter(torch.zeros(2))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"weights": self.weights}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.weights.data.copy_(state_dict["weights"])
+
+
+@pytest.mark.parametrize("criterion", [nn.Linear(8, 1), Weighing()], ids=["module", "stateful"])
+def test_parameters_of_an_object_that_is_handed_over_are_kept_and_so_may_be_trained(
+    tmp_path: Path, criterion: Any
+) -> None:
+    model = nn.Linear(8, 1)
+    more = [criterion.weights] if isinstance(criterion, Weighing) else criterion.parameters()
+    optimizer = torch.optim.SGD([*model.parameters(), *more])
+    make(tmp_path / "run", model=model, optimizer=optimizer, criterion=criterion).close()
+
+
+@pytest.mark.parametrize("loss", [None, {"loss": 1.0}, "low", (1.0, 2.0), torch.tensor(1 + 2j)], ids=str)
+def test_a_loss_that_is_no_number(tmp_path: Path, loss: Any) -> None:
+    guard = make(tmp_path / "run")
+    with pytest.raises(UsageError, match=r"guard\.observe got a loss") as caught:
+        guard.observe(loss)
+    assert caught.value.hint
+    guard.close()
+
+
+@pytest.mark.parametrize("count", [-1, 2.5, "3", None])
+def test_a_number_of_epochs_that_is_none(tmp_path: Path, count: Any) -> None:
+    guard = make(tmp_path / "run")
+    with pytest.raises(UsageError, match="epochs"):
+        guard.epochs(count)
+    assert list(guard.epochs(0)) == []
+    guard.close()
+
+
+def test_a_model_that_is_sharded_inside_is_refused_on_all_ranks_at_once(tmp_path: Path) -> None:
+    """Its state_dict() exchanges tensors: whoever asked for it before looking would wait for ranks that do not."""
+    job = Path(__file__).parent / "jobs" / "sharded.py"
+    command = [*WARM_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
+    done = subprocess.run(command, cwd=tmp_path, timeout=120, text=True, stdout=subprocess.PIPE, check=True)
+    told = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
+    shards = {
+        "first": "FSDP has its module '1'",
+        "second": "FSDP has its module '1'",
+        "parallel": "'1.weight' is a DTensor",
+    }
+    assert told == {
+        f"rank {rank}, {name}: the model is sharded: {part}; the guard keeps replicated models only"
+        for rank in (0, 1)
+        for name, part in shards.items()
+    }
+    assert not (tmp_path / "runs").exists()

@@ -1,4 +1,4 @@
-"""The scripts of docs/tutorial.md run as they stand and train alike."""
+"""The scripts of docs/tutorial.md and docs/guard.md run as they stand, and those that should train alike do."""
 
 from __future__ import annotations
 
@@ -8,21 +8,22 @@ import subprocess
 import sys
 from pathlib import Path
 
-PAGE = (Path(__file__).resolve().parents[2] / "docs" / "tutorial.md").read_text()
+DOCS = Path(__file__).resolve().parents[2] / "docs"
 
 
-def script(name: str) -> str:
-    match = re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```\n<!-- end -->", PAGE, re.DOTALL)
-    assert match, f"the tutorial has no {name}"
+def script(name: str, page: str = "tutorial.md") -> str:
+    text = (DOCS / page).read_text()
+    match = re.search(rf"<!-- {re.escape(name)} -->\n```python\n(.*?)```\n<!-- end -->", text, re.DOTALL)
+    assert match, f"{page} has no {name}"
     return match[1]
 
 
-def printed_by(path: Path) -> list[str]:
-    environment = {**os.environ, "MAX_ITERS": "101", "OMP_NUM_THREADS": "1"}
+def printed_by(path: Path, **environment: str) -> list[str]:
+    environment = {**os.environ, "MAX_ITERS": "101", "OMP_NUM_THREADS": "1", **environment}
     result = subprocess.run(
         [sys.executable, path.name], cwd=path.parent, env=environment, check=True, capture_output=True, text=True
     )
-    return [line for line in result.stdout.splitlines() if line.startswith("iter ")]
+    return [line for line in result.stdout.splitlines() if line.startswith(("iter ", "epoch "))]
 
 
 def test_the_tutorial_s_scripts_print_the_same_numbers(tmp_path: Path) -> None:
@@ -30,6 +31,16 @@ def test_the_tutorial_s_scripts_print_the_same_numbers(tmp_path: Path) -> None:
     definitions = before[: before.index("torch.manual_seed(1337 + rank)")]
     (tmp_path / "before.py").write_text(before)
     (tmp_path / "after.py").write_text(definitions + script("after.py"))
+    (tmp_path / "nested.py").write_text(definitions + script("nested.py"))
     lines = printed_by(tmp_path / "before.py")
     assert [line.partition(":")[0] for line in lines] == ["iter 0", "iter 50", "iter 100"]
     assert printed_by(tmp_path / "after.py") == lines
+    assert printed_by(tmp_path / "nested.py") == lines
+
+
+def test_the_guide_s_script_runs_and_goes_on(tmp_path: Path) -> None:
+    (tmp_path / "whole.py").write_text(script("whole.py", "guard.md"))
+    lines = printed_by(tmp_path / "whole.py", EPOCHS="3")
+    assert [line.split(" samples")[0] for line in lines] == [f"epoch {n}: {n * 3584}" for n in (1, 2, 3)]
+    again = printed_by(tmp_path / "whole.py", EPOCHS="3")
+    assert again == lines[-len(again) :], "from its last checkpoint to the same end"

@@ -96,6 +96,41 @@ def clip(model: nn.Module) -> None:
     clip_grad_norm_(model.parameters(), 0.01)
 
 
+# --- what the guard is not told ---------------------------------------------------------------------------------------
+
+
+def guarded(folder: Path, batches: int, *, observing: int | None, stepping: bool = True) -> list[str]:
+    """Codes of the advice for a script that tells the loss in every so-manieth update, and may step another optimizer
+    than the guard's."""
+    model = nn.Linear(2, 1)
+    optimizer, other = (torch.optim.SGD(model.parameters(), lr=1e-3) for _ in range(2))
+    guard = rollback.Guard(
+        model=model, optimizer=optimizer, loader=[torch.ones(1, 2)] * batches, run=folder, snapshot_every=0,
+        observe_only=True,
+    )  # fmt: skip
+    for number, x in enumerate(guard):
+        loss = model(x).sum()
+        loss.backward()
+        (optimizer if stepping else other).step()
+        if observing and number % observing == 0:
+            guard.observe(loss)
+    guard.close()
+    facts = [record.fact for record in read_journal(RunPaths(folder).train_journal).records]
+    return [fact.code for fact in facts if isinstance(fact, Advice)]
+
+
+def test_a_loss_that_is_never_told_is_asked_for(tmp_path: Path) -> None:
+    assert guarded(tmp_path, advice._UNOBSERVED + 2, observing=None) == ["never-observed"]
+
+
+def test_a_loss_that_is_told_now_and_then_is_enough(tmp_path: Path) -> None:
+    assert guarded(tmp_path, 3 * advice._UNOBSERVED, observing=advice._UNOBSERVED - 1) == []
+
+
+def test_batches_without_an_update_are_noticed(tmp_path: Path) -> None:
+    assert guarded(tmp_path, advice.WITHOUT_UPDATE + 1, observing=1, stepping=False) == ["never-updated"]
+
+
 # --- clipped after the step -------------------------------------------------------------------------------------------
 
 

@@ -11,6 +11,7 @@ import pytest
 import typer
 
 import cli_reference
+import guard_reference
 from rollback.cli import app
 from rollback.errors import ExitCode
 
@@ -73,6 +74,11 @@ def test_the_readme_lists_the_exit_codes() -> None:
 
 def test_the_command_line_reference_is_what_help_prints() -> None:
     assert cli_reference.PAGE.read_text() == cli_reference.reference(), "run python scripts/cli_reference.py"
+
+
+def test_the_guard_s_reference_is_what_its_docstrings_say() -> None:
+    present = guard_reference.PAGE.read_text()
+    assert present == guard_reference.page(present), "run python scripts/guard_reference.py"
 
 
 def adoption_diff() -> str:

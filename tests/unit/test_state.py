@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from rollback.errors import CheckpointDamaged, UsageError
-from rollback.sentinel import Sentinel
+from rollback.sentinel import Hint, Sentinel
 from rollback.train import tree
 from rollback.train.cursor import cursor_for
 from rollback.train.state import Image, TrainingState, owners, unwrap
@@ -92,12 +92,34 @@ def test_names_are_those_of_the_module_inside() -> None:
     assert unwrap(compiled) is inner
 
 
-def test_a_sharded_model_is_refused() -> None:
-    class FullyShardedDataParallel(nn.Module):
-        pass
+class FullyShardedDataParallel(nn.Module):
+    pass
 
-    with pytest.raises(UsageError, match="sharded"):
-        unwrap(FullyShardedDataParallel())
+
+class FSDPModule:
+    pass
+
+
+class FSDPLinear(FSDPModule, nn.Linear):
+    """What FSDP2 makes of an nn.Linear: a class of its own beneath the one that tells what it is."""
+
+
+@pytest.mark.parametrize(
+    "part", [FullyShardedDataParallel(), FSDPLinear(2, 2)], ids=["first version", "second version"]
+)
+def test_a_model_that_is_sharded_anywhere_is_refused(part: nn.Module) -> None:
+    with pytest.raises(UsageError, match="sharded: FSDP has all of it"):
+        unwrap(part)
+    with pytest.raises(UsageError, match=r"sharded: FSDP has its module '1\.0'"):
+        unwrap(nn.Sequential(nn.Linear(1, 1), nn.Sequential(part)))
+
+
+def test_an_optimizer_without_a_learning_rate_gives_no_hint() -> None:
+    state = state_of(1)
+    for group in state.optimizer.param_groups:
+        del group["lr"]
+    assert state.note_learning_rate() is Hint.NONE
+    assert state.counters.highest_rate is None
 
 
 @given(st.dictionaries(st.text(max_size=4), st.integers(0, 1000), max_size=20), st.integers(1, 8))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import pytest
 import torch
 from torch import nn
 
-from rollback.errors import UsageError
 from rollback.train.updates import Updates
 
 
@@ -52,11 +50,3 @@ def test_another_optimizer_of_the_same_scaler_does_not_count() -> None:
     scaler.step(other)
     assert not updates.happened
     assert not updates.dropped_by_scaler
-
-
-def test_what_is_no_optimizer_is_refused() -> None:
-    class Wrapper:
-        pass
-
-    with pytest.raises(UsageError, match="Wrapper"):
-        Updates(Wrapper(), None)  # type: ignore[arg-type]

@@ -26,6 +26,14 @@ def cursor_for(loader: Any) -> Cursor:
             f"cannot read batches from the class {loader.__name__}",
             hint=f"hand over an instance of it; {_ACCEPTED}",
         )
+    kind = type(loader)
+    if kind.__module__.partition(".")[0] == "accelerate":  # isinstance would say that it is a torch DataLoader
+        raise UsageError(
+            f"cannot go back in the batches of {kind.__module__}.{kind.__name__}: it reads a batch ahead and shuffles "
+            "anew whenever it is iterated",
+            hint="hand over a DataLoader with a DistributedSampler that was not given to accelerator.prepare, and move "
+            "each batch to the device in the loop",
+        )
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):

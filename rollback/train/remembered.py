@@ -1,0 +1,94 @@
+"""Values of the script that are part of its training: a best loss so far, a count of tokens.
+
+They are each rank's own, as a variable of the script is: in a checkpoint every rank has those that it had.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from rollback.errors import UsageError
+
+
+class Remembered:
+    """Attributes that checkpoints keep: `kept.best`. Those that were asked for, and no others.
+
+    Setting one to what cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
+    """
+
+    def __init__(self, values: dict[str, Any]) -> None:
+        object.__setattr__(self, "_values", values)
+
+    def __getattr__(self, name: str) -> Any:
+        return self._values[self._known(name)]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        self._values[self._known(name)] = _plain(value, name)
+
+    def __dir__(self) -> list[str]:
+        return list(self._values)
+
+    def __repr__(self) -> str:
+        return f"Remembered({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+
+    def _known(self, name: str) -> str:
+        if name.startswith("_") or name not in self._values:
+            raise AttributeError(f"{name!r} is not remembered: ask for it with guard.remember({name}=...)")
+        return name
+
+
+class Memory:
+    """All that one rank's script has asked for, and what the last restored checkpoint had of it."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, Any] = {}
+        self._restored: dict[str, Any] = {}
+        self._values: dict[str, Any] = {}
+        self._remembered = Remembered(self._values)
+
+    def add(self, first: Mapping[str, Any]) -> Remembered:
+        """Remember more values from now on; `first` are those of a checkpoint that has none. See `Guard.remember`."""
+        for name in first:
+            if name in self._first:
+                raise UsageError(
+                    f"guard.remember: {name!r} is remembered already",
+                    hint="ask for each name once; the object that the first call returned has them all",
+                )
+            if name.startswith("_"):
+                raise UsageError(f"guard.remember: {name!r} begins with an underscore", hint="choose another name")
+        checked = {name: _plain(value, name) for name, value in first.items()}
+        self._first.update(copy.deepcopy(checked))
+        self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
+        return self._remembered
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps; with what an earlier one had and the script has not asked for yet."""
+        return {**self._restored, **{name: _plain(value, name) for name, value in self._values.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._restored = dict(state)
+        had = {name: state[name] for name in self._first if name in state}
+        self._values.update(copy.deepcopy({**self._first, **had}))
+
+
+def _plain(value: Any, name: str) -> Any:
+    """`value` of numbers, texts, lists, tuples and dicts alone. Raises UsageError where there is more in it."""
+    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
+        value = value.item()
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return type(value)(_plain(item, name) for item in value)
+    if type(value) is dict and all(type(key) in (str, int) for key in value):
+        return {key: _plain(item, name) for key, item in value.items()}
+    raise UsageError(
+        f"guard.remember: {name!r} holds a {type(value).__name__}, which cannot be remembered",
+        hint="it takes numbers, texts, None, and lists, tuples and dicts of these; tensors and objects are handed over "
+        "when the guard is made, as something with state_dict and load_state_dict",
+    )

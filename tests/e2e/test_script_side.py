@@ -1,0 +1,265 @@
+"""What a script may do with a guard besides looping over it: ask for positions and lengths, call next(), have values
+remembered."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+from toy import SETTINGS, facts, skip_list
+
+import rollback
+from rollback.errors import UsageError
+from rollback.events import Restored
+
+SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
+
+
+class Script:
+    """A small training over 30 batches an epoch; nan: positions of bad batches."""
+
+    def __init__(self, run: Path, *, loader: Any = None, nan: tuple[int, ...] = (), **settings: Any) -> None:
+        torch.manual_seed(1)
+        self.model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.1), nn.Linear(8, 1))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        self.loader = loader or DataLoader(TensorDataset(SAMPLES), batch_size=2, shuffle=True)
+        self.nan = nan
+        self.guard = rollback.Guard(
+            model=self.model, optimizer=self.optimizer, loader=self.loader, run=run, **{**SETTINGS, **settings}
+        )
+        torch.manual_seed(2)
+
+    def train_on(self, batch: Any) -> float:
+        x = batch[0] if isinstance(batch, list) else batch
+        loss = self.model(x).square().mean() * (float("nan") if self.guard.batch in self.nan else 1.0)
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.guard.observe(loss)
+        self.guard._snapshots.wait()
+        return loss.item()
+
+
+def test_positions_are_those_of_the_batch_in_hand(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    guard, seen = script.guard, []
+    assert (guard.step, guard.batch, guard.batch_in_epoch, guard.epoch) == (0, 0, 0, 0)
+    for epoch in guard.epochs(2):
+        for batch in guard:
+            script.train_on(batch)
+            seen.append((guard.batch, guard.batch_in_epoch, guard.epoch))
+            if len(seen) == 47:
+                break
+        assert guard.epoch == epoch
+        if len(seen) == 47:
+            break
+    assert seen == [(batch, batch % 30, batch // 30) for batch in range(47)]
+    guard.close()
+    again = Script(tmp_path / "run").guard
+    assert (again.step, again.batch, again.batch_in_epoch) == (40, 40, 10), "resumed: of the batch that comes next"
+    for _, _ in zip(again.epochs(2), again, strict=False):
+        assert (again.batch, again.batch_in_epoch, again.epoch) == (40, 10, 1)
+        break
+    again.close()
+
+
+def test_a_rollback_takes_the_position_in_the_epoch_along(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", nan=(37,), policy="surgical")
+    seen = []
+    for _ in script.guard.epochs(2):
+        for batch in script.guard:
+            seen.append((script.guard.batch, script.guard.batch_in_epoch))
+            script.train_on(batch)
+    (restored,) = facts(tmp_path / "run", Restored)
+    assert restored.batch < 37 < len(seen)
+    assert all(in_epoch == batch % 30 for batch, in_epoch in seen)
+
+
+def test_a_guard_is_as_long_as_its_loader(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    assert len(script.guard) == 30
+    assert script.guard
+    assert len(script.guard.dataset) == 60
+    script.guard.close()
+    drawn = Script(tmp_path / "drawn", loader=lambda: torch.randn(2, 8)).guard
+    with pytest.raises(TypeError):
+        len(drawn)
+    assert drawn, "a guard is there, whatever its length"
+    with pytest.raises(AttributeError, match=r"'dataset'.*loader \(function\)"):
+        drawn.dataset  # noqa: B018
+    with pytest.raises(AttributeError, match="ask of the loader"):
+        drawn.batch_size  # noqa: B018
+    assert not hasattr(drawn, "state_dict")
+    drawn.close()
+
+
+def drawing() -> torch.Tensor:
+    return torch.randn(2, 8)
+
+
+@pytest.mark.parametrize("with_iter", [True, False])
+def test_next_hands_out_what_a_loop_does_also_after_a_resume(tmp_path: Path, with_iter: bool) -> None:
+    """Dropout draws from the random states, which a resumed run must put back before its first batch."""
+
+    def losses(run: str, batches: int) -> list[float]:
+        script = Script(tmp_path / run, loader=drawing)
+        source: Iterator[Any] = iter(script.guard) if with_iter else script.guard
+        lost = [script.train_on(next(source)) for _ in range(batches - script.guard.step)]
+        script.guard.close()
+        return lost
+
+    undisturbed = losses("undisturbed", 40)
+    losses("run", 25)
+    assert losses("run", 40) == undisturbed[20:]
+
+
+def test_next_ends_with_the_epoch_and_iter_begins_another(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    source = iter(script.guard)
+    for _ in range(30):
+        script.train_on(next(source))
+    for _ in range(2):
+        with pytest.raises(StopIteration):
+            next(source)
+    script.train_on(next(iter(script.guard)))
+    assert (script.guard.epoch, script.guard.batch_in_epoch) == (1, 0)
+    script.guard.close()
+
+
+def test_one_iterator_can_be_taken_from_in_many_places(tmp_path: Path) -> None:
+    """As any iterator: `for` and `islice` over it go on where it stands, and begin no other epoch."""
+    script = Script(tmp_path / "run")
+    batches, groups = iter(script.guard), []
+    while group := list(itertools.islice(batches, 4)):
+        groups.append(len(group))
+        for batch in group:
+            script.train_on(batch)
+    assert groups == [4] * 7 + [2]
+    assert (script.guard.epoch, script.guard.batch) == (0, 29)
+    script.guard.close()
+
+
+def test_a_script_that_counts_steps_takes_its_batches_from_one_stream(tmp_path: Path) -> None:
+    """Over epochs that it does not count, also where it resumes in a later one and goes back over the start of one."""
+
+    def losses(run: str, until: int, **more: Any) -> dict[int, float]:
+        script = Script(tmp_path / run, max_steps=95, **more)
+        stream = (batch for _ in script.guard.epochs(10**9) for batch in script.guard)
+        lost: dict[int, float] = {}
+        for batch in stream:
+            if script.guard.batch == until:
+                break
+            lost[script.guard.batch] = script.train_on(batch)
+        script.guard.close()
+        return lost
+
+    undisturbed = losses("undisturbed", 95)
+    assert list(undisturbed) == list(range(95))
+    losses("run", 77)
+    resumed = losses("run", 95)
+    assert resumed == {batch: loss for batch, loss in undisturbed.items() if batch >= 70}
+    back = losses("back", 200, nan=(62,), policy="surgical")
+    (restored,) = facts(tmp_path / "back", Restored)
+    assert restored.batch < 60
+    assert len([loss for loss in back.values() if loss == loss]) == 95
+
+
+# --- values that are remembered ---------------------------------------------------------------------------------------
+
+
+def trained(run: Path, *, until: int = 90, **more: Any) -> tuple[dict[str, Any], list[Any]]:
+    """Train three epochs, or up to a batch; what is remembered at the end, and what it was when training began."""
+    script = Script(run, **more)
+    guard = script.guard
+    kept = guard.remember(best=float("inf"), batches=0, history=[])
+    first = [kept.best, kept.batches, list(kept.history), guard.step]
+    for epoch in guard.epochs(3):
+        for batch in guard:
+            loss = script.train_on(batch)
+            kept.batches += 1
+            if guard.batch == until:
+                guard.close()
+                return {}, first
+            if loss < kept.best:
+                kept.best = loss
+        kept.history.append([epoch, kept.best])
+    guard.close()
+    return {"best": kept.best, "batches": kept.batches, "history": kept.history}, first
+
+
+@pytest.mark.parametrize("until", [25, 30, 47, 66])
+def test_values_that_are_remembered_come_back_with_a_resumed_run(tmp_path: Path, until: int) -> None:
+    undisturbed, first = trained(tmp_path / "undisturbed")
+    assert first == [float("inf"), 0, [], 0]
+    trained(tmp_path / "run", until=until)
+    resumed, found = trained(tmp_path / "run")
+    assert found[1] == found[3] > 0
+    assert resumed == undisturbed
+    assert resumed["batches"] == 90
+    assert [epoch for epoch, _ in resumed["history"]] == [0, 1, 2]
+
+
+@pytest.mark.parametrize("bad", [25, 32, 61])
+def test_values_that_are_remembered_go_back_with_a_rollback(tmp_path: Path, bad: int) -> None:
+    """As if the bad batches had never been there: also over an epoch's start, and back to the very first checkpoint."""
+    ended, _ = trained(tmp_path / "run", nan=(bad,))
+    assert facts(tmp_path / "run", Restored)
+    fresh, _ = trained(tmp_path / "fresh", skip=skip_list(tmp_path / "run"))
+    assert ended == fresh
+    assert ended["batches"] < 90
+
+
+def test_a_run_that_began_without_them_finds_the_first_values(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    for batch in itertools.islice(script.guard, 25):
+        script.train_on(batch)
+    script.guard.close()
+    assert trained(tmp_path / "run")[1] == [float("inf"), 0, [], 20]
+
+
+def test_a_checkpoint_without_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As checkpoints were before there were remembered values."""
+    from rollback.train import state, tree
+
+    original = tree.encode
+
+    def as_before(value: Any, path: str, tensors: Any) -> Any:
+        if path == "local":
+            value = {key: item for key, item in value.items() if key != "remembered"}
+        return original(value, path, tensors)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(state.tree, "encode", as_before)
+        trained(tmp_path / "run", until=25)
+    assert trained(tmp_path / "run")[1] == [float("inf"), 0, [], 20]
+
+
+def test_what_cannot_be_remembered_is_refused_at_once(tmp_path: Path) -> None:
+    guard = Script(tmp_path / "run").guard
+    with pytest.raises(UsageError, match="'model' holds a Linear"):
+        guard.remember(model=nn.Linear(1, 1))
+    kept = guard.remember(best=1)
+    with pytest.raises(UsageError, match="remembered already"):
+        guard.remember(best=2)
+    assert guard.remember(tokens=0) is kept
+    guard.close()
+
+
+def test_a_list_that_grows_without_end_costs_no_checkpoint(tmp_path: Path) -> None:
+    """It outgrows what was set apart for it, and is given more."""
+    script = Script(tmp_path / "run")
+    kept = script.guard.remember(seen=[])
+    for _ in script.guard.epochs(3):
+        for batch in script.guard:
+            script.train_on(batch)
+            kept.seen.extend(range(1000))
+    script.guard.close()
+    again = Script(tmp_path / "run").guard
+    assert len(again.remember(seen=[]).seen) == 1000 * again.step > 50_000
+    again.close()

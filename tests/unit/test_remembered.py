@@ -1,0 +1,121 @@
+"""Values of the script that the guard remembers: what they may be, and that they come back."""
+
+from __future__ import annotations
+
+import enum
+import json
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.errors import UsageError
+from rollback.train import tree
+from rollback.train.remembered import Memory
+
+plain = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text() | st.integers(), inner) | st.tuples(inner, inner),
+    max_leaves=8,
+)
+
+
+def through_disk(state: dict[str, Any]) -> Any:
+    return tree.decode(json.loads(json.dumps(tree.encode(state, "local/remembered", {}))), torch.empty)
+
+
+@given(st.dictionaries(st.text(st.characters(categories=["L"]), min_size=1), plain))
+def test_what_is_remembered_comes_back_as_it_was(values: dict[str, Any]) -> None:
+    memory = Memory()
+    kept = memory.add(values)
+    state = through_disk(memory.state_dict())
+    for name in values:
+        setattr(kept, name, "something else")
+    memory.load_state_dict(state)
+    assert {name: getattr(kept, name) for name in values} == values
+
+
+def test_a_change_inside_a_list_is_remembered_and_undone() -> None:
+    memory = Memory()
+    kept = memory.add({"losses": [1.0]})
+    kept.losses.append(2.0)
+    state = through_disk(memory.state_dict())
+    kept.losses.append(3.0)
+    memory.load_state_dict(state)
+    assert kept.losses == [1.0, 2.0]
+
+
+def test_a_checkpoint_from_before_it_was_asked_for_gives_the_first_value() -> None:
+    memory = Memory()
+    kept = memory.add({"best": math.inf, "losses": []})
+    kept.best = 1.0
+    kept.losses.append(1.0)
+    memory.load_state_dict({})
+    assert kept.best == math.inf
+    assert kept.losses == []
+
+
+def test_what_a_resumed_script_has_not_asked_for_yet_waits_for_it() -> None:
+    memory = Memory()
+    memory.load_state_dict({"best": 0.5, "tokens": 7})
+    assert memory.add({"tokens": 0}).tokens == 7
+    state = memory.state_dict()
+    assert state == {"best": 0.5, "tokens": 7}, "a checkpoint taken meanwhile has it too"
+    later = Memory()
+    later.load_state_dict(state)
+    assert later.add({"best": math.inf}).best == 0.5
+
+
+@pytest.mark.parametrize("number", [torch.tensor(2.5, requires_grad=True), torch.tensor([2.5]), np.float32(2.5)])
+def test_a_tensor_or_an_array_of_one_number_is_that_number(number: Any) -> None:
+    memory = Memory()
+    kept = memory.add({"best": number, "history": [number]})
+    assert kept.best == 2.5
+    kept.best = 0.0
+    kept.best = number
+    assert type(kept.best) is float
+    kept.history.append(number)
+    assert through_disk(memory.state_dict()) == {"best": 2.5, "history": [2.5, 2.5]}
+
+
+class Phase(enum.IntEnum):
+    WARM = 1
+
+
+@pytest.mark.parametrize(
+    "value", [torch.zeros(3), {1, 2}, object(), [print], {"deep": torch.zeros(2)}, b"raw", {(1, 2): 3}, Phase.WARM],
+    ids=str,
+)  # fmt: skip
+def test_what_cannot_be_remembered_is_refused_where_it_is_said(value: Any) -> None:
+    memory = Memory()
+    with pytest.raises(UsageError, match="best") as caught:
+        memory.add({"fine": 1, "best": value})
+    assert caught.value.hint
+    assert memory.state_dict() == {}, "nothing was taken"
+    kept = memory.add({"best": 0})
+    with pytest.raises(UsageError, match="best"):
+        kept.best = value
+    assert kept.best == 0
+
+
+def test_a_name_is_asked_for_once() -> None:
+    memory = Memory()
+    memory.add({"best": 0})
+    with pytest.raises(UsageError, match="'best' is remembered already"):
+        memory.add({"tokens": 0, "best": 1})
+    with pytest.raises(UsageError, match="underscore"):
+        memory.add({"_best": 0})
+
+
+def test_a_name_that_was_not_asked_for_is_a_slip() -> None:
+    kept = Memory().add({"best": 0})
+    with pytest.raises(AttributeError, match="bets"):
+        kept.bets = 1
+    with pytest.raises(AttributeError, match="bets"):
+        kept.bets  # noqa: B018
+    assert repr(kept) == "Remembered(best=0)"
+    assert "best" in dir(kept)
