@@ -28,6 +28,7 @@ Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "obse
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop"]
 Tier = Literal["fast", "durable"]
+THE_SUPERVISOR = "the supervisor"  # who added a skip window
 
 
 class Attached(Fact):
@@ -254,6 +255,10 @@ class SkipAdded(Fact):
     who: str
     why: str
     request: str | None = None
+
+    @property
+    def by_supervisor(self) -> bool:
+        return self.request is None and self.who == THE_SUPERVISOR
 
 
 class Requested(Fact):

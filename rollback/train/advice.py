@@ -29,8 +29,8 @@ CLIPPED_WHILE_SCALED = (
 _SMALLER_UPDATES = "With {optimizer} an update is up to {scale:,.0f} times smaller than meant"
 _ALIKE = (
     "{optimizer} divides the size of gradients out again, so updates keep theirs; but batches with large and with "
-    "small gradients count alike, each change of the factor makes updates too large or too small until its averages have "
-    "followed, and gradients this small may come near its eps, which makes updates smaller"
+    "small gradients count alike, each change of the factor makes updates too large or too small until its averages "
+    "have followed, and gradients this small may come near its eps, which makes updates smaller"
 )
 _NOT_KNOWN = (
     "What that does depends on how {optimizer} goes about the size of gradients: where it counts, an update is up to "

@@ -20,7 +20,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
+from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring, tiers
 from rollback.rundir.history import History, fold
@@ -165,7 +165,7 @@ def _blamed(paths: RunPaths) -> list[SkipAdded]:
     return [
         SkipAdded(
             window=fact.window,
-            who="the supervisor",
+            who=THE_SUPERVISOR,
             why=f"the same exception in attempts {' and '.join(map(str, fact.attempts))} (fingerprint "
             f"{fact.fingerprint}): {fact.error}",
         )
