@@ -290,6 +290,7 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
         started=records[0].at,
         host=who[1].host if who else None,
         pid=who[1].pid if who else None,
+        changed=list(started[1].changed) if started else [],
         checkpoint=attached[1].checkpoint if attached else None,
         begins=Point(step=attached[1].step, batch=attached[1].batch) if attached else None,
         reached=costs.reached.get(number),

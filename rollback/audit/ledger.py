@@ -225,6 +225,7 @@ class AttemptEntry(Entry):
     started: str
     host: str | None
     pid: int | None
+    changed: list[str] = Field(description="what was not as at the start before: arguments, environment, the script")
     checkpoint: str | None = Field(description="what it resumed from")
     begins: Point | None = Field(description="null: the ranks did not get as far as agreeing where to begin")
     reached: int | None = Field(description="step in progress when last heard of")

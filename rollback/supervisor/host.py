@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,6 +33,7 @@ from rollback.supervisor.processes import (
 )
 from rollback.supervisor.spare import Spare
 from rollback.supervisor.stacks import state_of, take_stacks
+from rollback.supervisor.start_conditions import conditions_of
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
 _PATIENCE = 2.0
@@ -174,6 +176,10 @@ class Host:
                 patience = 0.0 if running.hopeless else _PATIENCE
                 end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
                 reap()
+
+    def conditions(self) -> dict[str, Any]:
+        """With what attempts are started at this moment: fields of `AttemptStarted`."""
+        return conditions_of(self._job, self._environment)
 
     def keep_spare(self) -> None:
         """See to it that the next attempt's torchrun waits, its imports done. Call it once this one trains."""

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import LIMIT, Launch, is_gone, launching, tree
+from launching import LIMIT, RANK, Launch, is_gone, launching, tree
 
 from rollback.events import (
     Attached,
@@ -214,3 +214,19 @@ def memory_cgroup(limit: int) -> Iterator[Callable[[], None]]:
         yield lambda: (made / "cgroup.procs").write_text(str(os.getpid())) and None
     finally:
         made.rmdir()
+
+
+def test_what_differs_from_the_last_start_is_told_journalled_and_in_the_audit(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.read_text())
+    with launching(tmp_path, with_torchrun=False, script=script) as job:
+        _, output = job.finish("finish --lr 3e-4 --hf-token first")
+        assert "than at the last start" not in output
+        script.write_text(RANK.read_text() + "# other\n")
+        _, output = job.finish("finish --lr 1e-3 --hf-token sesame")
+        told = "other than at the last start: argument --lr: 3e-4 -> 1e-3; the script has other content"
+        assert f"attempt 2: {told}" in output
+        _, started = job.facts(AttemptStarted)
+        assert started.changed == ("argument --lr: 3e-4 -> 1e-3", "the script has other content")
+        assert "sesame" not in job.paths.supervisor_journal.read_text()
+        assert told in job.audit()
