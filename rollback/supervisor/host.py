@@ -133,7 +133,9 @@ class Host:
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
-        self.output = Output(private, paths.attempt_logs, audience)
+        self.output = Output(
+            private, paths.attempt_logs, audience, lambda attempt, rank: paths.failure(attempt, rank).exists()
+        )
         become_subreaper()
         self._before_us = descendants()
 
@@ -188,6 +190,7 @@ class Host:
 
     def close(self) -> None:
         """No other attempt will follow."""
+        self.output.release()
         self._spare.drop()
 
     def left(self, status: int, running: Running) -> Left:

@@ -201,7 +201,9 @@ class _Supervisor:
             if not self._gather(attempt):
                 return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
             evidence, first = self._attempt(attempt)
-            end = ending(evidence)
+            end, output = ending(evidence), self._host.output
+            if end != "failed" or first is None or first.rank == output.held_of:
+                output.release()  # what it raised is the account itself
             if evidence.refusal is not None:
                 raise self._refused(evidence)
             self._begin_record()
@@ -338,6 +340,7 @@ class _Supervisor:
             words = self._host.output.last_words(evidence.failures.failures[0].rank)
             if words is not None:
                 self._say(words)
+        self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
 
     def _blame(self, first: FirstCause | None, attempt: int) -> bool:
         """Journal the batch that is to blame, if any: the next attempt reads that and passes over it."""

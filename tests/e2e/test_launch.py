@@ -67,6 +67,17 @@ def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch)
     assert "Traceback" not in output
 
 
+def test_what_rank_0_raises_because_its_peer_died_is_shown_after_who_died_first(job: Launch) -> None:
+    code, output = job.finish("lose_the_peer", ranks=2)
+    assert code == 0, output
+    (first, _) = job.facts(AttemptEnded)
+    assert (first.why, first.rank, first.followed) == ("signal", 1, (0,))
+    account, raised = output.index("attempt 1 failed: rank 1 "), output.index("Traceback (most recent call last)")
+    assert account < raised, output
+    assert output.count("RuntimeError: Connection closed by peer") == 1
+    assert "what rank 0 raised because of that" in output[account:raised]
+
+
 def test_a_killed_torchrun_leaves_nothing_behind_when_the_next_attempt_starts(job: Launch) -> None:
     supervisor = job.start("ignore_everything")
     (rank,) = job.wait_for_heartbeats(1)
