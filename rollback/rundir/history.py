@@ -13,6 +13,7 @@ from rollback.events import (
     Accepted,
     Advice,
     Answered,
+    Attached,
     BecameGood,
     Committed,
     Concluded,
@@ -72,6 +73,8 @@ class History:
     """Whether a data set of another length was accepted at some time."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
+    first_writes: int | None = None
+    """Of the first attempt: see `Attached.writes`."""
     timeline: int = 0
     last_attempt: int = 0
 
@@ -120,6 +123,8 @@ def _apply(history: History, record: Record) -> None:
                 history.discarded.update(fact.discards)
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline
+        case Attached() as fact if history.first_writes is None:
+            history.first_writes = fact.writes
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:

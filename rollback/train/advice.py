@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -19,6 +20,25 @@ PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
     "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
     "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_ON_RESUME = (
+    "own-snapshot",
+    "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
+    "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
+    "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
+    "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_AT_THE_START = (
+    "own-snapshot",
+    "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
+    "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
+    "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
+)
+OWN_SNAPSHOT_EPOCH = (
+    "own-snapshot",
+    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
+    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
+    "that loading out, and write `for epoch in guard.epochs(n):`",
 )
 CLIPPED_WHILE_SCALED = (
     "clipped-while-scaled",
@@ -69,12 +89,21 @@ REPLICAS_DIFFER = (
 
 _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
+_LATE = 2  # some count epochs from 1
 _UPDATES = 3  # that must agree
 _CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while
 _SCALED = 5
 _SPIKES = 3
 _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
+
+
+def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[tuple[str, str]]:
+    """(code, text) of what is to be said of the script's loops; see `Passes`."""
+    if uncounted:
+        yield PLAIN_EPOCH_LOOP
+    if own_epoch is not None and own_epoch >= _LATE:
+        yield _filled(OWN_SNAPSHOT_EPOCH, told=own_epoch, epoch=epoch)
 
 
 class Advisor:

@@ -33,6 +33,7 @@ from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.inventory import take_inventory
+from rollback.train.own_snapshot import traces_of
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 from rollback.train.restoring import Place, restore
@@ -197,7 +198,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     state.cursor.accepts_other_length = history.other_data or any(fact.what == "data" for fact in reading.accepted)
     chosen: Manifest | None = None
     source: Place | None = None
-    places = _places(paths, reading)
+    places, traces = _places(paths, reading), traces_of(state.model, state.optimizer)
     for manifest in candidates(history, reading.manifests):
         result = restore(manifest.name, places[manifest.name], ranks, state)
         if any(place.in_slot for place, _ in result.faults):
@@ -233,10 +234,12 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             checkpoint=chosen.name if chosen else None, step=state.counters.step, batch=state.cursor.batch,
             torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
             ranks_before=chosen.world_size if chosen and chosen.world_size != ranks.world_size else None,
-            tier=source.tier if source else None,
+            tier=source.tier if source else None, writes=traces.writes,
         ),
         f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
     )  # fmt: skip
+    if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
+        record.advise(*advice)
     if chosen is not None:
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]

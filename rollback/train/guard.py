@@ -18,7 +18,7 @@ from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
+from rollback.train.advice import Advisor
 from rollback.train.arguments import settings_and_objects
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
@@ -217,8 +217,8 @@ class Guard:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
                 self._rewinder.restore_again()
-        if self._passes.uncounted:
-            self._record.advise(*PLAIN_EPOCH_LOOP)
+        for code, text in self._passes.advice():
+            self._record.advise(code, text)
         return self
 
     def __next__(self) -> Any:

@@ -97,6 +97,11 @@ class Cursor(ABC):
             self._batches_per_epoch = self.describe().get("batches")
         return self.opened and self._batches_per_epoch is not None and self.offset >= self._batches_per_epoch
 
+    @property
+    def told_epoch(self) -> int | None:
+        """What the script has called `set_epoch` with since we last did; None where it has not, or has nothing to."""
+        return None
+
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
         self._check_open()

@@ -75,6 +75,10 @@ class MapStyleCursor(Cursor):
             "batches": _length(self._loader),
         }
 
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
     def close(self) -> None:
         if self._clone is not None:
             shut_down(self._clone._iterator)

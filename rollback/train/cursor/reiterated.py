@@ -93,6 +93,10 @@ class ReiteratedCursor(Cursor):
             batches = None
         return {"kind": self.kind, "loader": type(self._loader).__name__, "batches": batches}
 
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
     def close(self) -> None:
         """Lets go of the loader's iterator, and ends its workers."""
         shut_down(self._iterator)
