@@ -28,11 +28,13 @@ Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "obse
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 Tier = Literal["fast", "durable"]
+THE_SUPERVISOR = "the supervisor"  # who added a skip window
 
 
 class Attached(Fact):
     """The ranks of an attempt have agreed on where to begin. `ranks_before`: how many ranks the checkpoint is of, if
-    it is another number than now. `tier`: where it was read from, in the slots of all hosts or in the ring."""
+    it is another number than now. `tier`: where it was read from, in the slots of all hosts or in the ring. `writes`:
+    how often the script had written to the parameters in place when it made the guard, as torch counts it."""
 
     kind: Literal["attached"] = "attached"
     world_size: int
@@ -46,6 +48,7 @@ class Attached(Fact):
     settings: dict[str, Any]
     ranks_before: int | None = None
     tier: Tier | None = None
+    writes: int | None = None
 
 
 class Accepted(Fact):
@@ -259,6 +262,10 @@ class SkipAdded(Fact):
     who: str
     why: str
     request: str | None = None
+
+    @property
+    def by_supervisor(self) -> bool:
+        return self.request is None and self.who == THE_SUPERVISOR
 
 
 class SampleQuarantine(Fact):

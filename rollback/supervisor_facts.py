@@ -14,7 +14,12 @@ Why = Literal[
 
 
 class AttemptStarted(Fact):
-    """torchrun was started; where there are many `nodes`, on all of them."""
+    """torchrun was started; where there are many `nodes`, on all of them.
+
+    `arguments` are the script's, `environment` the variables that matter for what is trained, `script` the first 32 hex
+    digits of the SHA-256 of its content (null: it could not be read); what looks like a secret is `***` or left out, in
+    `command` too. `changed` says in words what is not as at the start before.
+    """
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_started"] = "attempt_started"
@@ -22,6 +27,10 @@ class AttemptStarted(Fact):
     host: str
     pid: int
     nodes: tuple[str, ...] = ()
+    script: str | None = None
+    arguments: tuple[str, ...] | None = None
+    environment: dict[str, str] | None = None
+    changed: tuple[str, ...] = ()
 
 
 class AttemptEnded(Fact):

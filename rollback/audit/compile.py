@@ -8,6 +8,7 @@ from typing import Any, Literal, TypeVar
 
 from rollback.audit.asked import request_entries
 from rollback.audit.cost import Costs, reckon, rounded
+from rollback.audit.judged import last_judged
 from rollback.audit.ledger import (
     AttemptEntry,
     CheckpointEntry,
@@ -104,6 +105,7 @@ def compile_ledger(material: Material) -> Ledger:
             Message(at=record.at, attempt=record.attempt, subject="filling the durable ring", text=fact.error)
             for record, fact in _each(records, DrainFailed)
         ],
+        last_judged=last_judged(material.last_metrics),
         ending=ending_of(records),
         notices=notices,
     )
@@ -166,7 +168,8 @@ def _skipped(material: Material, history: History, notices: list[str]) -> list[S
                 offset=any_rank.offset,
                 indices={rank: line.indices for rank, line in sorted(ranks.items())},
                 incidents=[incident for incident, window in windows if batch in window],
-                by_user=any(batch in added.window for added in history.added),
+                by_user=any(batch in added.window for added in history.added if not added.by_supervisor),
+                by_supervisor=any(batch in added.window for added in history.added if added.by_supervisor),
             )
         )
     return entries
@@ -277,6 +280,8 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
     elif is_last and not ended:
         how = "running_or_unknown"
     end = ended or finished or stopped
+    # A rank that raised left word of its very step, and its peers cannot have done one more without it.
+    told = how in ("finished", "stopped") or (ended is not None and ended[1].fingerprint is not None)
     who = started or attached
     price = costs.deaths.get(number)
     return AttemptEntry(
@@ -285,9 +290,11 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
         started=records[0].at,
         host=who[1].host if who else None,
         pid=who[1].pid if who else None,
+        changed=list(started[1].changed) if started else [],
         checkpoint=attached[1].checkpoint if attached else None,
         begins=Point(step=attached[1].step, batch=attached[1].batch) if attached else None,
         reached=costs.reached.get(number),
+        at_least=not told,
         ended=how,
         ended_at=end[0].at if end else None,
         status=ended[1].status if ended else None,
@@ -342,6 +349,8 @@ def _totals(
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     steps = costs.reached[max(costs.reached)] if costs.reached else 0
     lost = sum(price.steps or 0 for price in costs.prices)
+    seconds_lost = sum(price.seconds or 0.0 for price in costs.prices)
+    idle = seconds_lost + costs.seconds_hung + costs.seconds_down
     return Totals(
         incidents=len(incidents),
         explosions=dict(Counter(e.evidence.explosion for e in incidents if e.evidence and e.evidence.explosion)),
@@ -352,10 +361,13 @@ def _totals(
         skipped_batches=batches,
         skipped_samples=_samples(material, skipped) if len(skipped) == batches else None,
         steps=steps,
+        steps_at_least=bool(attempts) and attempts[-1].at_least,
         steps_lost=lost,
-        goodput=round(steps / (steps + lost), 6) if steps + lost else None,
+        steps_lost_at_least=any(entry.at_least and entry.steps_lost is not None for entry in attempts[:-1]),
+        goodput=round(max(0.0, 1 - idle / costs.seconds), 6) if costs.seconds and steps + lost else None,
         seconds=rounded(costs.seconds),
-        seconds_lost=round(sum(price.seconds or 0.0 for price in costs.prices), 3),
+        seconds_lost=round(seconds_lost, 3),
+        seconds_hung=round(costs.seconds_hung, 3),
         seconds_down=round(costs.seconds_down, 3),
     )
 

@@ -5,7 +5,7 @@ checkpoint that was taken at time `c` undoes the interval `[c, r]`, and the *dea
 which the next one resumes from that checkpoint, undoes `[c, d]`. From `d` to the next `attached` the run is *down*.
 Taken in the order of the record, each event is charged only for what none before it was charged for: a repeat that
 reaches back to an older checkpoint pays for the older stretch and for the second try, not for the first try again.
-Every second of a run is therefore kept, lost to one incident, lost to one death, or down, and the sums are right.
+Every second of a run is therefore kept, lost to one incident, lost to one death, hung or down, and the sums are right.
 
 Times are those of the journal (`at`). A checkpoint was taken at its `committed` line less the seconds that line says
 the commit took; a checkpoint without that line (a crash came in between) counts from the `attached` that used it.
@@ -14,11 +14,23 @@ Where a clock was set back, an interval that ends before it begins costs nothing
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from rollback.events import Attached, AttemptEnded, Committed, Finished, Incident, Planned, Record, Restored, Stopped
+from rollback.events import (
+    Attached,
+    AttemptEnded,
+    Committed,
+    Finished,
+    Hung,
+    Incident,
+    Planned,
+    Record,
+    Restored,
+    Stopped,
+)
 
 
 @dataclass(frozen=True)
@@ -36,6 +48,7 @@ class Costs:
     restores: dict[int, Price] = field(default_factory=dict)
     deaths: dict[int, Price] = field(default_factory=dict)
     reached: dict[int, int] = field(default_factory=dict)
+    seconds_hung: float = 0.0
     seconds_down: float = 0.0
     seconds: float | None = None
 
@@ -87,6 +100,7 @@ def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -
     last_seen: dict[int, float] = {}  # by attempt
     trained: int | None = None  # the last attempt that trained
     pending = False
+    hung: dict[int, float] = {}  # when it was called, by attempt
     for record in records:
         at = seconds_since_epoch(record.at)
         match record.fact:
@@ -115,6 +129,11 @@ def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -
                 if fact.checkpoint and at is not None:
                     taken.setdefault(fact.checkpoint, at)
                 trained = record.attempt
+            case Hung() as fact if at is not None and 0 <= fact.silent < math.inf:
+                costs.seconds_hung += charged.charge(at - fact.silent, at) or 0.0
+                hung[record.attempt] = at
+            case AttemptEnded() if record.attempt in hung:
+                costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
         if at is not None:
             last_seen[record.attempt] = at
     costs.seconds = _wall(records)
@@ -129,14 +148,14 @@ def rounded(seconds: float | None) -> float | None:
 def _reached(records: Iterable[Record], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
     """By attempt, the step in progress when it was last heard of."""
     reached: dict[int, int] = {}
-    timelines: dict[int, int] = {}
+    timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
     for record in records:
         match record.fact:
             case Attached(step=step) | Restored(step=step):
                 reached[record.attempt] = step
             case Committed(step=step) | Incident(step=step) | Finished(step=step) | Stopped(step=step):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
-            case AttemptEnded(step=int(step)) if record.attempt not in progress:
+            case AttemptEnded(step=int(step)) if record.attempt not in progress or record.attempt not in timelines:
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
             case Planned() as fact:
                 timelines[record.attempt] = fact.timeline

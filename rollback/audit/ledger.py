@@ -146,10 +146,11 @@ class SkippedBatchEntry(Entry):
     indices: dict[int, list[int] | None] = Field(description="data set indices by rank; null where the data has none")
     incidents: list[int] = Field(description="incidents whose skip window it is in")
     by_user: bool = Field(description="whether a window that the user gave contains it")
+    by_supervisor: bool = Field(description="whether one of the supervisor does: a rank raised there twice")
 
 
 class UserWindow(Entry):
-    """A skip window that no incident gave."""
+    """A skip window that no incident gave: the user's, or the supervisor's."""
 
     span: Span
     who: str
@@ -224,9 +225,14 @@ class AttemptEntry(Entry):
     started: str
     host: str | None
     pid: int | None
+    changed: list[str] = Field(description="what was not as at the start before: arguments, environment, the script")
     checkpoint: str | None = Field(description="what it resumed from")
     begins: Point | None = Field(description="null: the ranks did not get as far as agreeing where to begin")
     reached: int | None = Field(description="step in progress when last heard of")
+    at_least: bool = Field(
+        description="whether `reached` and `steps_lost` are the least that can have been: what ranks that were killed "
+        "did after their last word is not on record"
+    )
     ended: Literal["finished", "stopped", "died", "running_or_unknown"]
     ended_at: str | None
     status: int | None = Field(description="exit status of torchrun")
@@ -251,11 +257,27 @@ class Totals(Entry):
     skipped_batches: int = Field(description="batches passed over, each counted once")
     skipped_samples: int | None = Field(description="data set samples in them over all ranks; null where not known")
     steps: int = Field(description="updates that count")
+    steps_at_least: bool = Field(description="whether there may be more: see `at_least` of an attempt")
     steps_lost: int = Field(description="updates that were undone and done again")
-    goodput: float | None = Field(description="steps / (steps + steps_lost); null before the first step")
+    steps_lost_at_least: bool = Field(description="as above")
+    goodput: float | None = Field(
+        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step"
+    )
     seconds: float | None = Field(description="wall-clock time from the first fact to the last")
     seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
+    seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")
+
+
+class LastJudged(Entry):
+    """The last step on record: its loss as the script observed it, averaged where it observed several."""
+
+    step: int
+    batch: int = Field(description="the last of the update")
+    loss: float | None
+    grad_norm: float | None
+    verdict: str
+    batches: int | None = Field(description="of one update; null where the record does not tell")
 
 
 class Ending(Entry):
@@ -285,6 +307,7 @@ class Ledger(Entry):
     checkpoints: list[CheckpointEntry]
     advice: list[Message]
     troubles: list[Message]
+    last_judged: LastJudged | None = Field(description="null: no step is on record")
     ending: Ending | None = Field(description="null while the run is running, or where it died without a word")
     notices: list[str] = Field(description="what could not be read or does not add up")
 

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
+from rollback.audit.judged import read_last_metrics
 from rollback.errors import RunDirectoryError, UsageError
 from rollback.events import AttemptStarted, Incident, Record
 from rollback.rundir.evidence import RankEvidence, read_evidence
@@ -16,7 +17,7 @@ from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
 from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import SkippedBatch, read_skipped
+from rollback.rundir.records import Metric, SkippedBatch, read_skipped
 
 _Line = TypeVar("_Line")
 
@@ -27,7 +28,7 @@ class Material:
 
     records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
     and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
-    metrics: all judged steps.
+    metrics: all judged steps. last_metrics: the last few of them.
     """
 
     directory: str
@@ -38,6 +39,7 @@ class Material:
     notices: list[str] = field(default_factory=list)
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
     metrics: MetricColumns | None = None
+    last_metrics: list[Metric] = field(default_factory=list)
 
 
 def require_run_directory(root: Path) -> RunPaths:
@@ -81,7 +83,9 @@ def read_material(root: Path) -> Material:
     metrics = _metrics(paths, notices)
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
     evidence = {number: _evidence(paths, number, notices) for number in incidents}
-    return Material(str(root), identity, records, skipped, last_steps(metrics), notices, evidence, metrics)
+    return Material(
+        str(root), identity, records, skipped, last_steps(metrics), notices, evidence, metrics, read_last_metrics(paths)
+    )
 
 
 def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:

@@ -42,7 +42,7 @@ COLUMNS: tuple[Column, ...] = (
     Column("by_user", "flag", "whether a window that the user gave contains the batch"),
     Column("incident", "integer", "the latest incident whose window contains it; null where only the user's does"),
     Column("incidents", "integers", "all incidents whose windows contain it"),
-    Column("window_first", "integer", "first batch of that window (of the user's, where there is no incident)"),
+    Column("window_first", "integer", "its first batch; without an incident, of the window that was added"),
     Column("window_last", "integer", "its last batch, included"),
     Column("reason", "text", "why: the plan's words, or who gave the window and why"),
     Column("verdict", "text", "of the incident, as are all that follow; null without one"),
@@ -145,15 +145,16 @@ class _Reasons:
         return self._known[key]
 
     def _row(self, cases: list[int], added: list[int]) -> Row:
+        by_user = any(not self._history.added[place].by_supervisor for place in added)
         numbers = [self._cases[place].incident.incident for place in cases]
         if cases:
-            return (bool(added), numbers[-1], numbers, *_of_case(self._cases[cases[-1]]))
+            return (by_user, numbers[-1], numbers, *_of_case(self._cases[cases[-1]]))
         if added:
             fact = self._history.added[added[-1]]
             window: Row = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
         else:
             window = (None, None, None)
-        return (bool(added), None, [], *window, *[None] * _OF_INCIDENT)
+        return (by_user, None, [], *window, *[None] * _OF_INCIDENT)
 
 
 _OF_INCIDENT = len(COLUMNS) - 1 - next(place for place, column in enumerate(COLUMNS) if column.name == "reason")

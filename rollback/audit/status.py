@@ -20,25 +20,24 @@ from pydantic import Field
 
 from rollback.audit.asked import open_requests
 from rollback.audit.cost import seconds_since_epoch
-from rollback.audit.ledger import Ending, Entry, Point
+from rollback.audit.judged import last_judged, read_last_metrics
+from rollback.audit.ledger import Ending, Entry, LastJudged, Point
 from rollback.audit.material import merge, require_run_directory, torn_notice
 from rollback.audit.past import Past
 from rollback.errors import RunDirectoryError
 from rollback.events import Attached, Drained, Record, RestartScheduled, Restored
-from rollback.rundir.durable import open_regular
 from rollback.rundir.history import History
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.records import Heartbeat, Metric, read_heartbeats
+from rollback.rundir.records import Heartbeat, read_heartbeats
 from rollback.rundir.tiers import TierName, locate
 
 Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 _SAME_START = 2.0  # seconds; a process start time is known to a clock tick, boot time to a second
-_TAIL = 1 << 16
 
 
 class RankStatus(Entry):
@@ -112,6 +111,10 @@ class Status(Entry):
     loss: float | None = Field(description="of the last judged step, as are the next two")
     grad_norm: float | None
     verdict: str | None
+    loss_step: int | None = Field(description="that step")
+    batches_per_step: int | None = Field(
+        description="of the updates on record; where there are several, `loss` is the mean of what was observed"
+    )
     steps_per_second: float | None = Field(description="over the present attempt since its last restore")
     last_good: Point | None
     last_good_checkpoint: str | None
@@ -200,13 +203,13 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
-    metric = read_last_metric(paths)
+    judged = last_judged(read_last_metrics(paths))
     found = read_heartbeats(paths.ranks)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
     holder = _holder(paths, now)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
     slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
-    point = _present_point(past, metric, list(heartbeats.values()))
+    point = _present_point(past, judged, list(heartbeats.values()))
     newest_good = max((name for name in history.good if name in history.committed), default=None)
     good = history.committed[newest_good] if newest_good else None
     state = _state(holder, ranks, past.ending)
@@ -223,9 +226,11 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
         ranks=ranks,
         step=point.step if point else None,
         batch=point.batch if point else None,
-        loss=metric.loss if metric else None,
-        grad_norm=metric.grad_norm if metric else None,
-        verdict=metric.verdict if metric else None,
+        loss=judged.loss if judged else None,
+        grad_norm=judged.grad_norm if judged else None,
+        verdict=judged.verdict if judged else None,
+        loss_step=judged.step if judged else None,
+        batches_per_step=judged.batches if judged else None,
         steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
         last_good=Point(step=good.step, batch=good.batch) if good else None,
         last_good_checkpoint=newest_good,
@@ -240,7 +245,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
             )
             for name in held
         ],
-        durable=_durable(past),
+        durable=_durable(paths, past),
         work=_work(paths, past, state, point, now),
         began=past.began,
         incidents=len(history.cases),
@@ -254,12 +259,18 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
     )
 
 
-def _durable(past: Past) -> Durable | None:
+def _durable(paths: RunPaths, past: Past) -> Durable | None:
     if past.drained is None or not isinstance(past.drained.fact, Drained):
         nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
         return nothing if past.undrained else None
-    fact, at = past.drained.fact, past.drained.at
-    return Durable(place=fact.place, checkpoint=fact.checkpoint, step=fact.step, at=at, trouble=past.undrained)
+    fact, at, place = past.drained.fact, past.drained.at, place_of(paths, past.drained.fact.place)
+    return Durable(place=place, checkpoint=fact.checkpoint, step=fact.step, at=at, trouble=past.undrained)
+
+
+def place_of(paths: RunPaths, recorded: str) -> str:
+    """Where a durable ring is, so that it is found from anywhere: a URL, or the run directory's own, wherever that was
+    when it was recorded."""
+    return recorded if "://" in recorded else str(paths.ring.absolute())
 
 
 def _work(paths: RunPaths, past: Past, state: State, point: Point | None, now: Now) -> Work | None:
@@ -290,21 +301,6 @@ def _being_written(paths: RunPaths) -> int | None:
             return sum(file.stat(follow_symlinks=False).st_size for file in files)
     except OSError:
         return None
-
-
-def read_last_metric(paths: RunPaths) -> Metric | None:
-    """The last sound line of the metrics, found from the end: the file may be large."""
-    try:
-        with open_regular(paths.metrics) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL))
-            lines = file.read(_TAIL).split(b"\n")[:-1]
-    except (OSError, ValueError):
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):
-            return Metric.model_validate_json(line)
-    return None
 
 
 def _holder(paths: RunPaths, now: Now) -> Holder | None:
@@ -348,12 +344,12 @@ def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | 
     return "died"
 
 
-def _present_point(past: Past, metric: Metric | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
+def _present_point(past: Past, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
     """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
     if heartbeats:
         return min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
-    if metric is not None:
-        return Point(step=metric.step + 1, batch=metric.batch + 1)
+    if judged is not None:
+        return Point(step=judged.step + 1, batch=judged.batch + 1)
     return past.point
 
 

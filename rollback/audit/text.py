@@ -1,4 +1,4 @@
-"""The ledger and the status as text for people."""
+"""The ledger as text for people."""
 
 from __future__ import annotations
 
@@ -11,8 +11,17 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.ledger import AttemptEntry, EvidenceEntry, IncidentEntry, Ledger, Message, SkippedBatchEntry, Span
-from rollback.audit.status import Durable, Status
+from rollback.audit.judged import as_observed
+from rollback.audit.ledger import (
+    AttemptEntry,
+    EvidenceEntry,
+    IncidentEntry,
+    Ledger,
+    Message,
+    SkippedBatchEntry,
+    Span,
+    Totals,
+)
 from rollback.audit.terminal import printable, quoted
 
 SHOWN_BATCHES = 12
@@ -31,7 +40,6 @@ OUTCOMES = {
 }
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
 VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
-_STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 
 
 def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) -> None:
@@ -63,16 +71,32 @@ def _print_head(console: Console, ledger: Ledger) -> None:
     samples = "" if totals.skipped_samples is None else f" ({totals.skipped_samples} samples)"
     rows.append(("incidents", f"{totals.incidents}, answered by {totals.rollbacks} restores"))
     rows.append(("skipped", f"{totals.skipped_batches} batches{samples}"))
-    share = "" if totals.goodput is None else f"; goodput {totals.goodput:.1%}"
-    rows.append(("steps", f"{totals.steps} count, {totals.steps_lost} were undone{share}"))
-    down = f", {duration(totals.seconds_down)} down between attempts" if totals.seconds_down else ""
-    rows.append(("time", f"{duration(totals.seconds)} on record, {duration(totals.seconds_lost)} undone{down}"))
+    undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
+    rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
+    if (judged := ledger.last_judged) is not None:
+        rows.append(("loss", loss_in_words(judged.loss, judged.step, judged.batches, last=ledger.ending is None)))
+    rows.append(("time", _time_in_words(totals)))
     if ledger.ending:
         step = f" at step {ledger.ending.step}" if ledger.ending.step is not None else ""
         rows.append(("ended", quoted(f"{ledger.ending.how.replace('_', ' ')}{step}: {ledger.ending.account}")))
     else:
         rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
     print_rows(console, rows, indent=0)
+
+
+def _time_in_words(totals: Totals) -> str:
+    spent = [f"{duration(totals.seconds)} on record", f"{duration(totals.seconds_lost)} undone"]
+    spent += [f"{duration(totals.seconds_hung)} hung"] if totals.seconds_hung else []
+    spent += [f"{duration(totals.seconds_down)} down between attempts"] if totals.seconds_down else []
+    at_most = "at most " if totals.steps_lost_at_least else ""
+    share = "" if totals.goodput is None else f"; goodput {at_most}{totals.goodput:.1%}"
+    return ", ".join(spent) + share
+
+
+def loss_in_words(loss: float | None, step: int, batches: int | None, *, last: bool) -> str:
+    """A loss on record. last: nothing says that no step followed."""
+    which = as_observed(loss, batches)
+    return f"{number(loss)} at step {step}{', the last on record' if last else ''}" + (f" ({which})" if which else "")
 
 
 def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:
@@ -111,7 +135,7 @@ def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     if entry.reason:
         yield "reason", quoted(entry.reason)
     if entry.restored:
-        yield "lost", f"{_or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
+        yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
     words, style = OUTCOMES[entry.outcome]
     if entry.repeated_by is not None:
         words += f" as incident {entry.repeated_by}"
@@ -167,7 +191,8 @@ def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], every
         table.add_column(f"rank {rank}", overflow="fold")
     shown = skipped if everything else skipped[:SHOWN_BATCHES]
     for entry in shown:
-        why = ", ".join([*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])])
+        whose = [*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])]
+        why = ", ".join([*whose, *(["supervisor"] if entry.by_supervisor else [])])
         cells = [indices_in_words(entry.indices.get(rank), everything) for rank in ranks]
         table.add_row(str(entry.batch), str(entry.epoch), str(entry.offset), why, *cells)
     console.print(Padding(table, (0, 0, 0, 2)))
@@ -189,7 +214,7 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
 
 def _print_windows(console: Console, ledger: Ledger) -> None:
     if ledger.user_windows:
-        _section(console, "skip windows that the user gave")
+        _section(console, "skip windows that no incident gave")
         windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
         print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
 
@@ -242,13 +267,16 @@ def _attempt(entry: AttemptEntry) -> str:
     if entry.begins is None:
         parts.append("the ranks never agreed where to begin")
     else:
+        reached = at_least(or_unknown(entry.reached), entry.at_least and entry.reached is not None)
         source = f"from {entry.checkpoint}, " if entry.checkpoint else ""
-        parts.append(f"{source}step {entry.begins.step} to {_or_unknown(entry.reached)}")
+        parts.append(f"{source}step {entry.begins.step} to {reached}")
+    if entry.changed:
+        parts.append(f"other than at the last start: {'; '.join(entry.changed)}")
     parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:
-        parts.append(f"lost {entry.steps_lost} steps, {duration(entry.seconds_lost)}")
+        parts.append(f"lost {at_least(str(entry.steps_lost), entry.at_least)} steps, {duration(entry.seconds_lost)}")
     if entry.restart_delay is not None:
         left = f"{entry.restart_budget_left} restarts left"
         parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")
@@ -267,62 +295,6 @@ def _print_messages(console: Console, title: str, messages: Sequence[Message]) -
     if messages:
         _section(console, title)
         print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
-
-
-def print_status(console: Console, status: Status) -> None:
-    """Print a status: a few lines."""
-    print_rows(console, list(_status_rows(status)), indent=0)
-
-
-def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
-    yield "run", quoted(status.directory)
-    state = Text(status.state, style=_STATES[status.state])
-    if status.doing:
-        state.append_text(quoted(f": {status.doing}"))
-    if status.attempt:
-        state.append(f", attempt {status.attempt}")
-    yield "state", state
-    if status.holder:
-        who = status.holder
-        yield "held by", quoted(f"{who.role}, pid {who.pid} on {who.host} since {who.since} (alive: {who.alive})")
-    if status.ranks:
-        alive = sum(entry.alive == "yes" for entry in status.ranks)
-        oldest = max((entry.age for entry in status.ranks if entry.age is not None), default=None)
-        age = "" if oldest is None else f", oldest heartbeat {duration(oldest)} ago"
-        yield "ranks", f"{alive} of {status.world_size or len(status.ranks)} seen alive{age}"
-    if status.step is not None:
-        rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
-        yield "step", f"{status.step}, batch {status.batch}{rate}"
-    if status.verdict is not None:
-        yield "loss", quoted(f"{number(status.loss)}, gradient norm {number(status.grad_norm)}, {status.verdict}")
-    if status.last_good and status.last_good_checkpoint:
-        yield "last good", quoted(f"{status.last_good_checkpoint}, {_or_unknown(status.last_good_age)} steps ago")
-    else:
-        yield "last good", "no good checkpoint yet"
-    if status.candidates:
-        yield "candidates", quoted(" ".join(status.candidates))
-    if status.durable:
-        yield "durable", _durable(status.durable)
-    yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
-    yield from _open_rows(status)
-    for code, text in status.advice.items():
-        yield "advice", quoted(f"{code}: {text}")
-    if status.ending:
-        step = f" at step {status.ending.step}" if status.ending.step is not None else ""
-        yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
-
-
-def _durable(ring: Durable) -> Text:
-    text = quoted(f"{ring.checkpoint} at {ring.place}" if ring.checkpoint else "nothing was copied yet")
-    return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
-
-
-def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
-    """What is still to be done."""
-    if status.pending:
-        yield "pending", quoted(status.pending, style="yellow")
-    for text in status.requests:
-        yield "asked for", quoted(text, style="yellow")
 
 
 def _section(console: Console, title: str) -> None:
@@ -354,5 +326,10 @@ def duration(seconds: float | None) -> str:
     return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
 
 
-def _or_unknown(value: int | None) -> str:
+def at_least(number: str, least: bool) -> str:
+    """A number of which there may be more than is on record."""
+    return f"at least {number}" if least else number
+
+
+def or_unknown(value: int | None) -> str:
     return "unknown" if value is None else str(value)

@@ -37,7 +37,7 @@ _EXIT_CODES = (
 app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
-app.command(epilog=DOCTOR_CODES)(doctor)
+app.command(context_settings=LAUNCH_CONTEXT, epilog=DOCTOR_CODES)(doctor)
 for _command in (status, why, report, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):

@@ -20,7 +20,11 @@ _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "
 
 def doctor(
     script: Annotated[
-        str | None, typer.Argument(help="Training script: names the run directory as rollback launch would.")
+        str | None,
+        typer.Argument(metavar="SCRIPT", help="Training script: names the run directory as rollback launch would."),
+    ] = None,
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGUMENTS", help="The script's own; nothing is made of them.")
     ] = None,
     run: Annotated[Path | None, typer.Option(help="Run directory; it need not exist.", show_default=False)] = None,
     ring: Annotated[str | None, typer.Option(metavar="URL", help="Ring elsewhere.", show_default=False)] = None,
@@ -37,6 +41,7 @@ def doctor(
 ) -> None:
     """Look whether this machine can keep the promises: memory, disks, a ring elsewhere, torch, cores, limits, clock.
 
+    Flags come before the script and its arguments, as for rollback launch; nothing of the script is run.
     Takes some seconds. What is written to be measured is removed again; a run directory is not made.
     """
     from rollback.audit.terminal import console_for

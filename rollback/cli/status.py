@@ -28,8 +28,8 @@ def status(
         _watch(run, plain)
         return
     from rollback.audit.status import read_status
+    from rollback.audit.status_text import print_status
     from rollback.audit.terminal import console_for
-    from rollback.audit.text import print_status
 
     found = read_status(run)
     if json:

@@ -25,8 +25,9 @@ from rollback.events import (
 def line_of(record: Record) -> str | None:
     """What a fact says to someone who watches; None for what happens all the time. Words in it are not ours."""
     match record.fact:
-        case AttemptStarted():
-            return f"attempt {record.attempt} starts on {record.fact.host}"
+        case AttemptStarted() as fact:
+            changed = f"; other than at the last start: {'; '.join(fact.changed)}" if fact.changed else ""
+            return f"attempt {record.attempt} starts on {fact.host}{changed}"
         case Attached() as fact if fact.checkpoint:
             return f"resumed at step {fact.step} from {fact.checkpoint}"
         case Incident() as fact:

@@ -23,7 +23,7 @@ from rollback.audit.compile import compile_ledger
 from rollback.audit.ledger import Ledger
 from rollback.audit.material import Material, read_material
 from rollback.audit.terminal import printable
-from rollback.audit.text import duration
+from rollback.audit.text import at_least, duration
 from rollback.report.account import Account, account
 from rollback.report.cards import cards
 from rollback.report.chart import chart
@@ -45,7 +45,7 @@ def render(ledger: Ledger, material: Material) -> str:
     picture = chart(ledger, material.records, material.metrics) if material.metrics is not None else None
     drawn, around = picture or (None, None)
     tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
-    spent = account(ledger, material.records)
+    spent = account(ledger)
     style, script = _asset("report.css"), _asset("report.js")
     sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
     environment = Environment(
@@ -120,8 +120,8 @@ def _ending(ledger: Ledger) -> dict[str, str]:
 def _facts(ledger: Ledger) -> list[tuple[str, str]]:
     totals = ledger.totals
     return [
-        ("steps that count", f"{totals.steps:,}"),
-        ("steps undone", f"{totals.steps_lost:,}"),
+        ("steps that count", at_least(f"{totals.steps:,}", totals.steps_at_least)),
+        ("steps undone", at_least(f"{totals.steps_lost:,}", totals.steps_lost_at_least)),
         ("goodput", "-" if totals.goodput is None else f"{totals.goodput:.1%}"),
         ("incidents", f"{totals.incidents:,}"),
         ("batches skipped", f"{totals.skipped_batches:,}"),

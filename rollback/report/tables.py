@@ -8,7 +8,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollback.audit.ledger import AttemptEntry, CheckpointEntry, Ledger
-from rollback.audit.text import duration, number
+from rollback.audit.status import place_of
+from rollback.audit.text import at_least, duration, number
 from rollback.drain_facts import Drained
 from rollback.events import Record
 from rollback.rundir.paths import RunPaths
@@ -38,7 +39,7 @@ def blocks(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Iterat
     """All sections that have something to say."""
     yield _attempts(ledger, records, paths)
     drained = {record.fact.checkpoint: record.fact for record in records if isinstance(record.fact, Drained)}
-    yield _checkpoints(ledger.checkpoints, drained)
+    yield _checkpoints(ledger.checkpoints, drained, paths)
     if ledger.user_windows or ledger.requests:
         yield _asked(ledger)
     if ledger.noticed or ledger.phases or ledger.scaler_skipped:
@@ -71,9 +72,11 @@ def _attempts(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Blo
 
 
 def _attempt(entry: AttemptEntry) -> list[str]:
-    begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {_or_unknown(entry.reached)}"
+    reached = at_least(_or_unknown(entry.reached), entry.at_least and entry.reached is not None)
+    begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {reached}"
     ended = entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else "")
-    lost = f"{entry.steps_lost:,} steps, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
+    steps = at_least(f"{entry.steps_lost or 0:,}", entry.at_least)
+    lost = f"{steps} steps, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
     followed = ""
     if entry.restart_delay is not None:
         followed = f"restarted after {duration(entry.restart_delay)}: {entry.restart_reason}"
@@ -97,7 +100,7 @@ def _stacks(paths: RunPaths, attempt: int) -> Iterator[tuple[str, str]]:
         yield f"Attempt {attempt}: stacks of {what} {process.rank} (pid {process.pid})", text
 
 
-def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drained]) -> Block:
+def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drained], paths: RunPaths) -> Block:
     """Those that are there, and of the others those that did not leave by age. drained: to the durable ring."""
     fates = Counter(entry.status for entry in entries)
     shown = [entry for entry in entries if entry.status != "evicted"]
@@ -105,7 +108,8 @@ def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drain
     note = f"{counts}. Those that were evicted when newer ones came are not listed." if entries else "None was taken."
     if drained:
         last = max(drained.values(), key=lambda fact: fact.step)
-        note += f" {len(drained):,} were copied to the durable ring, {last.place}: the last one of step {last.step:,}."
+        place = place_of(paths, last.place)
+        note += f" {len(drained):,} were copied to the durable ring, {place}: the last one of step {last.step:,}."
     block = _cut(
         "checkpoints",
         "Checkpoints",
@@ -136,7 +140,8 @@ def _asked(ledger: Ledger) -> Block:
         skip = f", skip batches {entry.skip}" if entry.skip else ""
         state = entry.state.replace("_", " ") + (f": {entry.answer}" if entry.answer else "")
         rows.append([f"{entry.order or 'unreadable'}{to}{skip}", entry.who or "", entry.why or "", state])
-    return _cut("asked", "What people asked for", ["what", "who", "why", "what became of it"], rows)
+    title = "What people asked for, and what the supervisor skipped"
+    return _cut("asked", title, ["what", "who", "why", "what became of it"], rows)
 
 
 def _left_alone(ledger: Ledger) -> Block:

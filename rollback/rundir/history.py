@@ -77,6 +77,8 @@ class History:
     """Whether a data set of another length was accepted at some time."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
+    first_writes: int | None = None
+    """Of the first attempt: see `Attached.writes`."""
     timeline: int = 0
     last_attempt: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
@@ -135,6 +137,8 @@ def _apply(history: History, record: Record) -> None:
                 history.discarded.update(fact.discards)
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline
+        case Attached() as fact if history.first_writes is None:
+            history.first_writes = fact.writes
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:

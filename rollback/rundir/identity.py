@@ -78,6 +78,21 @@ def require_same_job(
     Returns in what they differ all the same: a number of ranks under which every batch is made of the same samples;
     with `accept_data_change`, another length of the data set.
     """
+    accepted, differences = _compare(recorded, present, accept_data_change)
+    if not differences:
+        return accepted
+    shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
+    more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
+    accepting_helps = not accept_data_change and not _compare(recorded, present, True)[1]
+    raise RunDoesNotFit(
+        f"the run directory {paths.root} belongs to another job:{shown}{more}",
+        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
+        + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),
+    )
+
+
+def _compare(recorded: Job, present: Job, accept_data_change: bool) -> tuple[list[Accepted], list[str]]:
+    """In what a job differs from the recorded one: what is let in, and what is not, in words."""
     accepted = []
     if accept_data_change and (change := _change_of_length(recorded, present)):
         accepted.append(change)
@@ -90,16 +105,7 @@ def require_same_job(
             data = {**recorded.data, "batch_size": present.data["batch_size"]}
             recorded = recorded.model_copy(update={"world_size": present.world_size, "data": data})
     differences = [*_model_differences(recorded, present), *_field_differences(recorded, present)]
-    if not differences:
-        return accepted
-    differences += [obstacle] if obstacle else []
-    shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
-    more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
-    raise RunDoesNotFit(
-        f"the run directory {paths.root} belongs to another job:{shown}{more}",
-        hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
-        + ("; --accept-data-change goes on with the changed data" if _change_of_length(recorded, present) else ""),
-    )
+    return accepted, [*differences, *([obstacle] if obstacle else [])]
 
 
 def _change_of_length(recorded: Job, present: Job) -> Accepted | None:

@@ -2,6 +2,7 @@
 
     flags     torchrun's command line, as a table
     command   what torchrun is called with, and what the ranks find in their environment
+    start_conditions  what an attempt is started with, and how that differs from the last start
     claim     the run directory: is it one, is it free, and how it is left untouched when a job is refused
     processes starting torchrun, finding and ending every process of an attempt
     torchrun  what runs in torchrun's process

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
-from rollback.events import Record
+from rollback.events import AttemptStarted, Record
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
@@ -24,6 +24,11 @@ class Past:
     @property
     def last_attempt(self) -> int:
         return max((record.attempt for record in [*self.train, *self.supervisor]), default=0)
+
+    @property
+    def last_start(self) -> AttemptStarted | None:
+        starts = [record.fact for record in self.supervisor if isinstance(record.fact, AttemptStarted)]
+        return starts[-1] if starts else None
 
 
 def read_past(paths: RunPaths) -> Past:

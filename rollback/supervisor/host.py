@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -32,6 +33,7 @@ from rollback.supervisor.processes import (
 )
 from rollback.supervisor.spare import Spare
 from rollback.supervisor.stacks import state_of, take_stacks
+from rollback.supervisor.start_conditions import conditions_of
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
 _PATIENCE = 2.0
@@ -131,7 +133,9 @@ class Host:
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
-        self.output = Output(private, paths.attempt_logs, audience)
+        self.output = Output(
+            private, paths.attempt_logs, audience, lambda attempt, rank: paths.failure(attempt, rank).exists()
+        )
         become_subreaper()
         self._before_us = descendants()
 
@@ -175,6 +179,10 @@ class Host:
                 end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
                 reap()
 
+    def conditions(self) -> dict[str, Any]:
+        """With what attempts are started at this moment: fields of `AttemptStarted`."""
+        return conditions_of(self._job, self._environment)
+
     def keep_spare(self) -> None:
         """See to it that the next attempt's torchrun waits, its imports done. Call it once this one trains."""
         if self._preload:
@@ -182,6 +190,7 @@ class Host:
 
     def close(self) -> None:
         """No other attempt will follow."""
+        self.output.release()
         self._spare.drop()
 
     def left(self, status: int, running: Running) -> Left:

@@ -15,6 +15,7 @@ import os
 import selectors
 import shutil
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -38,6 +39,9 @@ _LOOK_EVERY = 0.05  # for pipes of new ranks, where nothing is printed
 _CHUNK = 1 << 16
 _PIPE_SIZE = 1 << 20
 _LAST_WORDS = 4096
+_TRACEBACK = b"Traceback (most recent call last)"
+HELD_FOR = 20.0  # seconds; a rank that does not end after its exception has it shown all the same
+_HELD_AT_MOST = 1 << 20
 # Output is kept whole, for ever. When it has grown to this it is said, and again at each doubling.
 GROWN = 1 << 30
 
@@ -90,11 +94,19 @@ class Output:
 
     Until `keep` is called, files are made in `private`: a job that its ranks refuse leaves no trace in the run
     directory. folder_of: where the files of an attempt belong.
+
+    The exception that ends the first rank often only follows from another rank's death. From its traceback on, what
+    that rank writes to stderr is held until `release`, so that the account of who failed first can come first.
+    is_ending: whether a rank of an attempt has written down the exception that ends it, which it does before it prints
+    it; asked where a traceback comes by, since a script may print one and go on.
     """
 
     private: Path
     folder_of: Callable[[int], Path]
     audience: Audience
+    is_ending: Callable[[int, int], bool] = lambda attempt, rank: False
+    _held: bytes = b""
+    _held_since: float = 0.0
     _attempt: int = 0
     _kept: bool = False
     _sources: list[_Source] = field(default_factory=list)
@@ -107,6 +119,7 @@ class Output:
     @contextmanager
     def of_attempt(self, attempt: int, job: Job, environment: Mapping[str, str]) -> Iterator[AttemptOutput]:
         """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
+        self.release()
         self._attempt, self._sources = attempt, []
         by_user = user_decides(job, environment)
         if by_user and not self.audience.captures:
@@ -151,6 +164,19 @@ class Output:
                     shutil.copytree(before, self._folder(), dirs_exist_ok=True)
                     shutil.rmtree(before)
 
+    @property
+    def held_of(self) -> int | None:
+        """The rank whose exception is held; None where nothing is."""
+        return self._shown_rank() if self._held else None
+
+    def release(self, introduction: str | None = None) -> None:
+        """Show what is held, if anything, behind a line that introduces it."""
+        held, self._held = self._held, b""
+        if held and introduction:
+            self.audience.say(introduction)
+        if held:
+            self.audience.show("err", held)
+
     def last_words(self, rank: int) -> str | None:
         """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
         source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
@@ -185,6 +211,8 @@ class Output:
                 for key, _ in ready:
                     if not self._take(key.data):
                         selector.unregister(key.fd)
+                if self._held and time.monotonic() - self._held_since > HELD_FOR:
+                    self.release()
                 if last_time and not ready:
                     break
         for source in self._sources:
@@ -216,11 +244,24 @@ class Output:
         if not data:
             return False
         if source.rank in (None, self._shown_rank()):
-            self.audience.show(source.stream, data)
+            self._show(source, data)
         with self._lock:
             source.last = (source.last + data)[-_LAST_WORDS:]
             self._write(source, data)
         return True
+
+    def _show(self, source: _Source, data: bytes) -> None:
+        if source.stream == "err" and source.rank is not None:
+            if self._held:
+                self._held += data
+                data = b""
+            elif _TRACEBACK in data and self.is_ending(self._attempt, source.rank):
+                begins = data.rfind(b"\n", 0, data.index(_TRACEBACK)) + 1
+                data, self._held, self._held_since = data[:begins], data[begins:], time.monotonic()
+            if len(self._held) > _HELD_AT_MOST:
+                self.release()
+        if data:
+            self.audience.show(source.stream, data)
 
     def _write(self, source: _Source, data: bytes) -> None:
         with self._counting(f"writing the output of the ranks to {self._folder()}"):

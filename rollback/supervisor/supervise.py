@@ -29,7 +29,7 @@ from rollback.rundir.remote.store import Store
 from rollback.supervisor.asked import StopRequests
 from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp
-from rollback.supervisor.claim import Claim, read_past
+from rollback.supervisor.claim import Claim, Past, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
 from rollback.supervisor.draining import Draining, reach
@@ -45,6 +45,7 @@ from rollback.supervisor.nodes.protocol import Verdict
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.start_conditions import differences, redacted
 
 _POLL = 0.1
 
@@ -136,7 +137,7 @@ def _lead(
                 if store is not None:
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
-                result = _Supervisor(order, say, host, ledger, signals, nodes).run(past.last_attempt)
+                result = _Supervisor(order, say, host, ledger, signals, nodes).run(past)
                 verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
                 return result
             except RollbackError as error:
@@ -185,20 +186,24 @@ class _Supervisor:
         self._nodes = nodes
         self._requests = StopRequests(order.paths)
         self._told = False
+        self._last_start: AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say)
 
-    def run(self, last_attempt: int) -> Result:
+    def run(self, past: Past) -> Result:
+        self._last_start = past.last_start
         self._host.end_leftovers(self._say)
         best = furthest_step(self._paths, self._journal.records())
         budget = Budget.full(self._order.restart_budget)
-        attempt = last_attempt
+        attempt = past.last_attempt
         while True:
             attempt += 1
             if not self._gather(attempt):
                 return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
             evidence, first = self._attempt(attempt)
-            end = ending(evidence)
+            end, output = ending(evidence), self._host.output
+            if end != "failed" or first is None or first.rank == output.held_of:
+                output.release()  # what it raised is the account itself
             if evidence.refusal is not None:
                 if evidence.attached:
                     self._begin_record()
@@ -242,10 +247,7 @@ class _Supervisor:
         self._ledger.attempt = attempt
         began = time.monotonic()
         with self._host.attempt(attempt) as running:
-            host = socket.gethostname()
-            self._ledger.note(
-                AttemptStarted(command=running.command, host=host, pid=running.pid, nodes=self._nodes.names)
-            )
+            self._note_start(running)
             status, hung = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
         self._hear_signals()
@@ -267,6 +269,19 @@ class _Supervisor:
             )
         )
         return evidence, first
+
+    def _note_start(self, running: Running) -> None:
+        """Journal the attempt, and say what is not as at the last start."""
+        started = AttemptStarted(
+            command=redacted(running.command), host=socket.gethostname(), pid=running.pid, nodes=self._nodes.names,
+            **self._host.conditions(),
+        )  # fmt: skip
+        started = started.model_copy(update={"changed": differences(self._last_start, started)})
+        self._last_start = started
+        self._ledger.note(started)
+        if started.changed:
+            told = "; ".join(started.changed)
+            self._say(f"attempt {running.attempt}: other than at the last start: {told}")
 
     def _watch(self, running: Running) -> tuple[int, Hung | None]:
         """Torchrun's status once the attempt has ended on all nodes, by itself or because we ended it: told to stop and
@@ -327,6 +342,7 @@ class _Supervisor:
             words = self._host.output.last_words(evidence.failures.failures[0].rank)
             if words is not None:
                 self._say(words)
+        self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
 
     def _blame(self, first: FirstCause | None, attempt: int) -> bool:
         """Journal the batch that is to blame, if any: the next attempt reads that and passes over it."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
+from collections.abc import Iterator
 
 from torch import nn
 
@@ -20,10 +21,40 @@ PLAIN_EPOCH_LOOP = (
     "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
     "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands",
 )
+OWN_SNAPSHOT_ON_RESUME = (
+    "own-snapshot",
+    "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
+    "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
+    "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
+    "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_AT_THE_START = (
+    "own-snapshot",
+    "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
+    "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
+    "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
+)
+OWN_SNAPSHOT_EPOCH = (
+    "own-snapshot",
+    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
+    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
+    "that loading out, and write `for epoch in guard.epochs(n):`",
+)
 CLIPPED_WHILE_SCALED = (
     "clipped-while-scaled",
-    "gradients are clipped while GradScaler's factor is still in them, so each update is thousands of times smaller "
-    "than meant. Call scaler.unscale_(optimizer) before clip_grad_norm_",
+    "gradients are clipped while GradScaler's factor of {scale:,.0f} is still in them: a limit of {limit:.3g} acts as "
+    "{acts:.3g}, and nearly every update is clipped to it. {effect}. Call scaler.unscale_(optimizer) before "
+    "clip_grad_norm_",
+)
+_SMALLER_UPDATES = "With {optimizer} an update is up to {scale:,.0f} times smaller than meant"
+_ALIKE = (
+    "{optimizer} divides the size of gradients out again, so updates keep theirs; but batches with large and with "
+    "small gradients count alike, each change of the factor makes updates too large or too small until its averages "
+    "have followed, and gradients this small may come near its eps, which makes updates smaller"
+)
+_NOT_KNOWN = (
+    "What that does depends on how {optimizer} goes about the size of gradients: where it counts, an update is up to "
+    "{scale:,.0f} times smaller than meant; where it is divided out, large and small gradients count alike"
 )
 CLIPPED_AFTER_STEP = (
     "clipped-after-step",
@@ -31,8 +62,8 @@ CLIPPED_AFTER_STEP = (
 )
 LOSS_NOT_DIVIDED = (
     "loss-not-divided",
-    "gradients of {batches} batches are added up and no batch's loss is divided by {batches}: the update is {batches} "
-    "times that of their mean. Use (loss / {batches}).backward()",
+    "gradients of {batches} batches are added up and no batch's loss is divided by {batches}: the update's gradient is "
+    "{batches} times their mean. Use (loss / {batches}).backward()",
 )
 NO_NO_SYNC = (
     "no-no-sync",
@@ -41,8 +72,8 @@ NO_NO_SYNC = (
 )
 ALWAYS_CLIPPED = (
     "always-clipped",
-    "each of the last {count} updates was clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: clipping "
-    "does the work of a learning rate then. Raise max_norm so that it catches exceptions, or lower the learning rate",
+    "each of the last {count} updates was clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: large "
+    "and small gradients count alike then. Raise max_norm so that it catches exceptions only",
 )
 NEVER_CLIPPED = (
     "never-clipped",
@@ -68,6 +99,9 @@ REPLICAS_DIFFER = (
 )
 
 _UNOBSERVED = 20
+_BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
+_SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
+_LATE = 2  # some count epochs from 1
 _UPDATES = 3  # that must agree
 _CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while
 _SCALED = 5
@@ -76,12 +110,21 @@ _UNCLIPPED = 100  # updates without a write to any gradient
 _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
+def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[tuple[str, str]]:
+    """(code, text) of what is to be said of the script's loops; see `Passes`."""
+    if uncounted:
+        yield PLAIN_EPOCH_LOOP
+    if own_epoch is not None and own_epoch >= _LATE:
+        yield _filled(OWN_SNAPSHOT_EPOCH, told=own_epoch, epoch=epoch)
+
+
 class Advisor:
     """What is to be said of a run, from what is seen of its updates. Fed with every judged step, on every rank."""
 
     def __init__(self, model: nn.Module, optimizer: object) -> None:
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
+        self._optimizer = type(optimizer)
         self._plain_optimizer = type(optimizer).__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
         self._late = self._undivided = self._averaged = 0
         self._kept: deque[tuple[float, float]] = deque(maxlen=_CLIPPED)
@@ -130,7 +173,7 @@ class Advisor:
             # What is clipped while scaled has the same norm with the scale in it.
             self._scaled.append((pair[0], pair[1] * (beat.scale or 1.0)))
             if len(self._scaled) == _SCALED and _is_one_limit(self._scaled):
-                return [CLIPPED_WHILE_SCALED]
+                return [self._clipped_while_scaled(limit=self._scaled[-1][1], scale=beat.scale or 1.0)]
             return []
         self._scaled.clear()
         if not clipped:
@@ -141,6 +184,14 @@ class Advisor:
             return []
         norm = statistics.median(norm for norm, _ in self._kept)
         return [_filled(ALWAYS_CLIPPED, count=_CLIPPED, limit=pair[1], norm=norm)]
+
+    def _clipped_while_scaled(self, limit: float, scale: float) -> tuple[str, str]:
+        kinds = {kind.__name__ for kind in self._optimizer.__mro__}
+        effect = _SMALLER_UPDATES if kinds & _BY_SIZE else _ALIKE if kinds & _SIZE_DIVIDED_OUT else _NOT_KNOWN
+        effect = effect.format(optimizer=self._optimizer.__name__, scale=scale)
+        return CLIPPED_WHILE_SCALED[0], CLIPPED_WHILE_SCALED[1].format(
+            scale=scale, limit=limit, acts=limit / scale, effect=effect
+        )
 
     def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
         self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None

@@ -21,7 +21,7 @@ import torch
 from rollback import errors
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
+from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
 from rollback.rundir import ring, tiers
 from rollback.rundir.history import History, fold
@@ -35,6 +35,7 @@ from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.going_on import left_out_by_order, require_a_change
 from rollback.train.inventory import take_inventory
+from rollback.train.own_snapshot import traces_of
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
 from rollback.train.restoring import Place, restore
@@ -174,7 +175,7 @@ def _blamed(paths: RunPaths) -> list[Blamed]:
 
 
 def _skip_of(fact: Blamed) -> SkipAdded:
-    return SkipAdded(window=fact.window, who="the supervisor", why=fact.in_words())
+    return SkipAdded(window=fact.window, who=THE_SUPERVISOR, why=fact.in_words())
 
 
 @dataclass
@@ -199,10 +200,10 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     The first write happens here. Raises RollbackError, the same on all ranks.
     """
     history, damaged, slots = reading.history, dict(reading.damaged), dict(reading.slots)
-    state.cursor.accepts_other_length = history.other_data or any(fact.what == "data" for fact in reading.accepted)
+    state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     chosen: Manifest | None = None
     source: Place | None = None
-    places = _places(paths, reading)
+    places, traces = _places(paths, reading), traces_of(state.model, state.optimizer)
     for manifest in candidates(history, reading.manifests):
         result = restore(manifest.name, places[manifest.name], ranks, state)
         if any(place.in_slot for place, _ in result.faults):
@@ -227,14 +228,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
         if ranks.first and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
-    for order in left_out_by_order(history.quarantine, settings, reading.blamed_samples, state.cursor.batch):
-        history.quarantine.append(order)
-        record.note(order, order.in_words())
-    given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
-    for added in [*given, *reading.blamed]:
-        if added.window not in [known.window for known in history.added]:
-            history.added.append(added)
-            record.note(added)
+    _leave_out_what_is_new(history, reading, settings, state.cursor.batch, record)
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
         Attached(
@@ -243,9 +237,12 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             torch=torch.__version__, settings=settings.model_dump(mode="json", exclude_defaults=True),
             ranks_before=ranks_before,
             tier=source.tier if source else None,
+            writes=traces.writes,
         ),
         f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
     )  # fmt: skip
+    if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
+        record.advise(*advice)
     if chosen is not None:
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
@@ -256,6 +253,18 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     seq = next_seq(history, [*damaged, *reading.strays, *(manifest.name for manifest in reading.manifests)])
     slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
     return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq, ranks_before)
+
+
+def _leave_out_what_is_new(history: History, reading: Reading, settings: Settings, batch: int, record: Record) -> None:
+    """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
+    for order in left_out_by_order(history.quarantine, settings, reading.blamed_samples, batch):
+        history.quarantine.append(order)
+        record.note(order, order.in_words())
+    given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
+    for added in [*given, *reading.blamed]:
+        if added.window not in [known.window for known in history.added]:
+            history.added.append(added)
+            record.note(added)
 
 
 def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:

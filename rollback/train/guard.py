@@ -18,7 +18,7 @@ from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.advice import NEVER_UPDATED, PLAIN_EPOCH_LOOP, WITHOUT_UPDATE, Advisor
+from rollback.train.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
 from rollback.train.arguments import check_run, check_trained, settings_and_objects, whole_number
 from rollback.train.batches import Batches
 from rollback.train.choices import open_tier
@@ -193,8 +193,8 @@ class Guard(ScriptSide):
             case Again.EVERYTHING:
                 self._rewinder.restore_again()
         self._state.cursor.begin_pass()
-        if self._passes.uncounted:
-            self._record.advise(*PLAIN_EPOCH_LOOP)
+        for code, text in self._passes.advice():
+            self._record.advise(code, text)
         return PassIterator(self)
 
     def __next__(self) -> Any:

@@ -21,6 +21,7 @@ from typing import Any
 from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
+from rollback.train.advice import of_loops
 from rollback.train.cursor import Cursor
 
 
@@ -55,6 +56,7 @@ class Passes:
         """Whether the running pass ends because its epochs() goes back to an earlier one."""
         self.uncounted = False
         """Whether the script loops over epochs by itself: a resumed run must walk through those that are over."""
+        self._own_epoch: int | None = None  # what the script says that its first pass is, where it loops by itself
 
     def resume(self) -> None:
         """The cursor was put where an earlier attempt was."""
@@ -66,6 +68,7 @@ class Passes:
         self.begun, self._announced = number + 1, None
         self.interrupted = False
         self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
+        self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch
         self._note_boundary(number)
         if self._finished or (self._target is not None and number < self._target):
             self.over, self._strayed = True, True
@@ -77,6 +80,10 @@ class Passes:
         again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
         self._target, self._strayed = None, False
         return again
+
+    def advice(self) -> Iterator[tuple[str, str]]:
+        """(code, text) of what is to be said of the pass that has begun."""
+        return of_loops(uncounted=self.uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
 
     def end(self, *, final: bool) -> None:
         """The running pass has no more batches; with `final` no later one has either."""

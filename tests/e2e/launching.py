@@ -66,8 +66,15 @@ class Launch:
 
     def why(self, *arguments: str) -> str:
         """What `rollback why` prints of the run, as wide as it likes."""
+        return self._read("why", *arguments)
+
+    def audit(self) -> str:
+        """What `rollback audit` prints of it."""
+        return self._read("audit")
+
+    def _read(self, command: str, *arguments: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", "rollback", "why", str(self.run), *arguments],
+            [sys.executable, "-m", "rollback", command, str(self.run), *arguments],
             env={**os.environ, "NO_COLOR": "1", "COLUMNS": "500"}, stdout=subprocess.PIPE, text=True, check=True,
             timeout=LIMIT,
         )  # fmt: skip

@@ -13,10 +13,12 @@ from pathlib import Path
 
 import psutil
 
-from rollback.events import Attached, Committed, Fact, Stopped
+from rollback.events import Attached, Committed, Fact, Stopped, Window
+from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.supervisor.processes import dead_ranks
 
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ["ROLLBACK_ATTEMPT"])
@@ -82,6 +84,28 @@ def die_once() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
     if ATTEMPT == 1:
         until_told()
+
+
+def lose_the_peer() -> None:
+    """Rank 1 is killed in the first attempt, and rank 0 raises because of it, as a collective does."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come in the middle of the traceback
+    attach()
+    beat(7)
+    if ATTEMPT > 1:
+        return
+    if RANK == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while 1 not in dead_ranks(PATHS, ATTEMPT) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    now, error = time.time(), "Connection closed by peer [127.0.0.1]:1"
+    failure = FailureRecord(
+        rank=0, pid=os.getpid(), host=socket.gethostname(), attempt=1, at="", seconds=now, step=7, batch=7,
+        whole_step=Window(first=7, last=7), doing="training", error="builtins.RuntimeError", message=error,
+        traceback="", frames=[], fingerprint="f",
+    )  # fmt: skip
+    write_failure(PATHS.failure(1, 0), failure)
+    raise RuntimeError(error)
 
 
 def train_until_the_next_one_waits() -> None:

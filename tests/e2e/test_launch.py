@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from launching import LIMIT, Launch, is_gone, launching, tree
+from launching import LIMIT, RANK, Launch, is_gone, launching, tree
 
 from rollback.events import (
     Attached,
@@ -65,6 +65,17 @@ def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch)
     (restart,) = job.facts(RestartScheduled)
     assert restart.delay == 0.0
     assert "Traceback" not in output
+
+
+def test_what_rank_0_raises_because_its_peer_died_is_shown_after_who_died_first(job: Launch) -> None:
+    code, output = job.finish("lose_the_peer", ranks=2)
+    assert code == 0, output
+    (first, _) = job.facts(AttemptEnded)
+    assert (first.why, first.rank, first.followed) == ("signal", 1, (0,))
+    account, raised = output.index("attempt 1 failed: rank 1 "), output.index("Traceback (most recent call last)")
+    assert account < raised, output
+    assert output.count("RuntimeError: Connection closed by peer") == 1
+    assert "what rank 0 raised because of that" in output[account:raised]
 
 
 def test_a_killed_torchrun_leaves_nothing_behind_when_the_next_attempt_starts(job: Launch) -> None:
@@ -214,3 +225,19 @@ def memory_cgroup(limit: int) -> Iterator[Callable[[], None]]:
         yield lambda: (made / "cgroup.procs").write_text(str(os.getpid())) and None
     finally:
         made.rmdir()
+
+
+def test_what_differs_from_the_last_start_is_told_journalled_and_in_the_audit(tmp_path: Path) -> None:
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.read_text())
+    with launching(tmp_path, with_torchrun=False, script=script) as job:
+        _, output = job.finish("finish --lr 3e-4 --hf-token first")
+        assert "than at the last start" not in output
+        script.write_text(RANK.read_text() + "# other\n")
+        _, output = job.finish("finish --lr 1e-3 --hf-token sesame")
+        told = "other than at the last start: argument --lr: 3e-4 -> 1e-3; the script has other content"
+        assert f"attempt 2: {told}" in output
+        _, started = job.facts(AttemptStarted)
+        assert started.changed == ("argument --lr: 3e-4 -> 1e-3", "the script has other content")
+        assert "sesame" not in job.paths.supervisor_journal.read_text()
+        assert told in job.audit()

@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -176,6 +176,40 @@ def scaled(folder: Path, optimizer: Any, clipping: str) -> list[str]:
 
 def test_clipping_while_scaled_is_noticed(tmp_path: Path, optimizer: Any) -> None:
     assert scaled(tmp_path, optimizer, "scaled") == ["clipped-while-scaled"]
+
+
+def told_of_scaled_clipping(optimizer: Any) -> str:
+    """What is said of clipping to 0.5 while a factor of 1024 is in the gradients."""
+    one, habit = advisor(nn.Linear(1, 1), optimizer), Habit(1, written=True, while_scaled=True)
+    for norm, _ in zip(norms(), range(advice._SCALED), strict=False):
+        limit = 0.5 / 1024
+        said = one.judge(habit, replace(beat(norm, limit / norm), scale=1024.0), HEALTHY)
+    ((code, text),) = said
+    assert code == "clipped-while-scaled"
+    assert "{" not in text
+    return text
+
+
+class Lion(torch.optim.Optimizer):
+    """Of another library: how it goes about gradients is not known."""
+
+    def __init__(self, parameters: Any, lr: float) -> None:
+        super().__init__(parameters, {"lr": lr})
+
+
+def test_what_clipping_while_scaled_does_is_told_as_it_is_for_each_optimizer() -> None:
+    plain = told_of_scaled_clipping(torch.optim.SGD)
+    assert "up to 1,024 times smaller than meant" in plain
+    for adaptive in (torch.optim.Adam, torch.optim.AdamW, torch.optim.RMSprop, torch.optim.Adagrad):
+        even = told_of_scaled_clipping(adaptive)
+        assert "times smaller" not in even
+        assert f"{adaptive.__name__} divides the size of gradients out again" in even
+        assert "eps" in even
+    unknown = told_of_scaled_clipping(Lion)
+    assert "depends on how Lion goes about the size of gradients" in unknown
+    for text in (plain, even, unknown):
+        assert "acts as 0.000488" in text
+        assert "scaler.unscale_(optimizer)" in text
 
 
 @pytest.mark.parametrize("clipping", ["unscaled", "factor", "none"])
@@ -365,7 +399,7 @@ def test_no_advice_to_clip_otherwise(model: nn.Module, habit: Habit, verdicts: A
 
 
 def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
-    for name in ("CLIPPED_WHILE_SCALED", "CLIPPED_AFTER_STEP", "PLAIN_EPOCH_LOOP"):
+    for name in ("CLIPPED_AFTER_STEP", "PLAIN_EPOCH_LOOP"):
         assert "{" not in getattr(advice, name)[1]
     one = advisor(nn.Linear(1, 1))
     for norm, _ in zip(norms(), range(advice._CLIPPED), strict=False):

@@ -215,6 +215,14 @@ def test_the_exit_code_is_1_only_if_something_fails(tmp_path: Path) -> None:
     assert isinstance(doctor("missing.py").exception, UsageError)
 
 
+def test_a_script_comes_with_its_arguments_as_for_launch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    done = doctor("--nproc", 1, "--json", "train.py", "--lr", "3e-4", "data", "--nproc", "8")
+    report = Report.model_validate_json(done.stdout)
+    assert (Path(report.run), report.ranks) == (Path("runs/train"), 1)
+
+
 def test_hostile_names_are_shown_and_not_obeyed(tmp_path: Path) -> None:
     place = tmp_path / "\x1b[31m[bold]x"
     place.mkdir()

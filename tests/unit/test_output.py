@@ -94,6 +94,49 @@ def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Lis
     assert output.last_words(5) == f"the end of {folder / 'rank-00005.err'}:\n  err of 5"
 
 
+TRACEBACK = b"[rank0]: Traceback (most recent call last):\n[rank0]: RuntimeError: a peer is gone\n"
+
+
+def test_the_exception_that_ends_the_first_rank_waits_for_the_account(
+    output: Output, listener: Listener, tmp_path: Path
+) -> None:
+    output.is_ending = lambda attempt, rank: (attempt, rank) == (1, 0)
+    output.keep()
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.err", b"step 7\n" + TRACEBACK)
+        wait_for(lambda: listener.shown["err"])
+        ranks.write("rank-00000.err", b"and what follows it\n")
+        ranks.write("rank-00000.out", b"out\n")
+    assert listener.shown == {"out": b"out\n", "err": b"step 7\n"}
+    assert output.held_of == 0
+    output.release("after the account:")
+    assert listener.said == ["after the account:"]
+    assert listener.shown["err"] == b"step 7\n" + TRACEBACK + b"and what follows it\n"
+    output.release("nothing is held any more")
+    assert listener.said == ["after the account:"]
+    assert (tmp_path / "logs/attempt-1/rank-00000.err").read_bytes() == listener.shown["err"]
+
+
+def test_an_exception_that_a_script_prints_and_survives_is_shown_at_once(output: Output, listener: Listener) -> None:
+    with output.of_attempt(1, JOB, {}) as streams:
+        Ranks(streams.job).write("rank-00000.err", TRACEBACK)
+    assert listener.shown["err"] == TRACEBACK
+
+
+def test_a_rank_that_does_not_end_after_its_exception_is_not_waited_for(
+    output: Output, listener: Listener, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "HELD_FOR", 0.2)
+    output.is_ending = lambda attempt, rank: True
+    with output.of_attempt(1, JOB, {}) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.err", TRACEBACK)
+        wait_for(lambda: listener.shown["err"] == TRACEBACK)
+        ranks.write("rank-00000.err", b"more\n")
+        wait_for(lambda: listener.shown["err"] == TRACEBACK + b"more\n")
+
+
 def test_nothing_is_left_in_the_run_directory_by_a_job_that_is_refused(output: Output, tmp_path: Path) -> None:
     with output.of_attempt(1, JOB, {}) as streams:
         Ranks(streams.job).write("rank-00000.out", b"refused\n")

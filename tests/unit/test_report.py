@@ -151,7 +151,7 @@ def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     eventful_run(tmp_path / "run", monkeypatch)
     material = read_material(tmp_path / "run")
     ledger = compile_ledger(material)
-    spent = account(ledger, material.records)
+    spent = account(ledger)
     assert spent is not None
     parts = {part.key: part for part in spent.parts}
     assert sum(part.seconds for part in spent.parts) == pytest.approx(ledger.totals.seconds)
@@ -177,7 +177,7 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
     )
     write_processes(run.paths.processes(1), [seen])
     material = read_material(run.paths.root)
-    spent = account(compile_ledger(material), material.records)
+    spent = account(compile_ledger(material))
     assert spent is not None
     assert {part.key: part.seconds for part in spent.parts} == pytest.approx(
         {"healthy": 0, "rewinds": 0, "restarts": 20, "stalled": 60, "down": 10}

@@ -87,6 +87,14 @@ def test_the_user_s_windows_and_data_without_indices_have_rows_too(run: Recorded
     assert "1 of 2 batches" in cli("audit", run.paths.root, "--format", "csv").stderr
 
 
+def test_the_supervisor_s_windows_are_not_the_user_s(run: RecordedRun) -> None:
+    run.attach(0, 1, None, 0)
+    run.tell(1, SkipAdded(window=Window(first=50, last=50), who="the supervisor", why="the same exception twice"))
+    run.pass_over(2, 50, 50, timeline=0)
+    for row in rows_of(run):
+        assert (row["by_user"], row["reason"]) == (False, "the supervisor: the same exception twice")
+
+
 def test_a_window_too_large_to_be_listed_is_a_notice(run: RecordedRun) -> None:
     run.tell(30, SkipAdded(window=Window(first=0, last=2**70), who="user", why="everything"))
     run.tell(31, PassedOver(first=0, last=2**70, step=30, timeline=0))

@@ -219,6 +219,29 @@ def test_another_length_is_let_in_on_demand_only() -> None:
         admit(job(2), job(2, length=101, batch_size=5), accept_data_change=True)
 
 
+@pytest.mark.parametrize(
+    "present",
+    [
+        job(2, length=101, batch_size=5),
+        job(2, length=101).model_copy(update={"model": [("w", "float32", [3])]}),
+        job(4, length=101, batch_size=4),
+        job(2, length=101).model_copy(update={"objects": ["ema"]}),
+    ],
+    ids=["batch size", "model", "ranks", "objects"],
+)
+def test_to_accept_other_data_is_not_recommended_where_it_would_be_refused_all_the_same(present: Job) -> None:
+    with pytest.raises(RunDoesNotFit) as refused:
+        admit(job(2), present)
+    assert "--accept-data-change" not in (refused.value.hint or "")
+
+
+def test_to_accept_other_data_is_recommended_beside_a_number_of_ranks_that_fits() -> None:
+    with pytest.raises(RunDoesNotFit) as refused:
+        admit(job(2, batch_size=4), job(4, batch_size=2, length=101, batches=14))
+    assert "--accept-data-change" in (refused.value.hint or "")
+    assert admit(job(2, batch_size=4), job(4, batch_size=2, length=101, batches=14), accept_data_change=True)
+
+
 # --- a data set of another length ------------------------------------------------------------------------------------
 
 

@@ -30,7 +30,7 @@ class RingInRun:
 
     @property
     def place(self) -> str:
-        return str(self._paths.ring)
+        return str(self._paths.ring.absolute())
 
     def open(self) -> None:
         """Remove what an earlier drainer left half written."""

@@ -113,6 +113,7 @@ class Follower:
         """Torchrun on this node, until it has ended or is to be ended."""
         with self._host.attempt(number) as running:
             status = self._watch(running, beacon)
+        self._host.output.release()
         return self._host.left(status, running)
 
     def _watch(self, running: Running, beacon: Beacon[Report]) -> int:

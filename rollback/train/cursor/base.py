@@ -135,6 +135,11 @@ class Cursor(ABC):
         """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know."""
         return self.opened and self.epoch_batches is not None and self.offset >= self.epoch_batches
 
+    @property
+    def told_epoch(self) -> int | None:
+        """What the script has called `set_epoch` with since we last did; None where it has not, or has nothing to."""
+        return None
+
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
         self._check_open()

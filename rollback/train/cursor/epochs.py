@@ -46,6 +46,11 @@ class EpochSetters:
         """Notes that the position has moved to between two epochs, so that what is set now may be of a later one."""
         self._left_at = self._now()
 
+    @property
+    def told(self) -> int | None:
+        """What the user has called `set_epoch` with, unless we left it at that; the latest of several."""
+        return None if self._left_at == self._now() else max(self._now(), default=None)
+
     def _now(self) -> list[int]:
         return [int(getattr(setter, name)) for setter, name in self._setters]
 

@@ -49,6 +49,10 @@ class InOrderCursor(Cursor):
             self._ahead = _Ahead(self)
         return isinstance(self._ahead.error, StopIteration)
 
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
     def close(self) -> None:
         """Lets go of the loader's iterator, and ends its workers."""
         self._let_go(self._iterator)

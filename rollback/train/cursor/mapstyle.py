@@ -102,6 +102,10 @@ class MapStyleCursor(Cursor):
             **_subset(self._loader.dataset),
         }
 
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
     def close(self) -> None:
         if self._clone is not None:
             shut_down(self._clone._iterator)
@@ -211,7 +215,7 @@ class MapStyleCursor(Cursor):
             self._epoch_setters.give(self.epoch, self._opening["epochs"])
             order = self._make_order()
         Generators(self._loader.dataset).restore(state["data_generators"])
-        self._unproven = (self._unproven or self._fresh) and not self.accepts_other_length
+        self._unproven = self._unproven or self._fresh
         self._fresh = False
         try:
             self._begin(order, self._move_to_position(order, state))

@@ -1,0 +1,122 @@
+"""A script that loads a snapshot of its own beside the run's checkpoints is told so, and one that does not is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from toy import facts
+
+import rollback
+from rollback.events import Advice, Attached
+
+EPOCHS, BATCHES = 4, 6
+
+
+@dataclass
+class Script:
+    """One training script, as each start of it would run. `snapshot` is its own file, where it has one."""
+
+    folder: Path
+    optimizer: Callable[[Any], Any] = lambda parameters: torch.optim.SGD(parameters, lr=1e-3)
+    loads: tuple[str, ...] = ()
+    """What it loads from its snapshot, of `model`, `optimizer`, `epoch`."""
+    own_loop: bool = True
+    first_epoch: int = 0
+    sets_epoch: bool = True
+    kept: dict[str, Any] = field(default_factory=dict)
+
+    def start(self, leave_in: int | None = None, run: str = "run") -> list[str]:
+        """Train to the end, or until the middle of an epoch: the codes of advice that the run has got so far."""
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 1))
+        optimizer = self.optimizer(model.parameters())
+        data = TensorDataset(torch.randn(4 * BATCHES, 4, generator=torch.Generator().manual_seed(1)))
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        begin = 0
+        for name, part in (("model", model), ("optimizer", optimizer)):
+            if name in self.loads and name in self.kept:
+                part.load_state_dict(self.kept[name])
+        if "epoch" in self.loads:
+            begin = self.kept.get("epoch", 0)
+        guard = rollback.Guard(
+            model=model, optimizer=optimizer, loader=DataLoader(data, 4, sampler=sampler), run=self.folder / run,
+            snapshot_every=2, probation=8, observe_only=True,
+        )  # fmt: skip
+        epochs = range(begin, EPOCHS) if self.own_loop else guard.epochs(EPOCHS)
+        for epoch in epochs:
+            if self.sets_epoch:
+                sampler.set_epoch(epoch + self.first_epoch)
+            for number, (x,) in enumerate(guard):
+                guard._snapshots.wait()
+                loss = model(x).square().mean()
+                loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+                guard.observe(loss)
+                if epoch == leave_in and number == 4:
+                    break
+            if epoch == leave_in:
+                break
+            self.kept = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "epoch": epoch}
+        guard.close()
+        return [fact.code for fact in facts(self.folder / run, Advice) if fact.code == "own-snapshot"]
+
+    def text(self, run: str = "run") -> str:
+        (text,) = (fact.text for fact in facts(self.folder / run, Advice) if fact.code == "own-snapshot")
+        return str(text)
+
+
+def adam(parameters: Any) -> Any:
+    return torch.optim.Adam(parameters, lr=1e-3)
+
+
+@pytest.mark.parametrize("loads", [("model", "epoch"), ("model",), ("optimizer",)])
+def test_a_resumed_script_that_loads_its_own_snapshot_is_told_so_once(tmp_path: Path, loads: tuple[str, ...]) -> None:
+    script = Script(tmp_path, adam, loads)
+    assert script.start(leave_in=2) == [], "there was no snapshot yet"
+    assert script.start(leave_in=3) == ["own-snapshot"]
+    assert "step" in script.text()
+    assert script.start() == ["own-snapshot"]
+
+
+def test_a_script_that_only_skips_the_epochs_of_its_own_snapshot_is_told_so(tmp_path: Path) -> None:
+    script = Script(tmp_path, loads=("epoch",))
+    assert script.start(leave_in=3) == []
+    script.kept["epoch"] = 2
+    assert script.start(run="anew") == ["own-snapshot"]
+    assert "begins with epoch 2 by its own count" in script.text("anew")
+    assert "guard.epochs(" in script.text("anew")
+
+
+def test_a_new_run_that_begins_with_a_used_optimizer_is_told_what_that_means(tmp_path: Path) -> None:
+    script = Script(tmp_path, adam, ("model", "optimizer"))
+    script.start(run="before")
+    assert script.start(run="new") == ["own-snapshot"]
+    assert "first start only" in script.text("new")
+
+
+@pytest.mark.parametrize("optimizer", [
+    adam, torch.optim.Adagrad, lambda parameters: torch.optim.SGD(parameters, 1e-3, 0.9),
+])  # fmt: skip
+@pytest.mark.parametrize("own_loop", [True, False])
+def test_a_script_that_leaves_it_to_the_guard_is_told_nothing(tmp_path: Path, optimizer: Any, own_loop: bool) -> None:
+    script = Script(tmp_path, optimizer, own_loop=own_loop)
+    for leave_in in (1, 2, None):
+        assert script.start(leave_in) == []
+
+
+@pytest.mark.parametrize(("first_epoch", "sets_epoch"), [(1, True), (0, False)])
+def test_a_count_from_1_and_a_sampler_that_is_told_nothing_are_innocent(
+    tmp_path: Path, first_epoch: int, sets_epoch: bool
+) -> None:
+    script = Script(tmp_path, first_epoch=first_epoch, sets_epoch=sets_epoch)
+    assert script.start(leave_in=3) == []
+    assert script.start() == []
+    assert len(facts(tmp_path / "run", Attached)) == 2
