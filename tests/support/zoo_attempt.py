@@ -21,11 +21,11 @@ import numpy as np
 import torch
 from forker import serve
 from torch import Tensor, nn
+from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
+from zoo.kinds import EPOCHS, KINDS, Fed
 
 import rollback
 from rollback.errors import RollbackError
-from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
-from zoo.kinds import EPOCHS, KINDS, Fed
 
 SETTINGS = {"snapshot_every": 5, "probation": 6, "policy": "surgical", "keep": 12}
 LIMIT = 30  # seconds until an attempt is held to hang

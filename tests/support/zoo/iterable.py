@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
-from zoo.kinds import APART, COSTLY, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
+from zoo.kinds import APART, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
 from zoo.mapstyle import DATA, shared
 
 # DataLoaders of iterable data sets ------------------------------------------------------------------------------------
@@ -159,7 +159,6 @@ def _(again: bool) -> Any:
     return DataLoader(Buffered(), batch_size=SIZE)
 
 
-
 # Wrappers and subclasses ----------------------------------------------------------------------------------------------
 
 
@@ -201,7 +200,6 @@ def _(again: bool) -> Any:
             yield from self.loader
 
     return Unsized(DataLoader(DATA, batch_size=SIZE, shuffle=True))
-
 
 
 @kind("wrapper that counts its own epochs", REFUSED, alone=IDS)
@@ -288,7 +286,6 @@ def _(again: bool) -> Any:
             yield from loader
 
     return Fed(cycle(DataLoader(DATA, batch_size=SIZE, shuffle=True)), steps=STEPS)
-
 
 
 @kind("a loader's iterator", REFUSED)
@@ -415,9 +412,7 @@ class Bag:
 
 @kind("objects with tensors from a callable", alone=APART)
 def _(again: bool) -> Any:
-    return Fed(
-        lambda: Bag(torch.randint(COUNT, (SIZE,)).tolist()), steps=STEPS, read=lambda bag: (bag.x, bag.ids)
-    )
+    return Fed(lambda: Bag(torch.randint(COUNT, (SIZE,)).tolist()), steps=STEPS, read=lambda bag: (bag.x, bag.ids))
 
 
 @kind("objects with tensors from a generator that walks", REFUSED)
@@ -431,4 +426,3 @@ def _(again: bool) -> Any:
     """Sought by index: the indices tell what the batch is."""
     loader = DataLoader(DATA, batch_size=SIZE, shuffle=True, collate_fn=lambda all_: Opaque([i for _, i in all_]))
     return Fed(loader, read=Opaque.tensors)
-

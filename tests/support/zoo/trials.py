@@ -69,7 +69,7 @@ class Specimen:
         except _Refused as refused:
             return Outcome(REFUSED, str(refused))
 
-    # The trials -----------------------------------------------------------------------------------------------------
+    # The trials -------------------------------------------------------------------------------------------------------
 
     def _alone(self) -> str:
         lines, plain = self._undisturbed, self._logged(self._attempt("plain", guarded=False))
@@ -111,7 +111,7 @@ class Specimen:
         log = self._attempt("retried", nan=BATCHES + 2, nan_once=True, settings={"retry_first": True})
         return self._same(log)
 
-    # The judgement --------------------------------------------------------------------------------------------------
+    # The judgement ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _undisturbed(self) -> list[Line]:
@@ -147,7 +147,7 @@ class Specimen:
             if line.get("batch") in expected and line["ids"] != expected[line["batch"]]:
                 raise _Wrong(f"trained on {_shown(line)} instead of {expected[line['batch']]}, and was refused later")
 
-    # Attempts -------------------------------------------------------------------------------------------------------
+    # Attempts ---------------------------------------------------------------------------------------------------------
 
     def _attempt(self, name: str, *, guarded: bool = True, expect: int = 0, **request: Any) -> Path:
         """Its log, which is that of all attempts with this name. Raises if it did not end as expected."""
