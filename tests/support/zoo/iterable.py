@@ -70,7 +70,7 @@ def _(again: bool) -> Any:
 
 @kind("iterable, persistent workers", trials=("alone", "retried"), alone=IDS)
 def _(again: bool) -> Any:
-    return DataLoader(Shards(), batch_size=SIZE, num_workers=2, persistent_workers=True)
+    return DataLoader(Shards(), batch_size=SIZE, num_workers=1, persistent_workers=True)
 
 
 @kind("iterable, other number of workers at resume", REFUSED, trials=RESUMED)
@@ -232,7 +232,7 @@ def _(again: bool) -> Any:
 
 @kind("DataLoader subclass with its own __iter__, workers, nothing seeded", seeded=False, trials=("killed",))
 def _(again: bool) -> Any:
-    return Moving(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
+    return Moving(DATA, batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 @kind("two loaders side by side", alone=APART)

@@ -371,7 +371,7 @@ def _(again: bool) -> Any:
 # Workers and how batches are put together -----------------------------------------------------------------------------
 
 
-@kind("workers")
+@kind("workers", trials=COSTLY)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
@@ -429,12 +429,12 @@ def _(again: bool) -> Any:
 
 @kind("augmented in workers", trials=COSTLY, alone=IDS)
 def _(again: bool) -> Any:
-    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2)
+    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 @kind("augmented in persistent workers, nothing seeded", seeded=False, trials=("killed",))
 def _(again: bool) -> Any:
-    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True)
+    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 @kind("augmented in workers, worker_init_fn seeds", trials=("killed", "retried"))
@@ -444,7 +444,7 @@ def _(again: bool) -> Any:
         random.seed(torch.initial_seed())
 
     return DataLoader(
-        Augmented(), batch_size=SIZE, shuffle=True, num_workers=2, worker_init_fn=seed_worker, generator=seeded()
+        Augmented(), batch_size=SIZE, shuffle=True, num_workers=1, worker_init_fn=seed_worker, generator=seeded()
     )
 
 
@@ -457,7 +457,7 @@ def _(again: bool) -> Any:
             noise = np.random.default_rng((info.seed - info.id, int(index))).normal(size=8)
             return X[index] + torch.tensor(noise, dtype=torch.float32), int(index)
 
-    return DataLoader(BySeed(), batch_size=SIZE, shuffle=True, num_workers=2)
+    return DataLoader(BySeed(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 class OwnNoise(Samples):
@@ -548,7 +548,7 @@ def _(again: bool) -> Any:
             return X[index] * (1 + 0.1 * self.epoch), int(index)
 
     data = Aged()
-    return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2), at_epoch=data.set_epoch)
+    return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=1), at_epoch=data.set_epoch)
 
 
 @kind("data set that remembers what it has read", REFUSED, alone=EXACT)

@@ -84,8 +84,9 @@ class Specimen:
         self._attempt("resumed", stop=BATCHES - 2, expect=int(ExitCode.RESUMABLE))
         log = self._attempt("resumed", again=True, kill=LATE, expect=-signal.SIGKILL)
         lines = self._effective(log)
+        word = self._compare(lines, self._undisturbed[: len(lines)])
         self._was_stopped = True
-        return self._compare(lines, self._undisturbed[: len(lines)])
+        return word
 
     def _killed(self) -> str:
         if self._was_stopped:
