@@ -20,7 +20,6 @@ from pathlib import Path
 
 import pytest
 from attempts import Forker
-
 from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
 from zoo.kinds import KINDS, TRIALS
 from zoo.trials import PROGRAM, Specimen

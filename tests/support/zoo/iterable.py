@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
-from zoo.kinds import APART, COSTLY, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
+from zoo.kinds import APART, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
 from zoo.mapstyle import DATA, shared
 
 # DataLoaders of iterable data sets ------------------------------------------------------------------------------------
@@ -70,7 +70,7 @@ def _(again: bool) -> Any:
 
 @kind("iterable, persistent workers", trials=("alone", "retried"), alone=IDS)
 def _(again: bool) -> Any:
-    return DataLoader(Shards(), batch_size=SIZE, num_workers=2, persistent_workers=True)
+    return DataLoader(Shards(), batch_size=SIZE, num_workers=1, persistent_workers=True)
 
 
 @kind("iterable, other number of workers at resume", REFUSED, trials=RESUMED)
@@ -159,7 +159,6 @@ def _(again: bool) -> Any:
     return DataLoader(Buffered(), batch_size=SIZE)
 
 
-
 # Wrappers and subclasses ----------------------------------------------------------------------------------------------
 
 
@@ -203,7 +202,6 @@ def _(again: bool) -> Any:
     return Unsized(DataLoader(DATA, batch_size=SIZE, shuffle=True))
 
 
-
 @kind("wrapper that counts its own epochs", REFUSED, alone=IDS)
 def _(again: bool) -> Any:
     class Counting(Wrapper):
@@ -234,7 +232,7 @@ def _(again: bool) -> Any:
 
 @kind("DataLoader subclass with its own __iter__, workers, nothing seeded", seeded=False, trials=("killed",))
 def _(again: bool) -> Any:
-    return Moving(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
+    return Moving(DATA, batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 @kind("two loaders side by side", alone=APART)
@@ -288,7 +286,6 @@ def _(again: bool) -> Any:
             yield from loader
 
     return Fed(cycle(DataLoader(DATA, batch_size=SIZE, shuffle=True)), steps=STEPS)
-
 
 
 @kind("a loader's iterator", REFUSED)
@@ -415,9 +412,7 @@ class Bag:
 
 @kind("objects with tensors from a callable", alone=APART)
 def _(again: bool) -> Any:
-    return Fed(
-        lambda: Bag(torch.randint(COUNT, (SIZE,)).tolist()), steps=STEPS, read=lambda bag: (bag.x, bag.ids)
-    )
+    return Fed(lambda: Bag(torch.randint(COUNT, (SIZE,)).tolist()), steps=STEPS, read=lambda bag: (bag.x, bag.ids))
 
 
 @kind("objects with tensors from a generator that walks", REFUSED)
@@ -431,4 +426,3 @@ def _(again: bool) -> Any:
     """Sought by index: the indices tell what the batch is."""
     loader = DataLoader(DATA, batch_size=SIZE, shuffle=True, collate_fn=lambda all_: Opaque([i for _, i in all_]))
     return Fed(loader, read=Opaque.tensors)
-

@@ -36,7 +36,7 @@ def seeded(number: int = 3) -> torch.Generator:
     return torch.Generator().manual_seed(number)
 
 
-# torch's own samplers -----------------------------------------------------------------------------------------------
+# torch's own samplers -------------------------------------------------------------------------------------------------
 
 
 @kind("sequential")
@@ -62,8 +62,6 @@ def _(again: bool) -> Any:
 @kind("shuffle, drop_last, samples left over")
 def _(again: bool) -> Any:
     return DataLoader(Samples(COUNT + 3), batch_size=SIZE, shuffle=True, drop_last=True)
-
-
 
 
 @kind("with replacement, own generator")
@@ -125,8 +123,7 @@ def _(again: bool) -> Any:
     return DataLoader(Samples(2 * COUNT), batch_size=SIZE, sampler=shared())
 
 
-
-# Samplers of users --------------------------------------------------------------------------------------------------
+# Samplers of users ----------------------------------------------------------------------------------------------------
 
 
 class ByNumpy(Sampler[int]):
@@ -166,7 +163,6 @@ class ByTorch(ByNumpy):
     def __iter__(self) -> Iterator[int]:
         for _ in range(COUNT):
             yield int(torch.randint(COUNT, (), generator=self.shuffler))
-
 
 
 @kind("sampler with own torch generator, by another name, unseeded", seeded=False)
@@ -375,7 +371,7 @@ def _(again: bool) -> Any:
 # Workers and how batches are put together -----------------------------------------------------------------------------
 
 
-@kind("workers")
+@kind("workers", trials=COSTLY)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
@@ -433,12 +429,12 @@ def _(again: bool) -> Any:
 
 @kind("augmented in workers", trials=COSTLY, alone=IDS)
 def _(again: bool) -> Any:
-    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2)
+    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 @kind("augmented in persistent workers, nothing seeded", seeded=False, trials=("killed",))
 def _(again: bool) -> Any:
-    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True)
+    return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1, persistent_workers=True)
 
 
 @kind("augmented in workers, worker_init_fn seeds", trials=("killed", "retried"))
@@ -448,7 +444,7 @@ def _(again: bool) -> Any:
         random.seed(torch.initial_seed())
 
     return DataLoader(
-        Augmented(), batch_size=SIZE, shuffle=True, num_workers=2, worker_init_fn=seed_worker, generator=seeded()
+        Augmented(), batch_size=SIZE, shuffle=True, num_workers=1, worker_init_fn=seed_worker, generator=seeded()
     )
 
 
@@ -461,7 +457,7 @@ def _(again: bool) -> Any:
             noise = np.random.default_rng((info.seed - info.id, int(index))).normal(size=8)
             return X[index] + torch.tensor(noise, dtype=torch.float32), int(index)
 
-    return DataLoader(BySeed(), batch_size=SIZE, shuffle=True, num_workers=2)
+    return DataLoader(BySeed(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 class OwnNoise(Samples):
@@ -484,13 +480,11 @@ def _(again: bool) -> Any:
     return DataLoader(OwnNoise(), batch_size=SIZE, shuffle=True)
 
 
-
 @kind("data set with own generator, made in the worker", REFUSED, trials=("killed", "retried"))
 def _(again: bool) -> Any:
     data = OwnNoise()
     data.rng = None
     return DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2)
-
 
 
 # Data sets ------------------------------------------------------------------------------------------------------------
@@ -500,7 +494,6 @@ def _(again: bool) -> Any:
 def _(again: bool) -> Any:
     parts: Iterable[Any] = [Subset(Samples(99), range(1, 53, 2)), Subset(Samples(99), range(70, 80))]
     return DataLoader(ConcatDataset(parts), batch_size=SIZE, shuffle=True)
-
 
 
 @kind("TensorDataset")
@@ -522,7 +515,9 @@ def _(again: bool) -> Any:
 
 @kind("samples moved between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
-    moved = [(X[(i + 5) % COUNT], (i + 5) % COUNT) for i in range(COUNT)] if again else [(X[i], i) for i in range(COUNT)]
+    moved = (
+        [(X[(i + 5) % COUNT], (i + 5) % COUNT) for i in range(COUNT)] if again else [(X[i], i) for i in range(COUNT)]
+    )
     return DataLoader(moved, batch_size=SIZE, sampler=SequentialSampler(moved))  # type: ignore[arg-type]
 
 
@@ -553,7 +548,7 @@ def _(again: bool) -> Any:
             return X[index] * (1 + 0.1 * self.epoch), int(index)
 
     data = Aged()
-    return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=2), at_epoch=data.set_epoch)
+    return Fed(DataLoader(data, batch_size=SIZE, shuffle=True, num_workers=1), at_epoch=data.set_epoch)
 
 
 @kind("data set that remembers what it has read", REFUSED, alone=EXACT)

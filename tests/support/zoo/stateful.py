@@ -60,7 +60,7 @@ def _(again: bool) -> Any:
 @kind("StatefulDataLoader, augmented in workers", REFUSED, trials=("killed", "retried"))
 def _(again: bool) -> Any:
     """torchdata does not keep the workers' random states."""
-    return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=2)
+    return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
 @kind("StatefulDataLoader, other number of workers at resume", REFUSED, trials=RESUMED)

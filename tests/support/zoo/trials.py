@@ -69,7 +69,7 @@ class Specimen:
         except _Refused as refused:
             return Outcome(REFUSED, str(refused))
 
-    # The trials -----------------------------------------------------------------------------------------------------
+    # The trials -------------------------------------------------------------------------------------------------------
 
     def _alone(self) -> str:
         lines, plain = self._undisturbed, self._logged(self._attempt("plain", guarded=False))
@@ -84,8 +84,9 @@ class Specimen:
         self._attempt("resumed", stop=BATCHES - 2, expect=int(ExitCode.RESUMABLE))
         log = self._attempt("resumed", again=True, kill=LATE, expect=-signal.SIGKILL)
         lines = self._effective(log)
+        word = self._compare(lines, self._undisturbed[: len(lines)])
         self._was_stopped = True
-        return self._compare(lines, self._undisturbed[: len(lines)])
+        return word
 
     def _killed(self) -> str:
         if self._was_stopped:
@@ -111,7 +112,7 @@ class Specimen:
         log = self._attempt("retried", nan=BATCHES + 2, nan_once=True, settings={"retry_first": True})
         return self._same(log)
 
-    # The judgement --------------------------------------------------------------------------------------------------
+    # The judgement ----------------------------------------------------------------------------------------------------
 
     @cached_property
     def _undisturbed(self) -> list[Line]:
@@ -147,7 +148,7 @@ class Specimen:
             if line.get("batch") in expected and line["ids"] != expected[line["batch"]]:
                 raise _Wrong(f"trained on {_shown(line)} instead of {expected[line['batch']]}, and was refused later")
 
-    # Attempts -------------------------------------------------------------------------------------------------------
+    # Attempts ---------------------------------------------------------------------------------------------------------
 
     def _attempt(self, name: str, *, guarded: bool = True, expect: int = 0, **request: Any) -> Path:
         """Its log, which is that of all attempts with this name. Raises if it did not end as expected."""
