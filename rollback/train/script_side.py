@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
@@ -101,10 +101,13 @@ class ScriptSide:
         """The loader's data set. Raises AttributeError where it has none."""
         return self._loader.dataset
 
-    def __getattr__(self, name: str) -> Any:
-        # Called for what is found nowhere else.
-        kind = type(self.__dict__.get("_loader")).__name__
-        raise AttributeError(f"the guard has no attribute {name!r}; what its loader ({kind}) has, ask of the loader")
+    if not TYPE_CHECKING:  # a type checker would believe that there is everything
+
+        def __getattr__(self, name: str) -> NoReturn:
+            kind = type(self.__dict__.get("_loader")).__name__
+            raise AttributeError(
+                f"the guard has no attribute {name!r}; what its loader ({kind}) has, ask of the loader"
+            )
 
 
 class PassIterator:
