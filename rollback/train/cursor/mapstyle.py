@@ -30,7 +30,7 @@ from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
-from rollback.train.cursor.quarantine import Neighbours
+from rollback.train.cursor.quarantine import Neighbours, unreadable
 from rollback.train.cursor.workers import Keyed, KeyedDataset
 from rollback.train.workers import LeavesStoppingToTheRank, shut_down
 
@@ -39,6 +39,7 @@ class MapStyleCursor(Cursor):
     """See the module's docstring. `loader` itself is never iterated."""
 
     kind = "map-style"
+    leaves_out = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__()
@@ -57,6 +58,15 @@ class MapStyleCursor(Cursor):
 
     def indices(self) -> Indices:
         return self._indices
+
+    def in_hand(self, reading: bool) -> Indices:
+        try:
+            return _as_indices(self._feed.peek()) if reading else self._indices
+        except StopIteration:
+            return None
+
+    def unreadable(self, samples: Sequence[int]) -> list[int]:
+        return unreadable(self._loader.dataset, samples)
 
     def plan_skips(self, first: int, last: int) -> None:
         window = range(first, last + 1)
