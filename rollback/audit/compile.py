@@ -27,6 +27,7 @@ from rollback.audit.ledger import (
     UserWindow,
 )
 from rollback.audit.material import Material
+from rollback.audit.quarantine import sample_entries
 from rollback.audit.seen import put_together
 from rollback.events import (
     Advice,
@@ -82,6 +83,7 @@ def compile_ledger(material: Material) -> Ledger:
             UserWindow(span=_span(fact.window, passed), who=fact.who, why=fact.why, at=record.at)
             for record, fact in _each(records, SkipAdded)
         ],
+        samples=sample_entries(history),
         noticed=[
             NoticedEntry(at=record.at, **fact.model_dump(exclude={"kind"})) for record, fact in _each(records, Noticed)
         ],

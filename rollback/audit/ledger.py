@@ -158,6 +158,17 @@ class UserWindow(Entry):
     at: str
 
 
+class SampleEntry(Entry):
+    """A data set sample that incidents have in common, or that is or was left out."""
+
+    sample: int
+    incidents: list[int] = Field(description="those that it explains; empty: it is no suspect")
+    in_quarantine: bool = Field(description="whether it is left out of batches now")
+    since: int | None = Field(description="the batch from which on it is or was left out; null: it never was")
+    who: str | None = Field(description="who decided that last: `suspicion`, `settings`, `the supervisor`, an operator")
+    why: str | None
+
+
 class NoticedEntry(Entry):
     """Out of the ordinary, and left alone."""
 
@@ -186,6 +197,7 @@ class RequestEntry(Entry):
     order: Order | None
     to: int | None = Field(description="step to go back to")
     skip: Window | None = Field(description="batches to pass over")
+    samples: list[int] = Field([], description="data set samples to leave out, or to take in again")
     who: str | None
     why: str | None
     at: str = Field(description="when the ranks took it up")
@@ -299,6 +311,7 @@ class Ledger(Entry):
     incidents: list[IncidentEntry]
     skipped: list[SkippedBatchEntry] = Field(description="by batch")
     user_windows: list[UserWindow]
+    samples: list[SampleEntry] = Field(description="suspected, or left out")
     noticed: list[NoticedEntry]
     scaler_skipped: list[Point]
     phases: list[PhaseEntry]

@@ -22,6 +22,7 @@ from rollback.audit.ledger import (
     Span,
     Totals,
 )
+from rollback.audit.quarantine import sample_in_words
 from rollback.audit.terminal import printable, quoted
 
 SHOWN_BATCHES = 12
@@ -53,6 +54,7 @@ def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) 
         _section(console, "skipped batches, with the data set indices that each rank would have read")
         _print_skipped(console, ledger.skipped, everything)
     _print_windows(console, ledger)
+    _print_samples(console, ledger)
     _print_left_alone(console, ledger)
     _print_phases(console, ledger)
     _print_requests(console, ledger)
@@ -219,6 +221,12 @@ def _print_windows(console: Console, ledger: Ledger) -> None:
         print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
 
 
+def _print_samples(console: Console, ledger: Ledger) -> None:
+    if ledger.samples:
+        _section(console, "data set samples that are suspected or left out")
+        print_rows(console, [(str(entry.sample), quoted(sample_in_words(entry))) for entry in ledger.samples])
+
+
 def _print_left_alone(console: Console, ledger: Ledger) -> None:
     if ledger.noticed:
         _section(console, "seen and left alone")
@@ -245,7 +253,11 @@ def _print_requests(console: Console, ledger: Ledger) -> None:
     if ledger.requests:
         _section(console, "what operators asked for")
     for entry in ledger.requests:
-        order = {"rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable"}[entry.order]
+        named = ", ".join(map(str, entry.samples))
+        order = {
+            "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
+            "quarantine": f"leave out samples {named}", "release": f"take in samples {named} again",
+        }[entry.order]  # fmt: skip
         skip = f"skip batches {entry.skip}" if entry.skip else ""
         what = " and ".join(filter(None, (order, skip)))
         who = f", by {entry.who}" if entry.who else ""

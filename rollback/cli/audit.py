@@ -36,6 +36,9 @@ def audit(
         typer.Option("--output", "-o", help="Write to this file, which is replaced.", show_default="stdout"),
     ] = None,
     everything: Annotated[bool, typer.Option("--all", help="Show every skipped batch and index in the text.")] = False,
+    samples: Annotated[
+        bool, typer.Option("--samples", help="Show which data set samples are suspected or left out instead.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Check the journals' hash chains and the skip records instead.")
     ] = False,
@@ -45,21 +48,25 @@ def audit(
     Reads the run directory and writes nothing into it; a running run is not disturbed. In CSV, text that a spreadsheet
     would take for a formula begins with an apostrophe.
     """
-    chosen = _choose(json, form, verify)
+    chosen = _choose(json, form, "--verify" if verify else "--samples" if samples else None)
+    if verify and samples:
+        raise UsageError("--verify and --samples are two questions", hint="leave one of them out")
     if verify:
         raise typer.Exit(_verify(run, chosen, output))
-    if chosen in ("text", "json"):
+    if samples:
+        _write_suspects(run, chosen, output)
+    elif chosen in ("text", "json"):
         _write_ledger(run, chosen, output, everything)
     else:
         _write_samples(run, chosen, output)
 
 
-def _choose(json: bool, form: Format | None, verify: bool) -> Format:
+def _choose(json: bool, form: Format | None, question: str | None) -> Format:
     if json and form not in (None, "json"):
         raise UsageError(f"--json and --format {form} are two formats", hint="leave one of them out")
     chosen = "json" if json else form or "text"
-    if verify and chosen not in ("text", "json"):
-        raise UsageError(f"--verify answers in text or json, not in {chosen}")
+    if question and chosen not in ("text", "json"):
+        raise UsageError(f"{question} answers in text or json, not in {chosen}")
     return chosen
 
 
@@ -98,6 +105,15 @@ def _write_samples(run: Path, form: Format, output: Path | None) -> None:
         write_rows = write_csv if form == "csv" else write_jsonl
         _write(run, output, lambda file: write_rows(table.rows, file))
     _say_notices(table.notices)
+
+
+def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
+    from rollback.audit.quarantine import in_words, read_sample_account
+
+    account = read_sample_account(run)
+    text = account.to_json() if form == "json" else in_words(account)
+    _write(run, output, lambda file: print(text, file=file))
+    _say_notices(account.notices)
 
 
 def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:

@@ -9,6 +9,7 @@ import typer
 
 from rollback.cli.terminal import say
 from rollback.cli.windows import parse_window
+from rollback.errors import UsageError
 
 if TYPE_CHECKING:
     from rollback.control.asking import Asked
@@ -51,17 +52,35 @@ def rewind(
 
 def skip(
     run: _Run,
-    window: Annotated[str, typer.Argument(metavar="A:B", help="Batches, both included.", show_default=False)],
+    window: Annotated[
+        str | None, typer.Argument(metavar="[A:B]", help="Batches, both included.", show_default=False)
+    ] = None,
+    sample: Annotated[
+        list[int] | None,
+        typer.Option("--sample", metavar="INDEX", min=0, help="Leave out this data set sample instead (repeatable)."),
+    ] = None,
+    release: Annotated[bool, typer.Option("--release", help="Take the samples in again.")] = False,
     why: _Why = "",
     who: _Who = None,
     json: _Json = False,
     wait: _Wait = True,
     timeout: _Timeout = 300.0,
 ) -> None:
-    """Have a run pass over batches that are still to come. Those that it has consumed need a `rollback rewind`."""
-    from rollback.control.asking import ask_to_skip, default_who
+    """Have a run pass over batches that are still to come. Those that it has consumed need a `rollback rewind`.
 
-    _finish(ask_to_skip(run, parse_window(window, "A:B"), who or default_who(), why), json, wait, timeout)
+    With --sample, have it leave data set samples out of all batches to come; a neighbour takes the place of each.
+    """
+    from rollback.control.asking import ask_about_samples, ask_to_skip, default_who
+
+    if (window is None) == (not sample):
+        raise UsageError("name either batches or samples", hint="A:B, both included, or --sample INDEX")
+    if sample:
+        asked = ask_about_samples(run, sample, release, who or default_who(), why)
+    elif window is None or release:
+        raise UsageError("--release takes samples in again; batches that were skipped need a `rollback rewind`")
+    else:
+        asked = ask_to_skip(run, parse_window(window, "A:B"), who or default_who(), why)
+    _finish(asked, json, wait, timeout)
 
 
 def stop(

@@ -12,7 +12,7 @@ import os
 import shlex
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -123,6 +123,13 @@ def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
     if position is not None and skip.first < position:
         notice = f"batches {skip.first} to {position - 1} are part of the run already; the others will be passed over"
     return _submit(paths, status, notice, order="skip", skip=skip, who=who, why=why)
+
+
+def ask_about_samples(run: Path, samples: Sequence[int], release: bool, who: str, why: str) -> Asked:
+    """Hand in a request to leave data set samples out from now on, or to take them in again."""
+    paths, status = _standing(run)
+    order = "release" if release else "quarantine"
+    return _submit(paths, status, None, order=order, samples=tuple(samples), who=who, why=why)
 
 
 def ask_to_stop(run: Path, who: str, why: str) -> Asked:

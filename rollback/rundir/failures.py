@@ -52,6 +52,8 @@ class FailureRecord(BaseModel):
     traceback: str
     frames: list[Frame] = Field(description="of the user's code; of all code where there is none of it")
     fingerprint: str
+    samples: list[int] = Field([], description="data set indices of the batch in hand, as that rank has it")
+    unreadable: list[int] = Field([], description="of these, those that raised when they were read once more, singly")
 
 
 def write_failure(path: Path, record: FailureRecord) -> None:

@@ -17,6 +17,7 @@ from collections.abc import Callable, Collection
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
+from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -38,6 +39,7 @@ class Request(BaseModel):
     """Content of a request file.
 
     order: what is asked for. to: step to go back to (rewind). skip: batches to pass over (skip; may go with a rewind).
+    samples: data set indices to leave out from now on (quarantine), or no longer (release).
     who, why: for the record. launch: for a stop, the launch that is to stop, as its holder.json says; a stop that comes
     too late must not end the next one.
     """
@@ -46,6 +48,7 @@ class Request(BaseModel):
     order: Order
     to: int | None = Field(None, ge=0, lt=1 << 53)
     skip: Window | None = None
+    samples: tuple[Annotated[int, Field(ge=0, lt=1 << 53)], ...] = Field((), max_length=1000)
     who: str = Field(min_length=1, max_length=200)
     why: str = Field("", max_length=2000)
     at: str = Field(max_length=40)
@@ -53,8 +56,9 @@ class Request(BaseModel):
 
     @model_validator(mode="after")
     def _says_what_its_order_needs(self) -> Request:
-        needs = {"rewind": (True, self.skip is not None), "skip": (False, True), "stop": (False, False)}[self.order]
-        if (self.to is not None, self.skip is not None) != needs:
+        skips = self.skip is not None
+        needs = {"rewind": (True, skips, False), "skip": (False, True, False), "stop": (False, False, False)}
+        if (self.to is not None, skips, bool(self.samples)) != needs.get(self.order, (False, False, True)):
             raise ValueError(f"a request to {self.order} does not have these fields")
         if self.skip is not None and self.skip.last >= 1 << 53:
             raise ValueError("there is no such batch")
@@ -68,6 +72,10 @@ class Request(BaseModel):
                 return f"rewind to step {self.to}" + (f" and skip batches {self.skip}" if self.skip else "")
             case "skip":
                 return f"skip batches {self.skip}"
+            case "quarantine":
+                return f"leave out the samples {', '.join(map(str, self.samples))}"
+            case "release":
+                return f"take the samples {', '.join(map(str, self.samples))} in again"
             case _:
                 return "stop"
 

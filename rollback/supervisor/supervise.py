@@ -265,6 +265,7 @@ class _Supervisor:
                 batch=record.batch if record else None,
                 followed=first.followed if first else (),
                 fingerprint=record.fingerprint if record else None,
+                samples=tuple(record.unreadable or record.samples) if record else (),
                 host=first.host if first else None,
             )
         )

@@ -33,7 +33,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
-from rollback.train.going_on import left_out_by_order, require_a_change
+from rollback.train.going_on import leaves_out, left_out_by_order, require_a_change
 from rollback.train.inventory import take_inventory
 from rollback.train.own_snapshot import traces_of
 from rollback.train.ranks import Ranks
@@ -84,10 +84,8 @@ class Reading:
     in_ring: list[str]
     damaged: dict[str, str]
     strays: list[str]
-    blamed: list[SkipAdded]
-    """Skips that the supervisor has decided on."""
-    blamed_samples: list[Blamed]
-    """Samples that it has decided to leave out."""
+    blamed: list[Blamed]
+    """What the supervisor has blamed crashes on."""
     identity: Identity | None
     accepted: list[Accepted]
 
@@ -133,8 +131,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],
         strays=in_memory.strays,
-        blamed=[SkipAdded.model_validate(added) for added in body["blamed"]],
-        blamed_samples=[Blamed.model_validate(fact) for fact in body["blamed_samples"]],
+        blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
     )
@@ -162,8 +159,7 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "records": [json.loads(record.model_dump_json()) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
-        "blamed": [_skip_of(fact).model_dump() for fact in _blamed(paths) if not fact.samples],
-        "blamed_samples": [fact.model_dump() for fact in _blamed(paths) if fact.samples],
+        "blamed": [fact.model_dump() for fact in _blamed(paths)],
         "identity": identity.model_dump(mode="json") if identity else None,
     }
 
@@ -257,11 +253,12 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
 
 def _leave_out_what_is_new(history: History, reading: Reading, settings: Settings, batch: int, record: Record) -> None:
     """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
-    for order in left_out_by_order(history.quarantine, settings, reading.blamed_samples, batch):
+    for order in left_out_by_order(history.quarantine, settings, reading.blamed, batch):
         history.quarantine.append(order)
         record.note(order, order.in_words())
     given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
-    for added in [*given, *reading.blamed]:
+    blamed = [_skip_of(fact) for fact in reading.blamed if not leaves_out(settings, fact)]
+    for added in [*given, *blamed]:
         if added.window not in [known.window for known in history.added]:
             history.added.append(added)
             record.note(added)

@@ -39,7 +39,8 @@ def left_out_by_order(
 ) -> list[SampleQuarantine]:
     """What settings and the supervisor leave out that the record does not have yet, from `batch` on at the earliest."""
     orders = [("settings", "given at the start of an attempt", one.batch, one.samples) for one in settings.skip_samples]
-    orders += [("the supervisor", one.in_words(), one.window.first, one.samples) for one in blamed]
+    sampled = [one for one in blamed if leaves_out(settings, one)]
+    orders += [("the supervisor", one.in_words(), one.window.first, one.samples) for one in sampled]
     known, facts = list(past), []
     for who, why, first, samples in orders:
         if any((fact.who, set(fact.added)) == (who, set(samples)) for fact in known):
@@ -52,6 +53,11 @@ def left_out_by_order(
         known.append(fact)
         facts.append(fact)
     return facts
+
+
+def leaves_out(settings: Settings, blamed: Blamed) -> bool:
+    """Whether samples are left out because of it; else its window is skipped."""
+    return bool(blamed.samples) and settings.quarantine == "suspects"
 
 
 def _asked_for_something(paths: RunPaths, answered: Iterable[str]) -> bool:

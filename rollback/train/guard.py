@@ -126,7 +126,7 @@ class Guard(ScriptSide):
                 self._lock.release()
             raise
         self._stop, self._record = StopRequest(), attached.record
-        self._life = SignsOfLife(self._paths, ranks, attached.attempt)
+        self._life = SignsOfLife(self._paths, ranks, attached.attempt, cursor)
         tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
         self._drainer = start_draining(self._paths, settings, self._record, ranks)
         self._snapshots = Snapshots(

@@ -26,6 +26,7 @@ from rollback.rundir.failures import (
     qualified_name,
     write_failure,
 )
+from rollback.train.cursor import Cursor
 from rollback.train.record import say
 
 _LIBRARIES = [Path(module.__file__).parent for module in (torch, rollback, threading) if module.__file__]
@@ -45,8 +46,11 @@ class Standing:
 class LastWords:
     """From now on an exception that nobody catches is written down before the hook that stood there prints it."""
 
-    def __init__(self, path: Path, rank: int, attempt: int, standing: Callable[[], Standing]) -> None:
+    def __init__(
+        self, path: Path, rank: int, attempt: int, standing: Callable[[], Standing], cursor: Cursor | None = None
+    ) -> None:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
+        self._cursor = cursor
         self._pid = os.getpid()
         self._before = sys.excepthook
         sys.excepthook = self._on_error
@@ -64,10 +68,13 @@ class LastWords:
         standing, name, message = self._standing(), qualified_name(type(error)), message_of(error)
         frames = frames_of(error, _LIBRARIES)
         now = time.time()
+        reading = standing.doing == "reading"
+        samples = self._cursor.in_hand(reading) if self._cursor and standing.doing in ("reading", "training") else None
+        unreadable = self._cursor.unreadable(samples) if self._cursor and samples and reading else []
         return FailureRecord(
             rank=self._rank, pid=self._pid, host=socket.gethostname(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
             error=name, message=message, traceback=formatted(error), frames=frames,
-            fingerprint=fingerprint(name, message, frames),
+            fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
         )  # fmt: skip

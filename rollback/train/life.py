@@ -20,6 +20,7 @@ from rollback.config import STACKS_SIGNAL
 from rollback.events import Window
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.train.cursor import Cursor
 from rollback.train.last_words import LastWords, Standing
 from rollback.train.movement import Movement
 from rollback.train.ranks import Ranks
@@ -34,7 +35,7 @@ class SignsOfLife:
 
     _present: SignsOfLife | None = None
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int) -> None:
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor | None = None) -> None:
         self._path = paths.heartbeat(ranks.rank)
         self._ranks = ranks
         self._attempt = attempt
@@ -47,7 +48,7 @@ class SignsOfLife:
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
         self._write()
-        LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing)
+        LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollback.events import Answered, Requested, SkipAdded, Window
+from rollback.events import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import Held
 from rollback.rundir.history import History, fold
 from rollback.rundir.lock import launch_of
@@ -77,6 +77,8 @@ class Requests:
                 return Halt(structural=False, account=account, save=True) if may_stop else None
             elif request.order == "skip":
                 self._skip(name, request)
+            elif request.order in ("quarantine", "release"):
+                self._leave_out(name, request)
             elif (decision := self._rewind(name, request, step)) is not None:
                 return decision
         return None
@@ -129,7 +131,7 @@ class Requests:
         self._begun.add(name)
         fact = Requested(
             request=name, order=request.order, to=request.to, skip=request.skip, who=request.who, why=request.why,
-            step=step, batch=self._cursor.batch,
+            step=step, batch=self._cursor.batch, samples=request.samples,
         )  # fmt: skip
         self._record.note(fact, _by(f"{request.who} asks: {request.in_words()}", request))
 
@@ -140,7 +142,8 @@ class Requests:
             return _back_at(case.restored.step, case.restored.batch, case.restored.checkpoint, request.skip)
         if request.order == "skip" and any(added.request == name for added in history.added):
             return _to_be_skipped(request.skip)
-        return None
+        done = next((fact for fact in history.quarantine if fact.request == name), None)
+        return _left_out(done) if done else None
 
     def _skip(self, name: str, request: Request) -> None:
         assert request.skip is not None
@@ -157,6 +160,26 @@ class Requests:
         self._skips.add(window)
         self._skips.announce(self._cursor)
         self.answer(name, True, _to_be_skipped(window))
+
+    def _leave_out(self, name: str, request: Request) -> None:
+        length = self._cursor.describe().get("length") if self._cursor.leaves_out else None
+        if length is None:
+            self.answer(name, False, "refused: this loader's batches have no data set indices that could be left out")
+            return
+        if beyond := [sample for sample in request.samples if sample >= length]:
+            self.answer(name, False, f"refused: the data set has {length} samples, and no sample {beyond[0]}")
+            return
+        asked = {*request.samples}
+        before = {*self._skips.quarantine[-1].samples} if self._skips.quarantine else set()
+        adds = request.order == "quarantine"
+        fact = SampleQuarantine(
+            batch=self._cursor.batch, samples=tuple(sorted(before | asked if adds else before - asked)),
+            added=tuple(sorted(asked)) if adds else (), released=() if adds else tuple(sorted(asked)),
+            who=request.who, why=request.why, request=name,
+        )  # fmt: skip
+        self._skips.leave_out(fact)
+        self._skips.announce(self._cursor)
+        self.answer(name, True, _left_out(fact))
 
     def _rewind(self, name: str, request: Request, step: int) -> Rewind | None:
         """The plan, journalled; None where the request was refused."""
@@ -211,3 +234,7 @@ def _back_at(step: int, batch: int, checkpoint: str, skip: Window | None) -> str
 
 def _to_be_skipped(window: Window | None) -> str:
     return f"batches {window} will be passed over"
+
+
+def _left_out(fact: SampleQuarantine) -> str:
+    return f"from batch {fact.batch} on left out: {', '.join(map(str, fact.samples)) or 'none'}"

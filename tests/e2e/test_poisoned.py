@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from attempts import Forker
-from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped
+from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
 
-from rollback.events import AttemptEnded, Blamed, SkipAdded
+from rollback.events import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.blame import blame
@@ -54,6 +54,7 @@ class Supervised:
             AttemptEnded(
                 status=1, cause=cause(evidence, first), step=evidence.step, seconds=1.0, why=first.why, rank=first.rank,
                 batch=record.batch if record else None, fingerprint=record.fingerprint if record else None,
+                samples=tuple(record.unreadable or record.samples) if record else (),
             )
         )  # fmt: skip
         found = blame(first, self.attempt, journal.records)
@@ -73,13 +74,13 @@ class Supervised:
         pytest.param(TOY.but(workers=2, augment=True), id="read by workers"),
         pytest.param(TOY.but(accumulate=2), id="in the middle of an update"),
         pytest.param(TOY.but(poison=(123, 301)), id="two of them"),
+        pytest.param(TOY.but(epochs=3), id="in three epochs"),
     ],
 )
-def test_a_poisoned_sample_is_skipped_after_two_crashes_and_the_run_is_exact(
+def test_a_poisoned_sample_is_left_out_after_two_crashes_in_all_epochs_and_the_run_is_exact(
     forker: Forker, tmp_path: Path, toy: Toy
 ) -> None:
     job = Supervised(forker, toy, tmp_path / "run")
-    blamed = []
     for _ in toy.poison:
         first, found = job.fails()
         assert (first.why, found) == ("exception", None)
@@ -90,17 +91,44 @@ def test_a_poisoned_sample_is_skipped_after_two_crashes_and_the_run_is_exact(
         assert again.record.doing == "reading"
         assert "cannot be decoded" in again.text
         assert found is not None
-        blamed.append(found)
+        assert {*found.samples} <= {*toy.poison}
+        assert len(found.samples) == 1
     portrait = job.finishes()
-    added = facts(job.run, SkipAdded)
-    assert [fact.window for fact in added] == [found.window for found in blamed]
+    added = facts(job.run, SampleQuarantine)
+    assert sorted(sample for fact in added for sample in fact.added) == sorted(toy.poison)
     assert {fact.who for fact in added} == {"the supervisor"}
-    assert all(len(found.window) == toy.accumulate for found in blamed)
-    passed_over = skipped(job.run)
-    assert {i for ids in passed_over.values() for i in ids or ()} >= set(toy.poison)
-    assert len(passed_over) == toy.accumulate * len(toy.poison)
-    assert sorted(window.first for window in history(job.run).skip_list) == sorted(w.window.first for w in blamed)
-    require_same(portrait, same_skips_from_the_start(toy, job.run, tmp_path / "fresh"), "with the skips from the start")
+    assert skipped(job.run) == {}, "a neighbour stands in for it, and nothing is lost"
+    require_same(portrait, same_skips_from_the_start(toy, job.run, tmp_path / "fresh"), "left out from the start")
+
+
+def test_a_sample_at_which_the_step_raises_is_found_by_what_the_batches_have_in_common(
+    forker: Forker, tmp_path: Path
+) -> None:
+    """Which sample it is cannot be told from one batch: that is skipped. The next epoch tells."""
+    toy = Toy(400, epochs=3, breaking=(123,))
+    job = Supervised(forker, toy, tmp_path / "run")
+    assert job.fails()[1] is None
+    _, skips = job.fails()
+    assert skips is not None
+    assert skips.samples == ()
+    _, leaves_out = job.fails()
+    assert leaves_out is not None
+    assert leaves_out.samples == (123,)
+    portrait = job.finishes()
+    assert [*skipped(job.run)] == [skips.batch]
+    require_same(portrait, same_skips_from_the_start(toy, job.run, tmp_path / "fresh"), "told from the start")
+
+
+def test_with_quarantine_off_the_batch_is_skipped(forker: Forker, tmp_path: Path) -> None:
+    toy = TOY.with_settings(quarantine="off")
+    job = Supervised(forker, toy, tmp_path / "run")
+    job.fails()
+    job.fails()
+    portrait = job.finishes()
+    assert facts(job.run, SampleQuarantine) == []
+    ((_, samples),) = skipped(job.run).items()
+    assert 123 in (samples or ())
+    require_same(portrait, same_skips_from_the_start(toy, job.run, tmp_path / "fresh"), "skipped from the start")
 
 
 def test_a_random_crasher_is_not_blamed_on_data(forker: Forker, tmp_path: Path) -> None:

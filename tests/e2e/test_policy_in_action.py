@@ -53,7 +53,8 @@ def test_a_batch_that_alone_did_it_is_all_that_is_skipped_and_the_next_one_is_an
 
 
 def test_before_incidents_cost_more_than_they_may_the_run_stops_and_says_so(tmp_path: Path) -> None:
-    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential").with_settings(skip_after=80, rewind=0)
+    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential")
+    toy = toy.with_settings(skip_after=80, rewind=0, max_skipped="5%")
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as stopped:
         train(toy, run)

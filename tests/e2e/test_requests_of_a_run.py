@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from asking import answers, asking, hand_in
 from attempts import DIED, Forker
-from toy import Hook, Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
+from toy import Hook, Toy, consumed, facts, history, require_same, same_skips_from_the_start, skipped, train
 
 from rollback import Guard
 from rollback.audit import compile_ledger, read_material
@@ -24,6 +25,7 @@ from rollback.events import (
     Quarantined,
     Requested,
     Restored,
+    SampleQuarantine,
     SkipAdded,
     Stopped,
     Window,
@@ -164,6 +166,35 @@ def test_a_skip_passes_over_what_is_still_to_come(tmp_path: Path) -> None:
     assert (added.window, added.who, added.why) == (Window(first=59, last=66), "ann@site", "duplicates")
     assert sorted(skipped(run)) == list(range(59, 67))
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "skipped")
+
+
+def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: Path, forker: Forker) -> None:
+    """Also by a start whose attempt was killed in between: what was read is read again."""
+    run, log = tmp_path / "run", tmp_path / "log"
+    toy = TOY.but(epochs=3, workers=2)
+    ask = [120, {"order": "quarantine", "samples": [7, 8]}]
+    assert forker.status(toy, run, log=str(log), ask=ask, signal=[180, signal.SIGKILL]) == -signal.SIGKILL
+    hand_in(run, "release", samples=[8], why="mended")
+    hand_in(run, "quarantine", samples=[4000])
+    portrait = forker.finish(toy, run, log=log)
+    first, second = facts(run, SampleQuarantine)
+    assert (first.samples, first.batch, first.who) == ((7, 8), 122, "ann@site")
+    assert (second.samples, second.released) == ((7,), (8,))
+    assert [carried_out for carried_out, _ in answers(run).values()] == [True, True, False]
+    assert "the data set has 400 samples, and no sample 4000" in list(answers(run).values())[2][1]
+    assert compile_ledger(read_material(run)).requests[0].samples == [7, 8]
+    require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
+    read = [ids for batch, ids in consumed(portrait).items() if batch >= 200]
+    assert 7 not in {sample for ids in read for sample in ids}
+    assert sum(map(len, read)) == 400
+
+
+def test_a_loader_without_indices_leaves_no_sample_out(tmp_path: Path) -> None:
+    run, toy = tmp_path / "run", Toy(loader="iterator", max_steps=40)
+    train(toy, run, hook=asking(10, lambda: hand_in(run, "quarantine", samples=[7])))
+    ((carried_out, text),) = answers(run).values()
+    assert not carried_out
+    assert "no data set indices" in text
 
 
 def test_a_stop_saves_and_leaves_a_run_that_goes_on_exactly(

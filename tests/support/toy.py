@@ -30,10 +30,10 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 
-PRESETS = {"snapshot_every": "auto", "rewind": None, "skip_after": None, "probation": 25}
+PRESETS = {"snapshot_every": "auto", "rewind": None, "skip_after": None, "probation": 25, "max_skipped": "5%"}
 """Those of a job whose script names none."""
-SETTINGS = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
-"""Those of a test that names no others: the balanced preset's, made smaller."""
+SETTINGS = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8, "max_skipped": "100%"}
+"""Those of a test that names no others: the balanced preset's, made smaller; toys are too short for a share."""
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,8 @@ class Toy:
     once: bool = False
     poison: tuple[int, ...] = ()
     """Samples that cannot be read."""
+    breaking: tuple[int, ...] = ()
+    """Samples at which the step raises."""
     bad: tuple[int, ...] = ()
     """Samples with a NaN target."""
     width: int = 16
@@ -264,6 +266,8 @@ class _Loop:
         toy, parts, position = self.toy, self.parts, self.position
         if self.hook is not None:
             self.hook(self.guard, position)
+        if {*ids.tolist()} & {*toy.breaking}:
+            raise ArithmeticError(f"the step at batch {position} broke")
         self.note(ids.tolist())
         y = self.spoil(y, position)
         self.micro += 1

@@ -22,12 +22,14 @@ def crash(
     fingerprint: str = "f",
     whole: tuple[int, int] | None = None,
     why: Why = "exception",
+    samples: tuple[int, ...] = (),
+    unreadable: tuple[int, ...] = (),
 ) -> FirstCause:
     first, last = whole or (batch, batch)
     record = FailureRecord(
         rank=1, pid=1, host="h", attempt=1, at="", seconds=0.0, step=batch if step is None else step, batch=batch,
         whole_step=Window(first=first, last=last), doing="reading", error="ValueError", message="bad", traceback="",
-        frames=[], fingerprint=fingerprint,
+        frames=[], fingerprint=fingerprint, samples=list(samples), unreadable=list(unreadable),
     )  # fmt: skip
     return FirstCause(why, "rank 1 raised ValueError: bad", 1, record)
 
@@ -46,7 +48,7 @@ class Supervisor:
         self._note(
             AttemptEnded(
                 status=1, cause="", step=record.step, seconds=1.0, why=first.why, rank=1, batch=record.batch,
-                fingerprint=record.fingerprint,
+                fingerprint=record.fingerprint, samples=tuple(record.unreadable or record.samples),
             )
         )  # fmt: skip
         found = blame(first, self.attempt, self.records)
@@ -82,6 +84,33 @@ def test_anything_else_blames_nothing(second: FirstCause) -> None:
     supervisor = Supervisor()
     supervisor.fails(crash(30))
     assert supervisor.fails(second) is None
+
+
+@pytest.mark.parametrize(
+    ("crashes", "blamed"),
+    [
+        # A sample that cannot be read is known at once, and left out at the second crash, wherever that is.
+        ([crash(30, samples=(5, 6), unreadable=(6,)), crash(30, samples=(5, 6), unreadable=(6,))], (6,)),
+        ([crash(30, samples=(5, 6), unreadable=(6,)), crash(140, samples=(6, 9), unreadable=(6,))], (6,)),
+        ([crash(30, samples=(5, 6), unreadable=(6,)), crash(31, samples=(7, 8), unreadable=(8,))], None),
+        # Where it is not known, two batches tell by what they have in common; one batch twice is skipped.
+        ([crash(30, samples=(5, 6)), crash(140, samples=(6, 9))], (6,)),
+        ([crash(30, samples=(5, 6)), crash(30, samples=(5, 6))], ()),
+        ([crash(30, samples=(5, 6)), crash(140, samples=(7, 9))], None),
+        ([crash(30, samples=(5, 6)), crash(140, samples=(6, 9), fingerprint="g")], None),
+    ],
+)
+def test_which_samples_are_blamed(crashes: list[FirstCause], blamed: tuple[int, ...] | None) -> None:
+    supervisor = Supervisor()
+    *_, last = [supervisor.fails(one) for one in crashes]
+    assert (last.samples if last else None) == blamed
+
+
+def test_a_batch_from_which_a_sample_was_left_out_may_still_be_skipped() -> None:
+    supervisor = Supervisor()
+    found = [supervisor.fails(crash(30, samples=(5, 6), unreadable=(6,))) for _ in range(2)]
+    found += [supervisor.fails(crash(30, samples=(5, 7))) for _ in range(2)]
+    assert [item.samples if item else None for item in found] == [None, (6,), (), None]
 
 
 def test_a_batch_is_blamed_once() -> None:

@@ -43,6 +43,8 @@ class Cursor(ABC):
     """
 
     kind: ClassVar[str]
+    leaves_out: ClassVar[bool] = False
+    """Whether it can leave samples out: `leave_out`."""
     has_epochs: ClassVar[bool] = True
     """Whether the data begin anew; False for a stream that merely goes on."""
 
@@ -169,6 +171,14 @@ class Cursor(ABC):
     def remarks(self) -> Iterable[tuple[str, str]]:
         """What a user should know of this loader and has not been told yet: a code and a sentence for each."""
         return ()
+
+    def in_hand(self, reading: bool) -> Indices:
+        """The dataset indices of the batch last returned by `next`; with `reading`, of the one it failed to read."""
+        return None if reading else self.indices()
+
+    def unreadable(self, samples: Sequence[int]) -> list[int]:
+        """Those of `samples` that raise when they are read once more, singly; none where that cannot be tried."""
+        return []
 
     def state_dict(self) -> dict[str, Any]:
         """The position, as a tree of JSON values and CPU tensors that later batches do not change."""

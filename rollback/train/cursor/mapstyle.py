@@ -28,14 +28,14 @@ from torch.utils.data import DataLoader, Subset
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices, Witness
+from rollback.train.cursor.clone import clone_of
 from rollback.train.cursor.digest import Digest, digest_of_indices
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.feed import Feed
 from rollback.train.cursor.generators import Generators
 from rollback.train.cursor.order import Order, order_of, order_of_share, share_of
-from rollback.train.cursor.quarantine import Neighbours
-from rollback.train.cursor.workers import KeyedDataset
-from rollback.train.workers import LeavesStoppingToTheRank, shut_down
+from rollback.train.cursor.quarantine import Neighbours, unreadable
+from rollback.train.workers import shut_down
 
 _COMPARED = 16
 """Batches of the first epoch that are drawn twice from a sampler that is not torch's own."""
@@ -45,6 +45,7 @@ class MapStyleCursor(Cursor):
     """See the module's docstring. `loader` itself is never iterated."""
 
     kind = "map-style"
+    leaves_out = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         super().__init__()
@@ -77,6 +78,15 @@ class MapStyleCursor(Cursor):
     @property
     def at_end(self) -> bool:
         return self.opened and self._unfit is None and self._feed.is_over()
+
+    def in_hand(self, reading: bool) -> Indices:
+        try:
+            return _as_indices(self._feed.peek()) if reading else self._indices
+        except StopIteration:
+            return None
+
+    def unreadable(self, samples: Sequence[int]) -> list[int]:
+        return unreadable(self._loader.dataset, samples)
 
     def plan_skips(self, first: int, last: int) -> None:
         window = range(first, last + 1)
@@ -282,7 +292,7 @@ class MapStyleCursor(Cursor):
         if self._clone_epoch != self.epoch:
             self._end_workers_of_epoch()
         if self._clone is None:
-            self._clone = self._make_clone()
+            self._clone = clone_of(self._loader, self._feed, self._seeding)
             self._clone_epoch = self.epoch
         if self._unproven and self.offset and self.witness is not None and self.witness.knows(self.batch - 1):
             self._unproven = False
@@ -317,40 +327,6 @@ class MapStyleCursor(Cursor):
         generators.restore(states)
         if Digest(read[0]).value == Digest(read[1]).value:
             witness.check(self.batch - 1, read[0])
-
-    def _make_clone(self) -> DataLoader[Any]:
-        loader = self._loader
-        dataset: Any = loader.dataset
-        in_workers: dict[str, Any] = {}
-        if loader.num_workers > 0:
-            dataset = KeyedDataset(dataset)
-            in_workers = {
-                "prefetch_factor": loader.prefetch_factor,
-                "persistent_workers": True,
-                "multiprocessing_context": loader.multiprocessing_context,
-            }
-        batches: dict[str, Any] = {"batch_sampler": self._feed}
-        if loader.batch_sampler is None:
-            batches = {"sampler": self._feed, "batch_size": None}
-        return DataLoader(
-            dataset,
-            num_workers=loader.num_workers,
-            collate_fn=loader.collate_fn,
-            pin_memory=loader.pin_memory,
-            pin_memory_device=loader.pin_memory_device,
-            timeout=loader.timeout,
-            worker_init_fn=LeavesStoppingToTheRank(loader.worker_init_fn),
-            generator=self._worker_seeding(),
-            **batches,
-            **in_workers,
-        )
-
-    def _worker_seeding(self) -> torch.Generator:
-        """The clone's own: it draws the base seed that the loader would have drawn, and costs no one a draw."""
-        generator = torch.Generator()
-        if self._seeding is not None:
-            generator.set_state(self._seeding)
-        return generator
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
         return RunDoesNotFit(

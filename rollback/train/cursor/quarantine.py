@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import operator
+import time
 from collections.abc import Sequence, Set
 from typing import Any
+
+_SECONDS = 20.0  # for reading a batch once more, by a rank that is about to end
 
 
 class Neighbours:
@@ -37,3 +40,17 @@ class Neighbours:
         while sample in left_out:
             sample = (sample + 1) % self._length
         return sample
+
+
+def unreadable(dataset: Any, samples: Sequence[int]) -> list[int]:
+    """Those of the samples that raise when they are read singly."""
+    read_many, found = getattr(dataset, "__getitems__", None), []
+    until = time.monotonic() + _SECONDS
+    for sample in samples:
+        if time.monotonic() > until:
+            break
+        try:
+            read_many([sample]) if read_many else dataset[sample]
+        except Exception:  # noqa: BLE001 - the user's code, which has just raised
+            found.append(sample)
+    return found

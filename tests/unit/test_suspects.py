@@ -1,0 +1,144 @@
+"""Which samples incidents have in common, and who stands in for those that are left out."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Dataset
+
+from rollback.events import Incident, SampleQuarantine
+from rollback.suspects import quarantine_after, suspects
+from rollback.train.cursor import cursor_for
+from rollback.train.cursor.quarantine import Neighbours, unreadable
+
+
+def incident(number: int, batch: int, samples: tuple[int, ...]) -> Incident:
+    return Incident(
+        incident=number, verdict="nonfinite", cause="loss", rule="r", value=None, threshold=None, explanation="",
+        window=(), ranks=(), onset_step=batch, onset_batch=batch, detection_step=batch, detection_batch=batch,
+        step=batch + 1, timeline=0, in_hand=True, samples=samples,
+    )  # fmt: skip
+
+
+def quarantine(**given: Any) -> SampleQuarantine:
+    fields = {"batch": 0, "samples": (), "added": (), "released": (), "who": "w", "why": ""}
+    return SampleQuarantine(**{**fields, **given})
+
+
+@pytest.mark.parametrize(
+    ("batches", "expected"),
+    [
+        ([], {}),
+        ([(10, (1, 2, 3))], {}),
+        ([(10, (1, 2)), (60, (3, 4))], {}),
+        ([(10, (1, 2)), (60, (2, 3))], {2: (0, 1)}),
+        # Two bad samples in turn, 1 and 5: each explains its own two.
+        ([(10, (1, 2)), (30, (5, 6)), (60, (1, 3)), (90, (5, 7))], {1: (0, 2), 5: (1, 3)}),
+        # 9 is in two batches by chance. It is let go when 1, which was left out later, explains one of them...
+        ([(10, (1, 9)), (30, (5, 9))], {9: (0, 1)}),
+        ([(10, (1, 9)), (30, (5, 9)), (60, (1, 3))], {1: (0, 2)}),
+        # ... and the other one has its own.
+        ([(10, (1, 9)), (30, (5, 9)), (60, (1, 3)), (90, (5, 7))], {1: (0, 2), 5: (1, 3)}),
+        # Those that cannot be told apart are all suspected.
+        ([(10, (1, 2, 3)), (60, (2, 3, 4))], {2: (0, 1), 3: (0, 1)}),
+        # The same batch again, after a replay, says nothing new.
+        ([(10, (1, 2)), (10, (1, 2))], {}),
+        ([(10, (1, 2)), (10, (1, 2)), (60, (2, 3))], {2: (1, 2)}),
+        # What is not known of an incident speaks for nobody.
+        ([(10, (1, 2)), (60, ()), (90, (2,))], {2: (0, 2)}),
+    ],
+)
+def test_suspects(batches: list[tuple[int, tuple[int, ...]]], expected: dict[int, tuple[int, ...]]) -> None:
+    assert suspects(incident(n, batch, samples) for n, (batch, samples) in enumerate(batches)) == expected
+
+
+@given(st.integers(0, 2**32), st.integers(1, 5))
+def test_bad_samples_are_found_by_their_second_incident_whatever_else_the_batches_held(seed: int, count: int) -> None:
+    """Of 4096 samples a few are bad; each epoch meets them again in other company, until they are left out."""
+    dice = random.Random(seed)
+    bad, told, left_out = set(dice.sample(range(4096), count)), [], set[int]()
+    for epoch in range(count + 3):
+        order = dice.sample(range(4096), 4096)
+        for batch in range(256):
+            samples = {*order[16 * batch : 16 * batch + 16]} - left_out
+            if samples & bad:
+                told.append(incident(len(told), 256 * epoch + batch, tuple(sorted(samples))))
+                left_out = {*suspects(told)}
+    assert bad <= left_out
+    assert len(told) <= 2 * count + 2, "an innocent neighbour may be suspected by chance, and one incident more tells"
+
+
+def test_orders_stand_beside_suspicion_and_what_was_let_go_by_order_stays_so() -> None:
+    suspected = {1: (0, 1), 2: (0, 1)}
+    assert quarantine_after([], suspected) == (1, 2)
+    assert quarantine_after([quarantine(added=(7,))], suspected) == (1, 2, 7)
+    assert quarantine_after([quarantine(added=(7,)), quarantine(released=(7, 2))], suspected) == (1,)
+    assert quarantine_after([quarantine(released=(2,)), quarantine(added=(2,))], {}) == (2,)
+    assert quarantine_after([quarantine(added=(1, 2), incident=3)], {}) == (), "what was suspected is so no longer"
+
+
+def test_the_next_sample_that_is_not_left_out_stands_in() -> None:
+    neighbours = Neighbours([(0, frozenset({3, 4})), (5, frozenset({9}))], 10)
+    assert neighbours.instead([1, 3, 4, 9], 4) == [1, 5, 5, 9]
+    assert neighbours.instead([1, 3, 4, 9], 5) == [1, 3, 4, 0]
+    assert neighbours.instead(3, 0) == 5
+    assert neighbours.instead(["a", (3, 1)], 0) == ["a", (3, 1)], "no indices"
+    assert Neighbours([(0, frozenset(range(10)))], 10).instead([1], 0) == [1]
+
+
+def test_what_was_decided_last_holds_from_its_batch_on() -> None:
+    """A rollback further back may decide anew for batches that an earlier decision was for."""
+    neighbours = Neighbours([(500, frozenset({1})), (450, frozenset({1, 2}))], 10)
+    assert [neighbours.instead([1, 2], batch) for batch in (449, 450, 600)] == [[1, 2], [3, 3], [3, 3]]
+
+
+class Numbers(Dataset[int]):
+    def __len__(self) -> int:
+        return 40
+
+    def __getitem__(self, index: int) -> int:
+        if index == 13:
+            raise ValueError(index)
+        return index
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_batches_are_as_many_and_as_large_and_a_resume_finds_its_place(workers: int) -> None:
+    listed = [(3, frozenset({13})), (7, frozenset({13, 30}))]
+
+    def read(position: int | None = None, state: dict[str, Any] | None = None) -> tuple[list[Any], dict[str, Any]]:
+        cursor = cursor_for(DataLoader(Numbers(), batch_size=4, num_workers=workers))
+        cursor.leave_out(listed)
+        if state is None:
+            cursor.open_epoch()
+        else:
+            cursor.load_state_dict(state)
+        taken = [cursor.next().tolist() for _ in range((position or 10) - cursor.batch)]
+        kept = cursor.state_dict()
+        cursor.close()
+        return taken, kept
+
+    whole, _ = read()
+    assert [len(batch) for batch in whole] == [4] * 10
+    assert whole[3] == [12, 14, 14, 15]
+    assert whole[7] == [28, 29, 31, 31]
+    for position in (4, 8):
+        before, state = read(position)
+        assert before + read(state=state)[0] == whole
+
+
+def test_what_a_worker_has_read_ahead_is_read_again_without_it() -> None:
+    cursor = cursor_for(DataLoader(Numbers(), batch_size=4, num_workers=2))
+    cursor.open_epoch()
+    cursor.next()
+    cursor.leave_out([(2, frozenset({8, 13}))])
+    assert [cursor.next().tolist() for _ in range(3)] == [[4, 5, 6, 7], [9, 9, 10, 11], [12, 14, 14, 15]]
+    cursor.close()
+
+
+def test_what_cannot_be_read_is_told_from_the_rest_of_its_batch() -> None:
+    assert unreadable(Numbers(), [11, 12, 13, 14]) == [13]
