@@ -67,6 +67,7 @@ class Listing(Entry):
 
     schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
+    ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
     checkpoints: list[Checkpoint] = Field(description="oldest first")
     damaged_slots: list[DamagedSlot]
     leftovers: list[str] = Field(
@@ -113,6 +114,7 @@ def read_listing(root: Path) -> Listing:
     return Listing(
         schema=1,
         directory=str(root),
+        ring=str(paths.ring.absolute()),
         checkpoints=entries,
         damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
         leftovers=leftovers,

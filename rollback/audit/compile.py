@@ -8,11 +8,11 @@ from typing import Any, Literal, TypeVar
 
 from rollback.audit.asked import request_entries
 from rollback.audit.cost import Costs, reckon, rounded
+from rollback.audit.ending import confirmed, ending_of
 from rollback.audit.judged import last_judged
 from rollback.audit.ledger import (
     AttemptEntry,
     CheckpointEntry,
-    Ending,
     IncidentEntry,
     Ledger,
     Message,
@@ -48,7 +48,6 @@ from rollback.events import (
     Record,
     RestartScheduled,
     Restored,
-    RunEnded,
     ScalerSkipped,
     Signalled,
     SkipAdded,
@@ -72,7 +71,7 @@ def compile_ledger(material: Material) -> Ledger:
     passed = _passed_over(material)
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, history, costs, passed)
-    attempts = _attempts(records, costs)
+    attempts = _attempts(records, costs, material.held)
     return Ledger(
         schema=1,
         run=_run(material),
@@ -107,8 +106,8 @@ def compile_ledger(material: Material) -> Ledger:
             Message(at=record.at, attempt=record.attempt, subject="filling the durable ring", text=fact.error)
             for record, fact in _each(records, DrainFailed)
         ],
-        last_judged=last_judged(material.last_metrics),
-        ending=ending_of(records),
+        last_judged=last_judged(material.last_metrics, _begun(records), history.timeline),
+        ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
         notices=notices,
     )
 
@@ -260,25 +259,34 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
     return [CheckpointEntry(**entry) for entry in entries.values()]
 
 
-def _attempts(records: Sequence[Record], costs: Costs) -> list[AttemptEntry]:
+def _begun(records: Sequence[Record]) -> Record | None:
+    return next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
+
+
+def _attempts(records: Sequence[Record], costs: Costs, held: bool) -> list[AttemptEntry]:
     by_attempt: dict[int, list[Record]] = {}
     for record in records:
         by_attempt.setdefault(record.attempt, []).append(record)
     last = max(by_attempt, default=0)
-    return [_attempt(number, own, costs, number == last) for number, own in sorted(by_attempt.items())]
+    return [
+        _attempt(number, own, costs, is_last=number == last, held=held and number == last)
+        for number, own in sorted(by_attempt.items())
+    ]
 
 
-def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) -> AttemptEntry:
+def _attempt(number: int, records: list[Record], costs: Costs, *, is_last: bool, held: bool) -> AttemptEntry:
     started = _last(records, AttemptStarted)
     attached = _last(records, Attached)
     ended = _last(records, AttemptEnded)
     restart = _last(records, RestartScheduled)
     finished, stopped = _last(records, Finished), _last(records, Stopped)
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
-    if finished or (ended and ended[1].status == 0 and not stopped):
-        how = "finished"
-    elif stopped:
+    if stopped:
         how = "stopped"
+    elif (ended and ended[1].status == 0) or (
+        finished and not ended and not held and costs.reached.get(number, 0) <= finished[1].step
+    ):
+        how = "finished"
     elif is_last and not ended:
         how = "running_or_unknown"
     end = ended or finished or stopped
@@ -312,29 +320,6 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
 
 def _last(records: Iterable[Record], kind: type[_F]) -> tuple[Record, _F] | None:
     return next(reversed(_each(records, kind)), None)
-
-
-def ending_of(records: Iterable[Record]) -> Ending | None:
-    """How the run ended, or None while it is running or where it died without a word."""
-    ending: Ending | None = None
-    for record in records:
-        match record.fact:
-            case AttemptStarted() | Attached():
-                ending = None
-            case Finished() as fact:
-                ending = Ending(
-                    how="finished", at=record.at, step=fact.step, exit_code=None, account="the training loop ended"
-                )
-            case Stopped() as fact:
-                ending = Ending(how=fact.reason, at=record.at, step=fact.step, exit_code=None, account=fact.account)
-            case RunEnded() as fact if ending:
-                ending = ending.model_copy(update={"exit_code": fact.exit_code})
-            case RunEnded() as fact:
-                how: Literal["finished", "gave_up"] = "gave_up" if fact.exit_code else "finished"
-                ending = Ending(how=how, at=record.at, step=None, exit_code=fact.exit_code, account=fact.reason)
-            case _:
-                pass
-    return ending
 
 
 def _totals(

@@ -13,6 +13,7 @@ import os
 from collections.abc import Sequence
 
 from rollback.audit.ledger import LastJudged
+from rollback.events import Attached, Record, Restored
 from rollback.rundir.durable import open_regular
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric
@@ -39,8 +40,11 @@ def read_last_metrics(paths: RunPaths) -> list[Metric]:
     return found[::-1]
 
 
-def last_judged(metrics: Sequence[Metric]) -> LastJudged | None:
-    """What the last of these lines says; null where there is none. metrics: oldest first."""
+def last_judged(metrics: Sequence[Metric], begun: Record | None, timeline: int) -> LastJudged | None:
+    """What the last of these lines says; None where there is none.
+
+    metrics: oldest first. begun: the line that began the present stretch of training. timeline: the present one.
+    """
     if not metrics:
         return None
     last = metrics[-1]
@@ -51,7 +55,13 @@ def last_judged(metrics: Sequence[Metric]) -> LastJudged | None:
         if (after.attempt, after.timeline, after.step) == (before.attempt, before.timeline, before.step + 1)
     ]
     batches = min((count for count in each if count > 0), default=None)
-    return LastJudged(**last.model_dump(exclude={"attempt", "timeline"}), batches=batches)
+    undone = (
+        begun is not None
+        and isinstance(begun.fact, Attached | Restored)
+        and (last.attempt < begun.attempt or last.timeline < timeline)
+        and last.step >= begun.fact.step
+    )
+    return LastJudged(**last.model_dump(exclude={"attempt", "timeline"}), undone=undone, batches=batches)
 
 
 def as_observed(loss: float | None, batches: int | None) -> str | None:

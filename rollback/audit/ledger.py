@@ -289,6 +289,7 @@ class LastJudged(Entry):
     loss: float | None
     grad_norm: float | None
     verdict: str
+    undone: bool = Field(description="whether the run has gone back behind that step since")
     batches: int | None = Field(description="of one update; null where the record does not tell")
 
 
@@ -299,6 +300,7 @@ class Ending(Entry):
     at: str
     step: int | None
     exit_code: int | None = Field(description="of the supervisor")
+    by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
     account: str
 
 

@@ -29,6 +29,7 @@ class Material:
     records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
     and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
     metrics: all judged steps. last_metrics: the last few of them.
+    held: somebody has the run directory, or was killed while they had it.
     """
 
     directory: str
@@ -40,6 +41,7 @@ class Material:
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
     metrics: MetricColumns | None = None
     last_metrics: list[Metric] = field(default_factory=list)
+    held: bool = False
 
 
 def require_run_directory(root: Path) -> RunPaths:
@@ -84,7 +86,16 @@ def read_material(root: Path) -> Material:
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
     evidence = {number: _evidence(paths, number, notices) for number in incidents}
     return Material(
-        str(root), identity, records, skipped, last_steps(metrics), notices, evidence, metrics, read_last_metrics(paths)
+        str(root),
+        identity,
+        records,
+        skipped,
+        last_steps(metrics),
+        notices,
+        evidence,
+        metrics,
+        read_last_metrics(paths),
+        paths.holder.exists(),
     )
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollback.audit.compile import ending_of
+from rollback.audit.ending import ending_of
 from rollback.audit.ledger import Ending, Point
 from rollback.audit.material import merge
 from rollback.events import (
@@ -26,6 +26,8 @@ from rollback.events import (
     Window,
 )
 from rollback.rundir.history import History, fold, merge_windows
+
+_TURNS = (AttemptStarted, Attached, Finished, Stopped, AttemptEnded, RunEnded)
 
 
 @dataclass
@@ -60,7 +62,7 @@ class Past:
         self.history.last_attempt = max([self.history.last_attempt, *(record.attempt for record in supervisor)])
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):
-            turns += [r for r in journal if isinstance(r.fact, (AttemptStarted, Attached, Finished, Stopped, RunEnded))]
+            turns += [r for r in journal if isinstance(r.fact, _TURNS)]
         self.ending = ending_of(merge(*self._turns))
 
     def _take(self, record: Record) -> None:

@@ -33,6 +33,7 @@ def print_listing(console: Console, listing: Listing) -> None:
         )
     if listing.checkpoints:
         console.print(table)
+    console.print(quoted(f"the ring is at {listing.ring}"))
     _print_faults(console, [(entry.checkpoint, entry.fault) for entry in listing.checkpoints if entry.fault])
     _print_faults(console, [(entry.slot, entry.fault) for entry in listing.damaged_slots])
     _print_leftovers(console, listing.leftovers)

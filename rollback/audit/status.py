@@ -20,6 +20,7 @@ from pydantic import Field
 
 from rollback.audit.asked import open_requests
 from rollback.audit.cost import seconds_since_epoch
+from rollback.audit.ending import confirmed
 from rollback.audit.judged import last_judged, read_last_metrics
 from rollback.audit.ledger import Ending, Entry, LastJudged, Point
 from rollback.audit.material import merge, require_run_directory, torn_notice
@@ -111,10 +112,7 @@ class Status(Entry):
     loss: float | None = Field(description="of the last judged step, as are the next two")
     grad_norm: float | None
     verdict: str | None
-    loss_step: int | None = Field(description="that step")
-    batches_per_step: int | None = Field(
-        description="of the updates on record; where there are several, `loss` is the mean of what was observed"
-    )
+    last_judged: LastJudged | None = Field(description="that step; null: none is on record")
     steps_per_second: float | None = Field(description="over the present attempt since its last restore")
     last_good: Point | None
     last_good_checkpoint: str | None
@@ -203,7 +201,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
-    judged = last_judged(read_last_metrics(paths))
+    judged = last_judged(read_last_metrics(paths), past.begun, history.timeline)
     found = read_heartbeats(paths.ranks)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
     holder = _holder(paths, now)
@@ -212,7 +210,8 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
     point = _present_point(past, judged, list(heartbeats.values()))
     newest_good = max((name for name in history.good if name in history.committed), default=None)
     good = history.committed[newest_good] if newest_good else None
-    state = _state(holder, ranks, past.ending)
+    ending = confirmed(past.ending, held=holder is not None, reached=point.step if point else None)
+    state = _state(holder, ranks, ending)
     held = sorted(set(history.committed) - history.discarded - history.gone)
     return Status(
         schema=1,
@@ -229,8 +228,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
         loss=judged.loss if judged else None,
         grad_norm=judged.grad_norm if judged else None,
         verdict=judged.verdict if judged else None,
-        loss_step=judged.step if judged else None,
-        batches_per_step=judged.batches if judged else None,
+        last_judged=judged,
         steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
         last_good=Point(step=good.step, batch=good.batch) if good else None,
         last_good_checkpoint=newest_good,
@@ -254,7 +252,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
         advice=dict(past.advice),
-        ending=past.ending,
+        ending=ending,
         notices=notices,
     )
 
@@ -347,7 +345,9 @@ def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | 
 def _present_point(past: Past, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
     """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
     if heartbeats:
-        return min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
+        slowest = min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
+        # A rank that is only starting says step 0, and a fact may be newer than a heartbeat.
+        return past.point if past.point is not None and past.point.step > slowest.step else slowest
     if judged is not None:
         return Point(step=judged.step + 1, batch=judged.batch + 1)
     return past.point

@@ -38,9 +38,9 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.step is not None:
         rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
         yield "step", f"{at_least(str(status.step), status.state == 'died')}, batch {status.batch}{rate}"
-    if status.verdict is not None and status.loss_step is not None:
-        loss = loss_in_words(status.loss, status.loss_step, status.batches_per_step, last=status.state == "died")
-        yield "loss", quoted(f"{loss}, gradient norm {number(status.grad_norm)}, {status.verdict}")
+    if (judged := status.last_judged) is not None:
+        loss = loss_in_words(judged, last=status.state == "died")
+        yield "loss", quoted(f"{loss}, gradient norm {number(judged.grad_norm)}, {judged.verdict}")
     if status.last_good and status.last_good_checkpoint:
         yield "last good", quoted(f"{status.last_good_checkpoint}, {or_unknown(status.last_good_age)} steps ago")
     else:

@@ -16,6 +16,7 @@ from rollback.audit.ledger import (
     AttemptEntry,
     EvidenceEntry,
     IncidentEntry,
+    LastJudged,
     Ledger,
     Message,
     SkippedBatchEntry,
@@ -76,7 +77,7 @@ def _print_head(console: Console, ledger: Ledger) -> None:
     undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
     rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
     if (judged := ledger.last_judged) is not None:
-        rows.append(("loss", loss_in_words(judged.loss, judged.step, judged.batches, last=ledger.ending is None)))
+        rows.append(("loss", loss_in_words(judged, last=ledger.ending is None)))
     rows.append(("time", _time_in_words(totals)))
     if ledger.ending:
         step = f" at step {ledger.ending.step}" if ledger.ending.step is not None else ""
@@ -95,10 +96,11 @@ def _time_in_words(totals: Totals) -> str:
     return ", ".join(spent) + share
 
 
-def loss_in_words(loss: float | None, step: int, batches: int | None, *, last: bool) -> str:
+def loss_in_words(judged: LastJudged, *, last: bool) -> str:
     """A loss on record. last: nothing says that no step followed."""
-    which = as_observed(loss, batches)
-    return f"{number(loss)} at step {step}{', the last on record' if last else ''}" + (f" ({which})" if which else "")
+    which = as_observed(judged.loss, judged.batches)
+    so_far = ", undone since" if judged.undone else ", the last on record" if last else ""
+    return f"{number(judged.loss)} at step {judged.step}{so_far}" + (f" ({which})" if which else "")
 
 
 def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:

@@ -178,7 +178,8 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[Record], *, over: bool
     if ended is not None and isinstance(ended.fact, AttemptEnded):
         well = ended.fact.why is None and ended.fact.status == 0
         return None if well or ended.fact.why == "told_to_stop" else ended.fact.cause
-    if not over or _last(own, Finished) or _last(own, Stopped):
+    by_itself = _last(own, Finished) and not _last(own, AttemptStarted)  # a supervisor would have seen the end
+    if not over or by_itself or _last(own, Stopped):
         return None
     records = sorted(read_failures(paths.failures(attempt)).values(), key=lambda record: record.seconds)
     if records:

@@ -37,7 +37,8 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     from rollback.audit.terminal import console_for
 
     with readable(run) as place:
-        listing = read_listing(place.root).model_copy(update={"directory": place.name})
+        at_url = {} if place.store is None else {"ring": place.name}
+        listing = read_listing(place.root).model_copy(update={"directory": place.name, **at_url})
     if json:
         print(listing.to_json())
     else:

@@ -327,7 +327,7 @@ def test_a_model_that_is_sharded_inside_is_refused_on_all_ranks_at_once(tmp_path
     """Its state_dict() exchanges tensors: whoever asked for it before looking would wait for ranks that do not."""
     job = Path(__file__).parent / "jobs" / "sharded.py"
     command = [*WARM_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
-    done = subprocess.run(command, cwd=tmp_path, timeout=120, text=True, stdout=subprocess.PIPE, check=True)
+    done = subprocess.run(command, cwd=tmp_path, timeout=180, text=True, stdout=subprocess.PIPE, check=True)
     told = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
     shards = {
         "first": "FSDP has its module '1'",

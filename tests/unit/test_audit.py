@@ -294,6 +294,35 @@ def test_what_was_trained_after_the_last_line_of_a_run_that_was_killed_is_not_cl
     assert "lost at least 15 steps" in text
 
 
+def test_an_epoch_s_end_is_not_the_end_of_an_attempt_that_was_killed_later(run: RecordedRun) -> None:
+    run.tell(0, AttemptStarted(command=("torchrun",), host="node1", pid=1))
+    run.judge(0, 34)
+    run.tell(24, Finished(step=24, batch=48))  # of the first pass over the data
+    ledger = ledger_of(run)
+    assert ledger.ending is None, "the supervisor was killed, and the run is said to have finished"
+    assert (ledger.attempts[0].ended, ledger.attempts[0].at_least) == ("running_or_unknown", True)
+    run.tell(40, AttemptEnded(status=1, cause="rank 1 was killed", step=36, seconds=40.0, why="signal", rank=1))
+    ledger = ledger_of(run)
+    assert ledger.ending is None
+    assert (ledger.attempts[0].ended, ledger.attempts[0].reached, ledger.attempts[0].at_least) == ("died", 36, True)
+
+
+def test_an_epoch_s_end_is_not_the_end_of_a_run_without_a_supervisor_either(run: RecordedRun) -> None:
+    run.tell(24, Finished(step=24, batch=48))
+    run.judge(0, 34)
+    ledger = ledger_of(run)
+    assert ledger.ending is None
+    assert (ledger.attempts[0].ended, ledger.attempts[0].reached) == ("running_or_unknown", 35)
+
+
+def test_a_loss_of_a_step_that_was_undone_is_said_to_be(run: RecordedRun) -> None:
+    run.judge(0, 34)
+    run.attach(60, 2, C1, 20)
+    assert "2.5 at step 34, undone since" in text_of(ledger_of(run), width=200)
+    run.judge(20, 21, attempt=2)
+    assert "2.5 at step 21, the last on record" in text_of(ledger_of(run), width=200)
+
+
 def test_what_a_rank_of_a_killed_attempt_was_last_seen_at_counts_beyond_the_last_line(run: RecordedRun) -> None:
     run.judge(0, 34)
     killed = AttemptEnded(status=1, cause="rank 0 was killed by signal 9", step=37, seconds=38.0, why="signal", rank=0)

@@ -127,6 +127,15 @@ def test_the_list_says_what_each_checkpoint_is(paths: RunPaths) -> None:
     assert statuses(paths) == {OLD: "quarantined", MIDDLE: "discarded", NEW: "damaged"}
 
 
+def test_the_list_says_where_the_ring_is_so_that_it_is_found_from_anywhere(
+    paths: RunPaths, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(paths.root.parent)
+    shown = command("list", paths.root.name)
+    assert f"the ring is at {paths.ring}" in "".join(shown.stdout.splitlines()).replace("  ", "")
+    assert json.loads(command("list", paths.root.name, "--json").stdout)["ring"] == str(paths.ring)
+
+
 def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     pins.pin(paths, OLD)
     ring.begin_writing(paths, "c000003-s00000040")

@@ -20,7 +20,7 @@ from rollback.audit import Status, read_status
 from rollback.audit import status as status_module
 from rollback.audit.judged import read_last_metrics
 from rollback.cli import app
-from rollback.events import Drained
+from rollback.events import Drained, Finished
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, write_heartbeat
@@ -170,9 +170,25 @@ def test_of_a_killed_run_step_and_loss_are_those_on_record(run: RecordedRun) -> 
     assert "2.5 at step 34, the last on record" in text
 
 
+def test_an_epoch_s_end_is_not_the_end_of_a_run_that_was_killed_later(run: RecordedRun) -> None:
+    run.tell(24, Finished(step=24, batch=48))
+    beat(run, 0, pid=gone())
+    assert (status_of(run).state, status_of(run).ending) == ("died", None)
+
+
+def test_a_run_that_has_just_been_started_again_stands_at_its_checkpoint(run: RecordedRun) -> None:
+    run.attach(40, 2, C1, 20)
+    beat(run, 0, attempt=2, step=0, batch=0, doing="starting")
+    status = status_of(run)
+    assert (status.step, status.batch, status.last_good_age) == (20, 40, 0)
+    assert status.last_judged
+    assert status.last_judged.undone
+
+
 def test_a_loss_over_accumulated_batches_is_said_to_be_as_observed(run: RecordedRun) -> None:
     status = status_of(run)
-    assert (status.loss, status.loss_step, status.batches_per_step) == (2.5, 34, 2)
+    assert status.last_judged
+    assert (status.loss, status.last_judged.step, status.last_judged.batches) == (2.5, 34, 2)
     text = " ".join(CliRunner().invoke(app, ["status", str(run.paths.root)]).stdout.split())
     assert "as observed in an update of 2 batches; where the script divides each by 2, it is 5 undivided" in text
 

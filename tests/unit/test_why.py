@@ -13,7 +13,7 @@ from recorded_run import RecordedRun
 from rollback.audit.why import ProcessStacks, read_account
 from rollback.audit.why_stacks import groups, ranges
 from rollback.audit.why_text import print_account
-from rollback.events import AttemptEnded, AttemptStarted, RunEnded, Signalled
+from rollback.events import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 FORKED = """  File "/opt/rollback/supervisor/nursery.py", line 209 in _run
@@ -92,6 +92,13 @@ def test_of_a_rank_that_left_no_exception_the_end_of_its_stderr_is_shown(run: Re
     told = read_account(run.paths.root).last_words
     assert told is not None
     assert len(told.text) == 8 << 10
+
+
+def test_a_supervisor_that_is_killed_after_the_end_of_an_epoch_has_left_a_failure(run: RecordedRun) -> None:
+    run.tell(9, Finished(step=10, batch=20))
+    assert read_account(run.paths.root).cause == (
+        "no end is on record: its supervisor was killed, or the host went down"
+    )
 
 
 def test_a_log_that_is_no_file_of_ours_is_left_alone(run: RecordedRun, tmp_path: Path) -> None:
