@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 import rollback
 from rollback.config import Settings
-from rollback.train.remembered import Remembered
+from rollback.train.kept_values import KeptValues
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guard.md"
 _MARK = "<!-- made by scripts/guard_reference.py from the docstrings -->\n"
@@ -31,7 +31,7 @@ def page(present: str) -> str:
     parts = [
         _section("`rollback.Guard(...)`", rollback.Guard),
         *_members(),
-        _section("What `guard.remember` returns", Remembered),
+        _section("What `guard.keep` returns", KeptValues),
         _settings(),
     ]
     return by_hand + _MARK + "\n" + "\n".join(parts)

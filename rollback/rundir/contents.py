@@ -18,9 +18,9 @@ from rollback.rundir.shard import ShardReader
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
-    "local": ("buffers", "random", "cursor", "remembered"),
+    "local": ("buffers", "random", "cursor", "kept"),
 }
-_WITHOUT: Mapping[str, Any] = {"remembered": {}}
+_WITHOUT: Mapping[str, Any] = {"kept": {}}
 """What a checkpoint means that lacks a part: those that once there were not."""
 
 

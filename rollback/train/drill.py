@@ -246,7 +246,7 @@ class _Part:
             "optimizer": state.optimizer.state_dict(),
             "objects": {name: item.state_dict() for name, item in state.objects.items()},
             "counters": vars(state.counters),
-            "remembered": state.memory.state_dict(),
+            "kept": state.memory.state_dict(),
             # By stream: one that the script never seeds is another in every process, and says nothing.
             **_flat("random", rng.capture()),
             **_flat("cursor", state.cursor.state_dict()),

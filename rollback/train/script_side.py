@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from torch import Tensor
 
 from rollback.train.hand import StepInHand
+from rollback.train.kept_values import KeptValues
 from rollback.train.passes import Passes
-from rollback.train.remembered import Remembered
 from rollback.train.state import TrainingState
 from rollback.train.updates import Updates
 
@@ -34,10 +34,10 @@ class ScriptSide:
         """
         self._hand.observe(loss, grad_norm)
 
-    def remember(self, **first: Any) -> Remembered:
+    def keep(self, **first: Any) -> KeptValues:
         """Have values of the script kept in each checkpoint, and brought back by a resume and by a rollback.
 
-            kept = guard.remember(best=float("inf"), tokens=0)
+            kept = guard.keep(best=float("inf"), tokens=0)
             ...
             kept.tokens += x.numel()
 
@@ -45,7 +45,7 @@ class ScriptSide:
         finds those of its checkpoint at once, or these where the checkpoint is from before the script asked. Returns
         the one object that has them all as attributes. Values are numbers, texts, None, and lists, tuples and dicts of
         these; a tensor of one number becomes that number. Each rank has its own, so rank 0 may use one that others do
-        not. Raises UsageError for anything else, and for a name that is remembered already.
+        not. Raises UsageError for anything else, and for a name that is kept already.
         """
         return self._state.memory.add(first)
 

@@ -1,7 +1,7 @@
 """What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
 
 `shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
-`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be remembered,
+`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be kept,
 and the model's buffers, since DDP lets those of the ranks drift apart between forwards and an exact resume needs each
 rank's own.
 """
@@ -20,7 +20,7 @@ from rollback.rundir.identity import Job
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor
-from rollback.train.remembered import Memory
+from rollback.train.kept_values import Memory
 
 _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/")
 
@@ -111,7 +111,7 @@ class TrainingState:
             "buffers": {name: value for name, value in model.items() if name in buffers},
             "random": rng.capture(),
             "cursor": self.cursor.state_dict(),
-            "remembered": self.memory.state_dict(),
+            "kept": self.memory.state_dict(),
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -176,7 +176,7 @@ class TrainingState:
         self.counters = Counters(**shared["counters"])
         self.cursor.load_state_dict(local["cursor"])
         self._loaded_at = self.cursor.batch
-        self.memory.load_state_dict(local.get("remembered", {}))  # checkpoints had none once
+        self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
         self._random = local["random"]
         self.restore_random_states()
 

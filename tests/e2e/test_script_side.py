@@ -1,5 +1,5 @@
 """What a script may do with a guard besides looping over it: ask for positions and lengths, call next(), have values
-remembered."""
+kept."""
 
 from __future__ import annotations
 
@@ -170,14 +170,14 @@ def test_a_script_that_counts_steps_takes_its_batches_from_one_stream(tmp_path: 
     assert len([loss for loss in back.values() if loss == loss]) == 95
 
 
-# --- values that are remembered ---------------------------------------------------------------------------------------
+# --- values that are kept ---------------------------------------------------------------------------------------
 
 
 def trained(run: Path, *, until: int = 90, **more: Any) -> tuple[dict[str, Any], list[Any]]:
-    """Train three epochs, or up to a batch; what is remembered at the end, and what it was when training began."""
+    """Train three epochs, or up to a batch; what is kept at the end, and what it was when training began."""
     script = Script(run, **more)
     guard = script.guard
-    kept = guard.remember(best=float("inf"), batches=0, history=[])
+    kept = guard.keep(best=float("inf"), batches=0, history=[])
     first = [kept.best, kept.batches, list(kept.history), guard.step]
     for epoch in guard.epochs(3):
         for batch in guard:
@@ -194,7 +194,7 @@ def trained(run: Path, *, until: int = 90, **more: Any) -> tuple[dict[str, Any],
 
 
 @pytest.mark.parametrize("until", [25, 30, 47, 66])
-def test_values_that_are_remembered_come_back_with_a_resumed_run(tmp_path: Path, until: int) -> None:
+def test_values_that_are_kept_come_back_with_a_resumed_run(tmp_path: Path, until: int) -> None:
     undisturbed, first = trained(tmp_path / "undisturbed")
     assert first == [float("inf"), 0, [], 0]
     trained(tmp_path / "run", until=until)
@@ -206,7 +206,7 @@ def test_values_that_are_remembered_come_back_with_a_resumed_run(tmp_path: Path,
 
 
 @pytest.mark.parametrize("bad", [25, 32, 61])
-def test_values_that_are_remembered_go_back_with_a_rollback(tmp_path: Path, bad: int) -> None:
+def test_values_that_are_kept_go_back_with_a_rollback(tmp_path: Path, bad: int) -> None:
     """As if the bad batches had never been there: also over an epoch's start, and back to the very first checkpoint."""
     ended, _ = trained(tmp_path / "run", nan=(bad,))
     assert facts(tmp_path / "run", Restored)
@@ -224,14 +224,14 @@ def test_a_run_that_began_without_them_finds_the_first_values(tmp_path: Path) ->
 
 
 def test_a_checkpoint_without_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As checkpoints were before there were remembered values."""
+    """As checkpoints were before there were kept values."""
     from rollback.train import state, tree
 
     original = tree.encode
 
     def as_before(value: Any, path: str, tensors: Any) -> Any:
         if path == "local":
-            value = {key: item for key, item in value.items() if key != "remembered"}
+            value = {key: item for key, item in value.items() if key != "kept"}
         return original(value, path, tensors)
 
     with monkeypatch.context() as patched:
@@ -240,26 +240,26 @@ def test_a_checkpoint_without_the_part_is_read(tmp_path: Path, monkeypatch: pyte
     assert trained(tmp_path / "run")[1] == [float("inf"), 0, [], 20]
 
 
-def test_what_cannot_be_remembered_is_refused_at_once(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_is_refused_at_once(tmp_path: Path) -> None:
     guard = Script(tmp_path / "run").guard
     with pytest.raises(UsageError, match="'model' holds a Linear"):
-        guard.remember(model=nn.Linear(1, 1))
-    kept = guard.remember(best=1)
-    with pytest.raises(UsageError, match="remembered already"):
-        guard.remember(best=2)
-    assert guard.remember(tokens=0) is kept
+        guard.keep(model=nn.Linear(1, 1))
+    kept = guard.keep(best=1)
+    with pytest.raises(UsageError, match="kept already"):
+        guard.keep(best=2)
+    assert guard.keep(tokens=0) is kept
     guard.close()
 
 
 def test_a_list_that_grows_without_end_costs_no_checkpoint(tmp_path: Path) -> None:
     """It outgrows what was set apart for it, and is given more."""
     script = Script(tmp_path / "run")
-    kept = script.guard.remember(seen=[])
+    kept = script.guard.keep(seen=[])
     for _ in script.guard.epochs(3):
         for batch in script.guard:
             script.train_on(batch)
             kept.seen.extend(range(1000))
     script.guard.close()
     again = Script(tmp_path / "run").guard
-    assert len(again.remember(seen=[]).seen) == 1000 * again.step > 50_000
+    assert len(again.keep(seen=[]).seen) == 1000 * again.step > 50_000
     again.close()

@@ -243,7 +243,7 @@ MISFITS: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     (SHARED, {"buffers": {}, "random": {}, "cursor": {}}, "tensor 'mean' is missing"),
     (SHARED, changed(LOCAL, buffers={"mean": {"$tensor": "shared/model/w"}}), "which no shard holds"),
     (SHARED, changed(LOCAL, buffers=[]), "tree 'local' has no 'buffers'"),
-    (SHARED, changed(LOCAL, remembered=[]), "tree 'local' has no 'remembered'"),
+    (SHARED, changed(LOCAL, kept=[]), "tree 'local' has no 'kept'"),
 ]
 
 

@@ -284,8 +284,8 @@ def test_a_data_set_of_another_length_keeps_the_position_and_has_the_new_order_f
     assert seen == expected
 
 
-def test_a_new_rank_begins_with_the_remembered_values_of_its_source() -> None:
+def test_a_new_rank_begins_with_the_kept_values_of_its_source() -> None:
     (cursor,) = cursors(GLOBAL, 1)
     cursor.open_epoch()
-    local = {"buffers": {}, "random": rng.capture(), "cursor": cursor.state_dict(), "remembered": {"best": 0.5}}
-    assert [adopt(local, rank, 1)["remembered"] for rank in (0, 1)] == [{"best": 0.5}] * 2
+    local = {"buffers": {}, "random": rng.capture(), "cursor": cursor.state_dict(), "kept": {"best": 0.5}}
+    assert [adopt(local, rank, 1)["kept"] for rank in (0, 1)] == [{"best": 0.5}] * 2

@@ -16,7 +16,7 @@ from torch import Tensor
 from rollback.errors import UsageError
 
 
-class Remembered:
+class KeptValues:
     """Attributes that checkpoints keep: `kept.best`. Those that were asked for, and no others.
 
     Setting one to what cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
@@ -35,11 +35,11 @@ class Remembered:
         return list(self._values)
 
     def __repr__(self) -> str:
-        return f"Remembered({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
+        return f"KeptValues({', '.join(f'{name}={value!r}' for name, value in self._values.items())})"
 
     def _known(self, name: str) -> str:
         if name.startswith("_") or name not in self._values:
-            raise AttributeError(f"{name!r} is not remembered: ask for it with guard.remember({name}=...)")
+            raise AttributeError(f"{name!r} is not kept: ask for it with guard.keep({name}=...)")
         return name
 
 
@@ -50,22 +50,22 @@ class Memory:
         self._first: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
-        self._remembered = Remembered(self._values)
+        self._kept = KeptValues(self._values)
 
-    def add(self, first: Mapping[str, Any]) -> Remembered:
-        """Remember more values from now on; `first` are those of a checkpoint that has none. See `Guard.remember`."""
+    def add(self, first: Mapping[str, Any]) -> KeptValues:
+        """Keep more values from now on; `first` are those of a checkpoint that has none. See `Guard.keep`."""
         for name in first:
             if name in self._first:
                 raise UsageError(
-                    f"guard.remember: {name!r} is remembered already",
+                    f"guard.keep: {name!r} is kept already",
                     hint="ask for each name once; the object that the first call returned has them all",
                 )
             if name.startswith("_"):
-                raise UsageError(f"guard.remember: {name!r} begins with an underscore", hint="choose another name")
+                raise UsageError(f"guard.keep: {name!r} begins with an underscore", hint="choose another name")
         checked = {name: _plain(value, name) for name, value in first.items()}
         self._first.update(copy.deepcopy(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
-        return self._remembered
+        return self._kept
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; with what an earlier one had and the script has not asked for yet."""
@@ -88,7 +88,7 @@ def _plain(value: Any, name: str) -> Any:
     if type(value) is dict and all(type(key) in (str, int) for key in value):
         return {key: _plain(item, name) for key, item in value.items()}
     raise UsageError(
-        f"guard.remember: {name!r} holds a {type(value).__name__}, which cannot be remembered",
+        f"guard.keep: {name!r} holds a {type(value).__name__}, which cannot be kept",
         hint="it takes numbers, texts, None, and lists, tuples and dicts of these; tensors and objects are handed over "
         "when the guard is made, as something with state_dict and load_state_dict",
     )

@@ -1,4 +1,4 @@
-"""Values of the script that the guard remembers: what they may be, and that they come back."""
+"""Values of the script that the guard keeps: what they may be, and that they come back."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from rollback.errors import UsageError
 from rollback.train import tree
-from rollback.train.remembered import Memory
+from rollback.train.kept_values import Memory
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),
@@ -25,11 +25,11 @@ plain = st.recursive(
 
 
 def through_disk(state: dict[str, Any]) -> Any:
-    return tree.decode(json.loads(json.dumps(tree.encode(state, "local/remembered", {}))), torch.empty)
+    return tree.decode(json.loads(json.dumps(tree.encode(state, "local/kept", {}))), torch.empty)
 
 
 @given(st.dictionaries(st.text(st.characters(categories=["L"]), min_size=1), plain))
-def test_what_is_remembered_comes_back_as_it_was(values: dict[str, Any]) -> None:
+def test_what_is_kept_comes_back_as_it_was(values: dict[str, Any]) -> None:
     memory = Memory()
     kept = memory.add(values)
     state = through_disk(memory.state_dict())
@@ -39,7 +39,7 @@ def test_what_is_remembered_comes_back_as_it_was(values: dict[str, Any]) -> None
     assert {name: getattr(kept, name) for name in values} == values
 
 
-def test_a_change_inside_a_list_is_remembered_and_undone() -> None:
+def test_a_change_inside_a_list_is_kept_and_undone() -> None:
     memory = Memory()
     kept = memory.add({"losses": [1.0]})
     kept.losses.append(2.0)
@@ -90,7 +90,7 @@ class Phase(enum.IntEnum):
     "value", [torch.zeros(3), {1, 2}, object(), [print], {"deep": torch.zeros(2)}, b"raw", {(1, 2): 3}, Phase.WARM],
     ids=str,
 )  # fmt: skip
-def test_what_cannot_be_remembered_is_refused_where_it_is_said(value: Any) -> None:
+def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
     memory = Memory()
     with pytest.raises(UsageError, match="best") as caught:
         memory.add({"fine": 1, "best": value})
@@ -105,7 +105,7 @@ def test_what_cannot_be_remembered_is_refused_where_it_is_said(value: Any) -> No
 def test_a_name_is_asked_for_once() -> None:
     memory = Memory()
     memory.add({"best": 0})
-    with pytest.raises(UsageError, match="'best' is remembered already"):
+    with pytest.raises(UsageError, match="'best' is kept already"):
         memory.add({"tokens": 0, "best": 1})
     with pytest.raises(UsageError, match="underscore"):
         memory.add({"_best": 0})
@@ -117,5 +117,5 @@ def test_a_name_that_was_not_asked_for_is_a_slip() -> None:
         kept.bets = 1
     with pytest.raises(AttributeError, match="bets"):
         kept.bets  # noqa: B018
-    assert repr(kept) == "Remembered(best=0)"
+    assert repr(kept) == "KeptValues(best=0)"
     assert "best" in dir(kept)
