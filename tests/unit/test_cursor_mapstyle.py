@@ -24,6 +24,7 @@ from torch.utils.data import (
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng, tree
 from rollback.train.cursor import Cursor, cursor_for
+from rollback.train.cursor.digest import Digest
 
 EPOCHS = 3
 LENGTH = 23
@@ -673,6 +674,79 @@ def test_workers_have_the_seeds_that_they_would_have_without_us_also_after_a_res
     # Which worker reads a batch may be another one; that its seed is one of the same epoch may not.
     assert set(fresh.next().tolist()) <= {seed for batch in expected[1] for seed in batch}
     fresh.close()
+
+
+class Recorded:
+    """A witness that knows what a cursor has handed out."""
+
+    def __init__(self) -> None:
+        self.digests: dict[int, int | None] = {}
+        self.asked: list[int] = []
+
+    def knows(self, batch: int) -> bool:
+        return batch in self.digests
+
+    def check(self, batch: int, data: Any) -> None:
+        self.asked.append(batch)
+        if Digest(data).value != self.digests[batch]:
+            raise RunDoesNotFit("moved")
+
+
+class Moving(Dataset[Any]):
+    def __init__(self, by: int = 0, noise: bool = False) -> None:
+        self.by, self.noise = by, noise
+        self.own = np.random.default_rng(7)
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.tensor([float(index + self.by)]) + (torch.rand(1) + self.own.random() if self.noise else 0)
+
+
+@pytest.mark.parametrize("noise", [False, True], ids=["plain", "augmented"])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_resumed_process_reads_the_batch_before_its_position_again(workers: int, noise: bool) -> None:
+    def loader(by: int = 0) -> Cursor:
+        return cursor_for(DataLoader(Moving(by, noise), 2, num_workers=workers))
+
+    witness, cursor = Recorded(), loader()
+    cursor.open_epoch()
+    for batch in range(3):
+        witness.digests[batch] = Digest(cursor.next()).value
+    state, random_states = cursor.state_dict(), rng.capture()
+    expected = [repr(cursor.next()) for _ in range(3)]
+    cursor.close()
+
+    resumed = loader()
+    resumed.witness = witness
+    resumed.load_state_dict(state)
+    rng.restore(random_states)
+    assert [repr(resumed.next()) for _ in range(3)] == expected, "and draws nothing by that"
+    assert witness.asked == ([] if noise and not workers else [2])
+    resumed.close()
+
+    if workers or not noise:
+        moved = loader(by=1)
+        moved.witness = witness
+        moved.load_state_dict(state)
+        with pytest.raises(RunDoesNotFit, match="moved"):
+            moved.next()
+        moved.close()
+
+
+def test_a_batch_that_was_passed_over_is_not_read_again() -> None:
+    cursor = cursor_for(DataLoader(Numbers(forbidden=frozenset({4})), 2))
+    cursor.open_epoch()
+    for _ in range(2):
+        cursor.next()
+    state = cursor.state_dict()
+    resumed = cursor_for(DataLoader(Numbers(forbidden=frozenset({2, 4})), 2))
+    resumed.witness = Recorded()
+    resumed.witness.digests[1] = 0
+    resumed.load_state_dict(state)
+    resumed.skip()
+    assert resumed.next().tolist() == [6, 7]
 
 
 def test_a_split_without_a_seed_is_another_data_set() -> None:

@@ -310,9 +310,10 @@ class MapStyleCursor(Cursor):
         A worker reads it under the random states that it had then. In this process those are not known, so it is read
         under two others, and says nothing where these make a difference.
         """
+        assert self._clone is not None
         if self._loader.num_workers > 0:
             self._feed.repeat_last()
-            self._reader = iter(self._clone or ())
+            self._reader = iter(self._clone)
             witness.check(self.batch - 1, next(self._reader))
             return
         generators = Generators(self._loader.dataset)
@@ -323,7 +324,7 @@ class MapStyleCursor(Cursor):
                 rng.seed_all(key)
                 generators.seed(key)
                 self._feed.repeat_last()
-                read.append(next(iter(self._clone or ())))
+                read.append(next(iter(self._clone)))
         generators.restore(states)
         if Digest(read[0]).value == Digest(read[1]).value:
             witness.check(self.batch - 1, read[0])
