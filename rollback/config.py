@@ -97,7 +97,7 @@ class Settings(BaseModel):
     accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
     skip_samples: tuple[SamplesFrom, ...] = Field(
-        (), description="data set samples to leave out, from a batch on or (default) from the start",
+        (), description="all data set samples to leave out, from a batch on or (default) from the start",
         json_schema_extra={"metavar": "[BATCH:]I,J"},
     )  # fmt: skip
 

@@ -34,11 +34,11 @@ class Window(BaseModel):
 
 
 class SamplesFrom(BaseModel):
-    """Data set samples that are to be left out, from a batch on."""
+    """The data set samples, and no others, that are to be left out from a batch on."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     batch: int = Field(0, ge=0)
-    samples: tuple[Annotated[int, Field(ge=0)], ...] = Field(min_length=1)
+    samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
 class Fact(BaseModel):

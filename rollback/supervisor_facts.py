@@ -91,6 +91,13 @@ class Blamed(Fact):
     attempts: tuple[int, ...]
     samples: tuple[int, ...] = ()
 
+    @property
+    def answer(self) -> str:
+        """What the next attempt does about it (it skips the window where quarantine is off)."""
+        if self.samples:
+            return f"the samples {', '.join(map(str, self.samples))} will be left out from batch {self.window.first} on"
+        return f"batches {self.window} will be skipped"
+
     def in_words(self) -> str:
         attempts = " and ".join(map(str, self.attempts))
         return f"the same exception in attempts {attempts} (fingerprint {self.fingerprint}): {self.error}"

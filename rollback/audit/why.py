@@ -73,11 +73,13 @@ class LastWords(Entry):
 
 
 class Blame(Entry):
-    """A batch that is skipped because of this failure."""
+    """The data that this failure is blamed on."""
 
     batch: int
     window: Window
     attempts: list[int]
+    samples: list[int] = Field(description="that are left out from then on; empty: the window is skipped")
+    answer: str = Field(description="what is done about it, in words")
 
 
 class Account(Entry):
@@ -156,7 +158,7 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
         batch=fact.batch if fact else None,
         followed=list(fact.followed) if fact else [],
         hung=hung.fact if hung and isinstance(hung.fact, Hung) else None,
-        blamed=Blame(batch=culprit.batch, window=culprit.window, attempts=list(culprit.attempts)) if culprit else None,
+        blamed=_blame(culprit) if culprit else None,
         decision=_decision(told_of),
         signals=[record.fact.signal for record in told_of if isinstance(record.fact, Signalled)],
         failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
@@ -170,6 +172,10 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
         earlier={other: cause for other, cause in failed.items() if other != number},
         notices=notices,
     )
+
+
+def _blame(fact: Blamed) -> Blame:
+    return Blame(**fact.model_dump(include={"batch", "window", "attempts", "samples"}), answer=fact.answer)
 
 
 def _failure(paths: RunPaths, attempt: int, own: Sequence[Record], *, over: bool) -> str | None:

@@ -78,8 +78,7 @@ def _head(account: Account) -> Iterator[tuple[str, str | Text]]:
         yield "signals", quoted(", ".join(account.signals))
     if account.blamed is not None:
         again = " and ".join(map(str, account.blamed.attempts))
-        skipped = f"batches {account.blamed.window} will be skipped"
-        yield "blamed", f"batch {account.blamed.batch}, the same exception in attempts {again}: {skipped}"
+        yield "blamed", f"batch {account.blamed.batch}, the same exception in attempts {again}: {account.blamed.answer}"
     if account.decision is not None:
         yield "then", quoted(account.decision)
     if account.attempt is not None:

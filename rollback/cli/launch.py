@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.terminal import line_for, occupy_standard_streams, say
-from rollback.cli.windows import parse_samples, parse_window
+from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
 from rollback.fact import SamplesFrom
@@ -129,9 +129,11 @@ def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
         windows = [parse_window(text, "--skip") for text in values.get("skip", [])]
         values["skip"] = merge_windows(windows + (_history_of(skips_of).skip_list if skips_of is not None else []))
     if "skip_samples" in values or skips_of is not None:
-        samples = [parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])]
-        others = _history_of(skips_of).quarantine if skips_of is not None else []
-        values["skip_samples"] = [*samples, *(SamplesFrom(batch=one.batch, samples=one.samples) for one in others)]
+        listed = cumulative([parse_samples(text, "--skip-samples") for text in values.get("skip_samples", [])])
+        own = {sample for one in listed for sample in one.samples}
+        for other in _history_of(skips_of).quarantine if skips_of is not None else []:
+            listed.append(SamplesFrom(batch=other.batch, samples=tuple(sorted(own | {*other.samples}))))
+        values["skip_samples"] = listed
     try:
         return Settings(**values)
     except ValidationError as error:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rollback.errors import UsageError
 from rollback.events import Window
 from rollback.fact import SamplesFrom
@@ -30,3 +32,10 @@ def parse_samples(text: str, where: str) -> SamplesFrom:
             f"{where}: {text!r} is not a list of samples",
             hint="write data set indices as in 17,402; or BATCH:17,402 to leave them out from that batch on",
         ) from error
+
+
+def cumulative(given: Sequence[SamplesFrom]) -> list[SamplesFrom]:
+    """What several of these say together, by batch: each of the result has all samples that are left out from there."""
+    batches = sorted({one.batch for one in given})
+    together = [{sample for one in given if one.batch <= batch for sample in one.samples} for batch in batches]
+    return [SamplesFrom(batch=b, samples=tuple(sorted(samples))) for b, samples in zip(batches, together, strict=True)]

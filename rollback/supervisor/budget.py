@@ -46,7 +46,7 @@ class Budget:
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed on where to begin.
-        killed: it did not fail by itself, somebody ended it. blamed: a batch is to blame and will be skipped, so there
+        killed: it did not fail by itself, somebody ended it. blamed: data are to blame and will be left out, so there
         is nothing to wait for.
 
         The first restart after progress comes at once; the second waits, and from there the delay doubles. A job
@@ -67,5 +67,5 @@ class Budget:
         delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** (repeats - 1)) if repeats else 0.0
         reason = "it got further than all before it" if progressed else f"no progress, restart {repeats + 1}"
         if blamed:
-            delay, reason = 0.0, f"the batch that is to blame is skipped from now on; {reason}"
+            delay, reason = 0.0, f"what is to blame is left out from now on; {reason}"
         return replace(budget, left=budget.left - 1), Restart(delay, reason)

@@ -351,7 +351,7 @@ class _Supervisor:
         if found is None:
             return False
         self._ledger.note(found)
-        self._say(f"the same exception twice at batch {found.batch}: batches {found.window} will be skipped")
+        self._say(f"the same exception again, at batch {found.batch}: {found.answer}")
         return True
 
     def _stopped_while_waiting(self, delay: float) -> bool:

@@ -38,21 +38,27 @@ def left_out_by_order(
     past: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
 ) -> list[SampleQuarantine]:
     """What settings and the supervisor leave out that the record does not have yet, from `batch` on at the earliest."""
-    orders = [("settings", "given at the start of an attempt", one.batch, one.samples) for one in settings.skip_samples]
-    sampled = [one for one in blamed if leaves_out(settings, one)]
-    orders += [("the supervisor", one.in_words(), one.window.first, one.samples) for one in sampled]
-    known, facts = list(past), []
-    for who, why, first, samples in orders:
-        if any((fact.who, set(fact.added)) == (who, set(samples)) for fact in known):
+    orders: list[tuple[str, str, int, set[int], set[int]]] = []
+    given: set[int] = set()
+    for one in settings.skip_samples:
+        listed = {*one.samples}
+        orders.append(("settings", "given at the start of an attempt", one.batch, listed - given, given - listed))
+        given = listed
+    for crash in blamed:
+        if leaves_out(settings, crash):
+            orders.append(("the supervisor", crash.in_words(), crash.window.first, {*crash.samples}, set()))
+    known = list(past)
+    for who, why, first, added, released in orders:
+        if any((fact.who, {*fact.added}, {*fact.released}) == (who, added, released) for fact in known):
             continue
-        before = known[-1].samples if known else ()
-        fact = SampleQuarantine(
-            batch=max(first, batch), samples=tuple(sorted({*before, *samples})), added=tuple(sorted(set(samples))),
-            released=(), who=who, why=why,
+        before = {*known[-1].samples} if known else set()
+        known.append(
+            SampleQuarantine(
+                batch=max(first, batch), samples=tuple(sorted((before | added) - released)), who=who, why=why,
+                added=tuple(sorted(added)), released=tuple(sorted(released)),
+            )
         )  # fmt: skip
-        known.append(fact)
-        facts.append(fact)
-    return facts
+    return known[len(past) :]
 
 
 def leaves_out(settings: Settings, blamed: Blamed) -> bool:

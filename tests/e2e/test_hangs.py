@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import Launch, launching
 
-from rollback.events import AttemptEnded, Blamed, Hung, RunEnded, SkipAdded
+from rollback.events import AttemptEnded, Blamed, Hung, RunEnded, SampleQuarantine
 from rollback.rundir.journal import read_journal
 from rollback.rundir.stacks import read_processes
 
@@ -112,10 +112,10 @@ def test_a_poisoned_sample_is_blamed_after_two_crashes_of_the_rank_that_reads_it
     assert [(fact.why, fact.rank, fact.batch) for fact in ended[:2]] == [("exception", 1, 9)] * 2
     (blamed,) = job.facts(Blamed)
     assert (blamed.batch, blamed.rank, blamed.fingerprint) == (9, 1, ended[0].fingerprint)
-    (added,) = (
-        record.fact for record in read_journal(job.paths.train_journal).records if isinstance(record.fact, SkipAdded)
-    )
-    assert (added.window, added.who) == (blamed.window, "the supervisor")
+    assert blamed.samples == (37,)
+    facts = [record.fact for record in read_journal(job.paths.train_journal).records]
+    (added,) = (fact for fact in facts if isinstance(fact, SampleQuarantine))
+    assert (added.samples, added.batch, added.who) == ((37,), 9, "the supervisor")
     assert job.facts(RunEnded)[-1].exit_code == 0
 
 
@@ -126,7 +126,7 @@ def test_why_shows_rank_error_and_what_was_done_and_obeys_no_escape_sequence(job
     assert shown["why"].endswith("then rank 0 failed too")
     assert shown["step"].endswith("with batch 9 in hand")
     assert shown["followed"] == "rank 0 failed because of it"
-    assert "will be skipped" in shown["blamed"]
+    assert "the samples 37 will be left out from batch 9 on" in shown["blamed"]
     assert "__getitem__" in shown["stacks"], "the worker's traceback is missing"
     assert "rank 0: RuntimeError: " in shown["stacks"].partition("what followed")[2]
     assert "\x1b" not in job.why("--attempt", "5")

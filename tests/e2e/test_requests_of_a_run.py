@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -173,7 +172,7 @@ def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: P
     run, log = tmp_path / "run", tmp_path / "log"
     toy = TOY.but(epochs=3, workers=2)
     ask = [120, {"order": "quarantine", "samples": [7, 8]}]
-    assert forker.status(toy, run, log=str(log), ask=ask, signal=[180, signal.SIGKILL]) == -signal.SIGKILL
+    assert forker.status(toy, run, log=str(log), ask=ask, die=["after", "good", 13]) == DIED
     hand_in(run, "release", samples=[8], why="mended")
     hand_in(run, "quarantine", samples=[4000])
     portrait = forker.finish(toy, run, log=log)

@@ -403,7 +403,7 @@ def skipped(run: Path, rank: int = 0) -> dict[int, list[int] | None]:
 
 def left_out(run: Path) -> list[dict[str, Any]]:
     """What was left out from where on, as the setting `skip_samples` takes it."""
-    return [{"batch": fact.batch, "samples": list(fact.samples)} for fact in history(run).quarantine if fact.samples]
+    return [{"batch": fact.batch, "samples": list(fact.samples)} for fact in history(run).quarantine]
 
 
 def told_from_the_start(toy: Toy, run: Path) -> Toy:

@@ -201,3 +201,12 @@ class TestClosingLine:
         assert "`rollback audit 'runs/my run'`" in line
         assert ("because" in line) is (code != ExitCode.DONE)
         assert ("`rollback launch train.py 'a b'`" in line) is (code in (ExitCode.RESUMABLE, ExitCode.FAILED))
+
+
+def test_samples_of_several_flags_are_left_out_together() -> None:
+    settings = read_settings({"skip_samples": ["640:18", "17,402"]}, None)
+    assert [(one.batch, one.samples) for one in settings.skip_samples] == [(0, (17, 402)), (640, (17, 18, 402))]
+    with pytest.raises(UsageError, match="not a list of samples"):
+        read_settings({"skip_samples": ["7-9"]}, None)
+    with pytest.raises(UsageError, match="--max-skipped"):
+        read_settings({"max_skipped": "many"}, None)
