@@ -145,7 +145,8 @@ def epoch_of_another_name() -> None:
 
 
 def split() -> None:
-    """minGPT's: nothing is seeded, so each start splits in another way."""
+    """minGPT's, where the states at its split are others at each start."""
+    torch.seed()
     train, _ = random_split(Numbered(), [40, 40])
     trained = Trained(DataLoader(train, batch_size=2, shuffle=True))
     for _ in range(EPOCHS):
@@ -175,10 +176,10 @@ class Seeds(Numbered):
 
 
 def worker_seeds() -> None:
-    torch.manual_seed(0)
+    torch.manual_seed(RANK)  # of each rank its own, as augmentation needs it with or without a guard
     sampler: Any = DistributedSampler(Seeds(), RANKS, RANK)
     trained = Trained(DataLoader(Seeds(), batch_size=2, sampler=sampler, num_workers=1))
-    torch.manual_seed(0)
+    torch.manual_seed(RANK)
     for epoch in range(EPOCHS):
         sampler.set_epoch(epoch)
         for x, ids, seeds in trained.guard:
