@@ -14,9 +14,9 @@ DRAWS_BESIDE = (
     "draws-beside-the-data",
     "between two batches something else draws random numbers on the CPU (an evaluation, dropout). In a run without a "
     "guard it and '{name}' share one stream; here the data have a stream of their own, so that a batch is the same "
-    "after a restart or a rollback. So the batches of this run differ from those of the script without a guard, and are "
-    "as random. For the same ones in both, let '{name}' draw from a generator of its own and give it a state_dict and "
-    "load_state_dict",
+    "after a restart or a rollback. So the batches of this run differ from those of the script without a guard; they "
+    "are as random. For the same ones in both, let '{name}' draw from a generator of its own and give it a state_dict "
+    "and load_state_dict",
 )
 
 
