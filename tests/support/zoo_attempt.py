@@ -1,8 +1,8 @@
 """One attempt of a tiny training on a loader of the zoo. As a program: forks one for each request, see `forker`.
 
 Request: `kind`, `log` (a file that each batch trained on is appended to); optional `run` (none: train without a guard),
-`again` (the script is not started for the first time), `settings`, `nan` (a batch whose loss is not finite, `nan_once`:
-the first time that it comes), `kill` and `stop` (send itself SIGKILL or SIGTERM at that batch), `output`.
+`again` (the script is not started for the first time), `epochs`, `settings`, `nan` (a batch whose loss is not finite,
+`nan_once`: the first time that it comes), `kill` and `stop` (send itself SIGKILL or SIGTERM at that batch), `output`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ import torch
 from forker import serve
 from torch import Tensor, nn
 from zoo import iterable, mapstyle, stateful  # noqa: F401 - they enter their kinds
-from zoo.kinds import EPOCHS, KINDS, Fed
+from zoo.kinds import BATCHES, EPOCHS, KINDS, Fed
 
 import rollback
 from rollback.errors import RollbackError
 
-SETTINGS = {"snapshot_every": 5, "probation": 6, "policy": "surgical", "keep": 12}
+SETTINGS = {"snapshot_every": BATCHES, "probation": 6, "policy": "surgical", "keep": 12}
 LIMIT = 120  # seconds until an attempt is held to hang, on a busy machine
 
 
@@ -61,6 +61,9 @@ class _Training:
         random.seed(seed)
         np.random.seed(seed)
         self.fed: Fed = kind.fed(bool(request.get("again")))
+        self.number_of_epochs = request.get("epochs", EPOCHS)
+        if self.fed.steps is not None:
+            self.fed.steps = BATCHES * self.number_of_epochs
         self.model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Dropout(0.2), nn.Linear(8, 1))
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01, momentum=0.9)
         self.guard: rollback.Guard | None = None
@@ -89,7 +92,8 @@ class _Training:
     def epochs(self) -> Any:
         if self.fed.steps is not None:
             return [0]
-        return range(EPOCHS) if self.guard is None or self.fed.counted else self.guard.epochs(EPOCHS)
+        count = self.number_of_epochs
+        return range(count) if self.guard is None or self.fed.counted else self.guard.epochs(count)
 
     def batches(self) -> Iterator[Any]:
         guard, loader = self.guard, self.fed.loader

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import ChainDataset, DataLoader, IterableDataset, get_worker_info
 
-from zoo.kinds import APART, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
+from zoo.kinds import APART, COUNT, EXACT, FEWER, IDS, REFUSED, RESUMED, SIZE, STEPS, Fed, Samples, X, kind, rows
 from zoo.mapstyle import DATA, shared
 
 # DataLoaders of iterable data sets ------------------------------------------------------------------------------------
@@ -40,7 +40,7 @@ def _(again: bool) -> Any:
     return DataLoader(Stream(), batch_size=SIZE)
 
 
-@kind("iterable, batch_size=None")
+@kind("iterable, batch_size=None", trials=FEWER)
 def _(again: bool) -> Any:
     class Batches(Stream):
         def __iter__(self) -> Iterator[Any]:
@@ -58,7 +58,7 @@ def _(again: bool) -> Any:
     return DataLoader(Sized(range(COUNT - 2)), batch_size=SIZE)
 
 
-@kind("ChainDataset")
+@kind("ChainDataset", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(ChainDataset([Stream(range(26)), Stream(range(60, 70))]), batch_size=SIZE)
 
@@ -230,7 +230,7 @@ def _(again: bool) -> Any:
     return Fed(Moving(Samples(2 * COUNT), batch_size=SIZE, sampler=sampler), at_epoch=sampler.set_epoch)
 
 
-@kind("DataLoader subclass with its own __iter__, workers, nothing seeded", seeded=False, trials=("killed",))
+@kind("DataLoader subclass with its own __iter__, workers, nothing seeded", seeded=False, trials=("stopped",))
 def _(again: bool) -> Any:
     return Moving(DATA, batch_size=SIZE, shuffle=True, num_workers=1)
 
@@ -239,7 +239,7 @@ def _(again: bool) -> Any:
 def _(again: bool) -> Any:
     class Both:
         def __init__(self) -> None:
-            self.one = DataLoader(DATA, batch_size=2, shuffle=True)
+            self.one = DataLoader(Samples(COUNT // 2), batch_size=2, shuffle=True)
             self.other = DataLoader(Samples(2 * COUNT), batch_size=2, shuffle=True)
 
         def __iter__(self) -> Iterator[Any]:
@@ -337,7 +337,7 @@ def _(again: bool) -> Any:
     return Fed(get_batch, steps=STEPS)
 
 
-@kind("callable, nothing seeded", seeded=False, alone=APART)
+@kind("callable, nothing seeded", seeded=False, trials=FEWER, alone=APART)
 def _(again: bool) -> Any:
     return Fed(get_batch, steps=STEPS)
 
@@ -421,7 +421,7 @@ def _(again: bool) -> Any:
     return Fed(walk, steps=STEPS, read=lambda bag: (bag.x, bag.ids))
 
 
-@kind("opaque objects from a loader")
+@kind("opaque objects from a loader", trials=FEWER)
 def _(again: bool) -> Any:
     """Sought by index: the indices tell what the batch is."""
     loader = DataLoader(DATA, batch_size=SIZE, shuffle=True, collate_fn=lambda all_: Opaque([i for _, i in all_]))

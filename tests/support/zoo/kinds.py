@@ -18,8 +18,8 @@ APART = "apart"
 
 TRIALS = ("alone", "stopped", "killed", "skipped", "retried")
 RESUMED = ("stopped", "killed")
-COSTLY = ("alone", "killed", "retried")
-"""Where worker processes are started for each epoch."""
+FEWER = ("alone", "stopped", "retried")
+"""Of what is costly, since worker processes are started for each epoch, or much like another kind."""
 BATCHES, SIZE, EPOCHS = 9, 4, 3
 COUNT = BATCHES * SIZE
 STEPS = BATCHES * EPOCHS

@@ -27,7 +27,7 @@ from torch.utils.data import (
     random_split,
 )
 
-from zoo.kinds import APART, COSTLY, COUNT, EXACT, IDS, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind
+from zoo.kinds import APART, COUNT, EXACT, FEWER, IDS, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind
 
 DATA = Samples()
 
@@ -59,34 +59,34 @@ def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, generator=seeded())
 
 
-@kind("shuffle, drop_last, samples left over")
+@kind("shuffle, drop_last, samples left over", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(Samples(COUNT + 3), batch_size=SIZE, shuffle=True, drop_last=True)
 
 
-@kind("with replacement, own generator")
+@kind("with replacement, own generator", trials=FEWER)
 def _(again: bool) -> Any:
     sampler = RandomSampler(DATA, replacement=True, generator=seeded())
     return DataLoader(DATA, batch_size=SIZE, sampler=sampler)
 
 
-@kind("SubsetRandomSampler")
+@kind("SubsetRandomSampler", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(Samples(2 * COUNT), batch_size=SIZE, sampler=SubsetRandomSampler(range(0, 2 * COUNT, 2)))
 
 
-@kind("WeightedRandomSampler")
+@kind("WeightedRandomSampler", trials=FEWER)
 def _(again: bool) -> Any:
     weights = [1.0 + i % 5 for i in range(COUNT)]
     return DataLoader(DATA, batch_size=SIZE, sampler=WeightedRandomSampler(weights, COUNT, generator=seeded()))
 
 
-@kind("batch_sampler")
+@kind("batch_sampler", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_sampler=BatchSampler(RandomSampler(DATA), SIZE, drop_last=False))
 
 
-@kind("batch_size=None")
+@kind("batch_size=None", trials=FEWER)
 def _(again: bool) -> Any:
     by_batches = BatchSampler(RandomSampler(DATA), SIZE, drop_last=False)
 
@@ -259,7 +259,7 @@ def _(again: bool) -> Any:
     return Fed(DataLoader(DATA, batch_size=SIZE, sampler=sampler), after=sampler.learn)
 
 
-@kind("buckets by length, shuffled")
+@kind("buckets by length, shuffled", trials=FEWER)
 def _(again: bool) -> Any:
     class Buckets(Sampler[list[int]]):
         def __len__(self) -> int:
@@ -291,7 +291,7 @@ def _(again: bool) -> Any:
     return DataLoader(DATA, batch_sampler=Reusing())
 
 
-@kind("batch sampler that yields from a list it owns")
+@kind("batch sampler that yields from a list it owns", trials=FEWER)
 def _(again: bool) -> Any:
     class Owning(Sampler[list[int]]):
         def __init__(self) -> None:
@@ -357,7 +357,7 @@ def _(again: bool) -> Any:
     return DataLoader(ByName(), batch_size=SIZE, sampler=Keys())
 
 
-@kind("sampler that yields tuples")
+@kind("sampler that yields tuples", trials=FEWER)
 def _(again: bool) -> Any:
     return keyed([divmod(number, 10) for number in range(COUNT)])
 
@@ -371,17 +371,17 @@ def _(again: bool) -> Any:
 # Workers and how batches are put together -----------------------------------------------------------------------------
 
 
-@kind("workers", trials=COSTLY)
+@kind("workers", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
 
-@kind("persistent workers, prefetch_factor", trials=COSTLY)
+@kind("persistent workers, prefetch_factor", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=3)
 
 
-@kind("in_order=False", trials=("killed", "retried"))
+@kind("in_order=False", trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2, in_order=False)
 
@@ -396,7 +396,7 @@ def _(again: bool) -> Any:
     return DataLoader(DATA, batch_size=2 if again else SIZE, shuffle=True)
 
 
-@kind("custom collate")
+@kind("custom collate", trials=FEWER)
 def _(again: bool) -> Any:
     def collate(samples: list[Any]) -> dict[str, Any]:
         return {"x": torch.stack([x for x, _ in samples]), "name": [f"{i}" for _, i in samples]}
@@ -405,7 +405,7 @@ def _(again: bool) -> Any:
     return Fed(loader, read=lambda batch: (batch["x"], batch["name"]))
 
 
-@kind("collate that draws (mixup)")
+@kind("collate that draws (mixup)", trials=FEWER)
 def _(again: bool) -> Any:
     def collate(samples: list[Any]) -> Any:
         x, ids = default_collate(samples)
@@ -427,17 +427,17 @@ def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True)
 
 
-@kind("augmented in workers", trials=COSTLY, alone=IDS)
+@kind("augmented in workers", trials=FEWER, alone=IDS)
 def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
-@kind("augmented in persistent workers, nothing seeded", seeded=False, trials=("killed",))
+@kind("augmented in persistent workers, nothing seeded", seeded=False, trials=("stopped",))
 def _(again: bool) -> Any:
     return DataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1, persistent_workers=True)
 
 
-@kind("augmented in workers, worker_init_fn seeds", trials=("killed", "retried"))
+@kind("augmented in workers, worker_init_fn seeds", trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     def seed_worker(worker: int) -> None:
         np.random.seed(torch.initial_seed() % 2**32)
@@ -448,7 +448,7 @@ def _(again: bool) -> Any:
     )
 
 
-@kind("augmented by get_worker_info().seed and the sample's number", trials=COSTLY)
+@kind("augmented by get_worker_info().seed and the sample's number", trials=FEWER)
 def _(again: bool) -> Any:
     class BySeed(Samples):
         def __getitem__(self, index: Any) -> tuple[Tensor, int]:
@@ -480,7 +480,7 @@ def _(again: bool) -> Any:
     return DataLoader(OwnNoise(), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set with own generator, made in the worker", REFUSED, trials=("killed", "retried"))
+@kind("data set with own generator, made in the worker", REFUSED, trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     data = OwnNoise()
     data.rng = None
@@ -490,18 +490,18 @@ def _(again: bool) -> Any:
 # Data sets ------------------------------------------------------------------------------------------------------------
 
 
-@kind("Subset and ConcatDataset")
+@kind("Subset and ConcatDataset", trials=FEWER)
 def _(again: bool) -> Any:
     parts: Iterable[Any] = [Subset(Samples(99), range(1, 53, 2)), Subset(Samples(99), range(70, 80))]
     return DataLoader(ConcatDataset(parts), batch_size=SIZE, shuffle=True)
 
 
-@kind("TensorDataset")
+@kind("TensorDataset", trials=FEWER)
 def _(again: bool) -> Any:
     return DataLoader(TensorDataset(X[:COUNT], torch.arange(COUNT)), batch_size=SIZE, shuffle=True)
 
 
-@kind("random_split, seeded")
+@kind("random_split, seeded", trials=FEWER)
 def _(again: bool) -> Any:
     train, _ = random_split(Samples(2 * COUNT), [COUNT, COUNT], generator=seeded(42))
     return DataLoader(train, batch_size=SIZE, shuffle=True)
@@ -526,7 +526,7 @@ def _(again: bool) -> Any:
     return DataLoader(Samples(COUNT + 8 if again else COUNT), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set that reads many at once")
+@kind("data set that reads many at once", trials=FEWER)
 def _(again: bool) -> Any:
     class Many(Samples):
         def __getitems__(self, ids: list[int]) -> list[tuple[Tensor, int]]:
@@ -536,7 +536,7 @@ def _(again: bool) -> Any:
     return DataLoader(Many(), batch_size=SIZE, shuffle=True)
 
 
-@kind("data set told the epoch, in workers", trials=COSTLY)
+@kind("data set told the epoch, in workers", trials=FEWER)
 def _(again: bool) -> Any:
     class Aged(Samples):
         epoch = 0

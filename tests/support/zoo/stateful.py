@@ -14,13 +14,13 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from zoo.iterable import Shards, Stream
-from zoo.kinds import BATCHES, COSTLY, COUNT, EXACT, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind, rows
+from zoo.kinds import BATCHES, COUNT, EXACT, FEWER, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind, rows
 from zoo.mapstyle import DATA, Augmented, seeded
 
 # StatefulDataLoader ---------------------------------------------------------------------------------------------------
 
 
-@kind("StatefulDataLoader")
+@kind("StatefulDataLoader", trials=FEWER)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE)
 
@@ -30,7 +30,7 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True)
 
 
-@kind("StatefulDataLoader, shuffle, nothing seeded", seeded=False)
+@kind("StatefulDataLoader, shuffle, nothing seeded", seeded=False, trials=FEWER)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True)
 
@@ -40,7 +40,7 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, generator=seeded())
 
 
-@kind("StatefulDataLoader, workers", trials=COSTLY)
+@kind("StatefulDataLoader, workers", trials=FEWER)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=2)
 
@@ -57,7 +57,7 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True)
 
 
-@kind("StatefulDataLoader, augmented in workers", REFUSED, trials=("killed", "retried"))
+@kind("StatefulDataLoader, augmented in workers", REFUSED, trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     """torchdata does not keep the workers' random states."""
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
@@ -91,12 +91,12 @@ def _(again: bool) -> Any:
     return Fed(StatefulDataLoader(data, batch_size=SIZE, sampler=sampler), at_epoch=sampler.set_epoch)
 
 
-@kind("StatefulDataLoader, iterable without state")
+@kind("StatefulDataLoader, iterable without state", trials=FEWER)
 def _(again: bool) -> Any:
     return StatefulDataLoader(Stream(), batch_size=SIZE)
 
 
-@kind("StatefulDataLoader, iterable shared out to workers", trials=("alone", "killed"))
+@kind("StatefulDataLoader, iterable shared out to workers", trials=("alone", "stopped"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Shards(), batch_size=SIZE, num_workers=2)
 
@@ -129,12 +129,12 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE)
 
 
-@kind("StatefulDataLoader, stateful iterable in workers", trials=("killed", "retried"))
+@kind("StatefulDataLoader, stateful iterable in workers", trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2)
 
 
-@kind("StatefulDataLoader, stateful iterable in workers, snapshot_every_n_steps=4", trials=("killed", "retried"))
+@kind("StatefulDataLoader, stateful iterable in workers, snapshot_every_n_steps=4", trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2, snapshot_every_n_steps=4)
 
@@ -230,7 +230,7 @@ class Reader:
         self.at = state["at"]
 
 
-@kind("hand-written, with state")
+@kind("hand-written, with state", trials=FEWER)
 def _(again: bool) -> Any:
     return Reader()
 
@@ -255,16 +255,15 @@ def _(again: bool) -> Any:
 @kind("hand-written, begins anew when a finished state is loaded")
 def _(again: bool) -> Any:
     class Resetting(Reader):
+        start = 0
+
         def __iter__(self) -> Iterator[Any]:
-            start, self.at = self.at, 0
+            start, self.start = self.start, 0
             for self.at in range(start + 1, BATCHES + 1):
                 yield rows(range((self.at - 1) * SIZE, self.at * SIZE))
 
         def load_state_dict(self, state: dict[str, Any]) -> None:
-            self.at = state["at"] % BATCHES
-
-        def state_dict(self) -> dict[str, Any]:
-            return {"at": self.at}
+            self.start = self.at = state["at"] % BATCHES
 
     return Resetting()
 
