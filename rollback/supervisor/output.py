@@ -1,5 +1,7 @@
 """What the ranks print: into files for each attempt and rank, and from the first rank of this node to the terminal.
 
+As long as the script is not known to have a guard, all ranks are shown, as under torchrun.
+
 A thread empties the pipes that torchrun's process made for its ranks (`rollback.train.streams`). It waits for nothing
 but output: not for a disk that is full, whose loss it counts, nor for a terminal, which is the audience's to see to.
 
@@ -15,15 +17,14 @@ import os
 import selectors
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from rollback.rundir.durable import write_all
 from rollback.supervisor.command import Job
-from rollback.supervisor.flags import FLAGS
 from rollback.supervisor.torchrun import LOGS_SPECS
 
 Stream = Literal["out", "err"]
@@ -42,9 +43,9 @@ _LAST_WORDS = 4096
 GROWN = 1 << 30
 
 
-def user_decides(job: Job, environment: Mapping[str, str]) -> bool:
-    """Whether flags or torchrun's environment variables say what is to become of the output."""
-    return any(job.flags.get(f.name) or environment.get(f.variable) for f in FLAGS if f.name in _OUTPUT_FLAGS)
+def user_decides(job: Job) -> bool:
+    """Whether flags say what is to become of the output."""
+    return any(job.flags.get(name) for name in _OUTPUT_FLAGS)
 
 
 class Audience(Protocol):
@@ -89,12 +90,13 @@ class Output:
     """The output of one launch, over all its attempts.
 
     Until `keep` is called, files are made in `private`: a job that its ranks refuse leaves no trace in the run
-    directory. folder_of: where the files of an attempt belong.
+    directory. folder_of: where the files of an attempt belong. guarded: whether the script is known to have a guard.
     """
 
     private: Path
     folder_of: Callable[[int], Path]
     audience: Audience
+    guarded: Callable[[], bool] = lambda: True
     _attempt: int = 0
     _kept: bool = False
     _sources: list[_Source] = field(default_factory=list)
@@ -105,10 +107,10 @@ class Output:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
-    def of_attempt(self, attempt: int, job: Job, environment: Mapping[str, str]) -> Iterator[AttemptOutput]:
+    def of_attempt(self, attempt: int, job: Job) -> Iterator[AttemptOutput]:
         """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
         self._attempt, self._sources = attempt, []
-        by_user = user_decides(job, environment)
+        by_user = user_decides(job)
         if by_user and not self.audience.captures:
             yield AttemptOutput(job)
             return
@@ -120,7 +122,7 @@ class Output:
             yield AttemptOutput(job)
             return
         if not by_user:
-            job = Job({**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)}, job.script, job.arguments)
+            job = replace(job, flags={**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)})
         ends = [self._own_pipe("out"), self._own_pipe("err")]
         over = threading.Event()
         pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
@@ -154,7 +156,7 @@ class Output:
     def last_words(self, rank: int) -> str | None:
         """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
         source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
-        if source is None or source.rank == self._shown_rank() or not source.last.strip():
+        if source is None or self._is_shown(source) or not source.last.strip():
             return None
         lines = source.last.decode(errors="replace").splitlines()
         return f"the end of {self._folder() / source.name}:\n" + "\n".join(f"  {line}" for line in lines[-15:])
@@ -162,8 +164,9 @@ class Output:
     def _folder(self) -> Path:
         return self.folder_of(self._attempt) if self._kept else self.private / f"logs-{self._attempt}"
 
-    def _shown_rank(self) -> int | None:
-        return min((source.rank for source in self._sources if source.rank is not None), default=None)
+    def _is_shown(self, source: _Source) -> bool:
+        first = min((source.rank for source in self._sources if source.rank is not None), default=None)
+        return source.rank in (None, first) or not self.guarded()
 
     def _own_pipe(self, stream: Stream) -> int:
         """A pipe for torchrun itself: the end to write to."""
@@ -215,7 +218,7 @@ class Output:
             return True
         if not data:
             return False
-        if source.rank in (None, self._shown_rank()):
+        if self._is_shown(source):
             self.audience.show(source.stream, data)
         with self._lock:
             source.last = (source.last + data)[-_LAST_WORDS:]

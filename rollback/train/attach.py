@@ -6,6 +6,7 @@ all ranks alike.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import socket
@@ -18,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from rollback import errors
-from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
+from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.events import Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
@@ -47,6 +48,21 @@ def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, st
     """The supervisor's run directory, else the script's, else runs/<script name>."""
     chosen = environment.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
     return RunPaths(Path(chosen).absolute())
+
+
+def announce(environment: Mapping[str, str] = os.environ) -> None:
+    """Tell the supervisor, if there is one, that this script has a guard.
+
+    Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
+    """
+    if destination := environment.get(ENV_REFUSAL):
+        with contextlib.suppress(OSError):  # it will see the guard in the run directory then
+            guard_mark(destination).touch()
+    if given := environment.get(ENV_NO_RUN):
+        told = json.loads(given)
+        error = RollbackError(told["message"], hint=told["hint"])
+        error.exit_code = errors.ExitCode(told["exit_code"])
+        raise error
 
 
 def refuse(error: RollbackError, rank: int) -> NoReturn:

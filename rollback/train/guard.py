@@ -82,6 +82,7 @@ class Guard:
         **others: Any,
     ) -> None:
         try:
+            attaching.announce()
             self._ranks = Ranks()
             self._ranks.meet()
             settings, objects = settings_and_objects(others)

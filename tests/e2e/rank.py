@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from rollback.config import guard_mark
 from rollback.events import Attached, Committed, Fact, Stopped
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
@@ -47,6 +48,7 @@ def beat(step: int) -> None:
 
 
 def attach(step: int = 0) -> None:
+    guard_mark(os.environ["ROLLBACK_REFUSAL"]).touch()
     world = int(os.environ["WORLD_SIZE"])
     tell(
         Attached(
@@ -70,8 +72,8 @@ def until_told() -> None:
 
 
 def finish() -> None:
-    print(f"rank {RANK} arguments {sys.argv[2:]} settings {os.environ['ROLLBACK_SETTINGS']}", flush=True)
     attach()
+    print(f"rank {RANK} arguments {sys.argv[2:]} settings {os.environ['ROLLBACK_SETTINGS']}", flush=True)
 
 
 def die_once() -> None:

@@ -76,7 +76,7 @@ def output(tmp_path: Path, listener: Listener) -> Output:
 
 def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Listener, tmp_path: Path) -> None:
     output.keep()
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         for rank in (4, 5):  # of the second node
             ranks.write(f"rank-{rank:05d}.out", b"out of %d\n" % rank)
@@ -94,14 +94,29 @@ def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Lis
     assert output.last_words(5) == f"the end of {folder / 'rank-00005.err'}:\n  err of 5"
 
 
+def test_until_a_guard_is_made_all_ranks_are_shown(tmp_path: Path, listener: Listener) -> None:
+    made: list[bool] = []
+    output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener, lambda: bool(made))
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"a")
+        ranks.write("rank-00001.out", b"b")
+        wait_for(lambda: len(listener.shown["out"]) == 2)
+        assert output.last_words(1) is None
+        made.append(True)
+        ranks.write("rank-00001.out", b"c")
+        ranks.write("rank-00000.out", b"d")
+    assert sorted(listener.shown["out"]) == sorted(b"abd")
+
+
 def test_nothing_is_left_in_the_run_directory_by_a_job_that_is_refused(output: Output, tmp_path: Path) -> None:
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.out", b"refused\n")
     assert not (tmp_path / "logs").exists()
 
 
 def test_what_came_before_the_job_was_accepted_is_kept_too(output: Output, tmp_path: Path) -> None:
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.out", b"before\n")
         wait_for(lambda: any(output.private.glob("logs-1/*")))
@@ -116,7 +131,7 @@ def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
     output.keep()
     (tmp_path / "logs").write_text("in the way")
     log = tmp_path / "logs" / "attempt-1" / "rank-00000.out"
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.out", bytes(3 << 20))  # far more than a pipe holds: it would block if nobody read
         wait_for(lambda: len(listener.shown["out"]) == 3 << 20)
@@ -134,7 +149,7 @@ def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
 def test_what_is_lost_at_the_end_is_said(output: Output, listener: Listener, tmp_path: Path) -> None:
     output.keep()
     (tmp_path / "logs").write_text("in the way")
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.err", b"12345")
     assert listener.said[-1].startswith("5 bytes of output at the end of")
 
@@ -144,7 +159,7 @@ def test_a_growing_log_is_said_at_each_doubling(
 ) -> None:
     output.keep()
     output._said = 1000
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         for total in (900, 1100, 1900, 2100, 3900, 4100):
             ranks.write("rank-00000.out", bytes(total - len(listener.shown["out"])))
@@ -152,22 +167,13 @@ def test_a_growing_log_is_said_at_each_doubling(
     assert sum("have printed" in text for text in listener.said) == 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [
-        ({"tee": "3"}, {}),
-        ({"redirects": "0:1"}, {}),
-        ({"log-dir": "x"}, {}),
-        ({"run-path": True}, {}),
-        ({}, {"PET_TEE": "3"}),
-    ],
-)
+@pytest.mark.parametrize("flags", [{"tee": "3"}, {"redirects": "0:1"}, {"log-dir": "x"}, {"run-path": True}])
 def test_where_the_user_decides_torchrun_does_as_it_does_by_itself(
-    output: Output, flags: dict[str, str | bool], environment: dict[str, str]
+    output: Output, flags: dict[str, str | bool]
 ) -> None:
     job = Job(flags, "train.py", [])
-    assert user_decides(job, environment)
-    with output.of_attempt(1, job, environment) as streams:
+    assert user_decides(job)
+    with output.of_attempt(1, job) as streams:
         assert (streams.job, streams.stdout, streams.stderr) == (job, None, None)
 
 
@@ -175,7 +181,7 @@ def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) 
     listener = Listener(captures=True)
     output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener)
     job = Job({"tee": "3"}, "train.py", [])
-    with output.of_attempt(1, job, {}) as streams:
+    with output.of_attempt(1, job) as streams:
         assert streams.job == job
         os.write(streams.stdout or -1, b"[default0]:hello\n")
     assert listener.shown["out"] == b"[default0]:hello\n"
@@ -183,7 +189,7 @@ def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) 
 
 def test_pipes_that_cannot_be_made_leave_the_output_to_torchrun(output: Output, listener: Listener) -> None:
     (output.private / "pipes-1").mkdir()
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         assert streams.stdout is None
     assert "making" in listener.said[0]
 
