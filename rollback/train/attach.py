@@ -50,8 +50,8 @@ def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, st
     return RunPaths(Path(chosen).absolute())
 
 
-def announce(environment: Mapping[str, str] = os.environ) -> None:
-    """Tell the supervisor, if there is one, that this script has a guard.
+def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """Collective, and the first thing that a guard does: tell the supervisor, if there is one, that there is a guard.
 
     Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
     """
@@ -63,6 +63,9 @@ def announce(environment: Mapping[str, str] = os.environ) -> None:
         error = RollbackError(told["message"], hint=told["hint"])
         error.exit_code = errors.ExitCode(told["exit_code"])
         raise error
+    ranks = Ranks()
+    ranks.meet()
+    return ranks
 
 
 def refuse(error: RollbackError, rank: int) -> NoReturn:

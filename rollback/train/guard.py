@@ -31,7 +31,6 @@ from rollback.train.keeping import Keeper
 from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.pulse import Pulse
-from rollback.train.ranks import Ranks
 from rollback.train.rehearsal import needs_rehearsal
 from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
@@ -82,9 +81,7 @@ class Guard:
         **others: Any,
     ) -> None:
         try:
-            attaching.announce()
-            self._ranks = Ranks()
-            self._ranks.meet()
+            self._ranks = attaching.meet()
             settings, objects = settings_and_objects(others)
             self._attach(model, optimizer, loader, objects, settings, run)
         except RollbackError as error:

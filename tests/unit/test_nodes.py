@@ -156,23 +156,25 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 
 
 def test_places() -> None:
-    assert place_among_nodes({}, {}) is None
-    assert place_among_nodes({"nnodes": "1:1"}, {}) is None
-    assert place_among_nodes({"nnodes": "2", "node-rank": "1"}, {}).name == "node-1"
-    assert place_among_nodes({"nnodes": "2"}, {"PET_NODE_RANK": "0"}).name == "node-0"
-    assert place_among_nodes({}, {"PET_NNODES": "4:4"}).count == 4
-    for elastic in ("1:2", "0", "some"):
-        with pytest.raises(UsageError, match="fixed number of nodes"):
-            place_among_nodes({"nnodes": elastic}, {})
+    assert place_among_nodes({}) is None
+    assert place_among_nodes({"nnodes": "1:1"}) is None
+    assert place_among_nodes({"nnodes": "2", "node-rank": "1"}).name == "node-1"
+    fixed, elastic = place_among_nodes({"nnodes": "4:4"}), place_among_nodes({"nnodes": "1:4"})
+    assert (fixed.least, fixed.most, fixed.elastic) == (4, 4, False)
+    assert (elastic.least, elastic.most, elastic.elastic, elastic.last_call) == (1, 4, True, 30.0)
+    assert place_among_nodes({"nnodes": "1:4", "rdzv-conf": "timeout=9,last_call_timeout=2"}).last_call == 2.0
+    for wrong in ("2:1", "0", "some", "1:2:3", "", "-1", "1:"):
+        with pytest.raises(UsageError, match="neither a number of nodes nor a range"):
+            place_among_nodes({"nnodes": wrong})
 
 
 def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    place = place_among_nodes({"nnodes": "2", "node-rank": "1"}, {})
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1"})
     with Membership(paths, place):
         with pytest.raises(RunInUse, match="node-1 of the run"), Membership(paths, place):
             pass
-        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"}, {})):
+        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
             pass
     assert not paths.nodes.exists()
 
