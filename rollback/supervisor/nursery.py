@@ -16,6 +16,7 @@ scripts that rely on that. Modules (-m) and programs are started by torchrun as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -43,12 +44,17 @@ AHEAD = ("torch", "torch.distributed", "rollback.train.guard", "torch._dynamo")
 
 
 def import_ahead() -> None:
-    """Import what ranks will need. One that is missing or broken will be told by the rank that needs it."""
+    """Import what ranks will need. One that is missing or broken will be told by the rank that needs it.
+
+    The environment stays as it is: what an import sets there (torch's compiler, a folder for its cache), ranks would
+    find set before they have imported anything.
+    """
+    before = dict(os.environ)
     for name in AHEAD:
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            continue
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def settle_objects() -> None:

@@ -41,6 +41,9 @@ _PIPE_SIZE = 1 << 20
 _LAST_WORDS = 4096
 # Output is kept whole, for ever. When it has grown to this it is said, and again at each doubling.
 GROWN = 1 << 30
+# Before it is known that there is a run to keep it in, no more than this, all in all: a script without a guard may
+# print for weeks.
+_BEFORE_IT_IS_KEPT = 64 << 20
 
 
 def user_decides(job: Job) -> bool:
@@ -89,8 +92,9 @@ class AttemptOutput:
 class Output:
     """The output of one launch, over all its attempts.
 
-    Until `keep` is called, files are made in `private`: a job that its ranks refuse leaves no trace in the run
-    directory. folder_of: where the files of an attempt belong. guarded: whether the script is known to have a guard.
+    Until `keep` is called, files are made in `private`: a job that its ranks refuse, or that has no guard, leaves no
+    trace in the run directory. folder_of: where the files of an attempt belong. guarded: whether the script is known to
+    have a guard.
     """
 
     private: Path
@@ -136,7 +140,7 @@ class Output:
             pump.join()
             self._close()
             for source in self._sources:
-                if source.lost:
+                if source.lost and self._kept:
                     name = self._folder() / source.name
                     self.audience.say(f"{source.lost} bytes of output at the end of {name} could not be kept")
 
@@ -145,13 +149,15 @@ class Output:
         with self._lock:
             if self._kept:
                 return
-            before, self._kept = self._folder(), True
+            self._kept = True
             self._close()
-            if before.is_dir():
-                with self._counting(f"moving the output of the ranks to {self._folder()}"):
-                    self._folder().parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copytree(before, self._folder(), dirs_exist_ok=True)
-                    shutil.rmtree(before)
+            for attempt in range(1, self._attempt + 1):
+                before, folder = self.private / f"logs-{attempt}", self.folder_of(attempt)
+                if before.is_dir():
+                    with self._counting(f"moving the output of the ranks to {folder}"):
+                        folder.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copytree(before, folder, dirs_exist_ok=True)
+                        shutil.rmtree(before)
 
     def last_words(self, rank: int) -> str | None:
         """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
@@ -226,6 +232,9 @@ class Output:
         return True
 
     def _write(self, source: _Source, data: bytes) -> None:
+        if not self._kept and self._written > _BEFORE_IT_IS_KEPT:
+            source.lost += len(data)
+            return
         with self._counting(f"writing the output of the ranks to {self._folder()}"):
             source.lost += len(data)
             file = self._file(source.name)

@@ -166,6 +166,8 @@ def refuse() -> None:
 
 
 def broken() -> None:
+    """It has a guard, and fails while that is made."""
+    guard_mark(os.environ["ROLLBACK_REFUSAL"]).touch()
     raise ValueError("this script never worked")
 
 

@@ -125,6 +125,33 @@ def test_what_came_before_the_job_was_accepted_is_kept_too(output: Output, tmp_p
     assert (tmp_path / "logs" / "attempt-1" / "rank-00000.out").read_bytes() == b"before\nafter\n"
 
 
+def test_a_job_that_may_have_no_guard_fills_no_disk(
+    output: Output, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "_BEFORE_IT_IS_KEPT", 10)
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        for number, text in enumerate((b"first twelve", b"lost", b"lost too")):
+            ranks.write("rank-00000.out", text)
+            wait_for(lambda text=text: listener.shown["out"].endswith(text))
+            assert sum(path.stat().st_size for path in output.private.glob("logs-1/*")) == 12, number
+        output.keep()
+        ranks.write("rank-00000.out", b"kept\n")
+    found = (tmp_path / "logs" / "attempt-1" / "rank-00000.out").read_bytes()
+    assert found == b"first twelve\n[rollback: 12 bytes of output are missing here]\nkept\n"
+    assert listener.said == []
+
+
+def test_what_attempts_printed_before_the_guard_is_kept_too(output: Output, tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        with output.of_attempt(attempt, JOB) as streams:
+            Ranks(streams.job).write("rank-00000.out", b"%d" % attempt)
+            if attempt == 2:
+                output.keep()
+    logs = sorted((tmp_path / "logs").glob("*/*"))
+    assert [path.read_bytes() for path in logs] == [b"1", b"2"]
+
+
 def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
     output: Output, listener: Listener, tmp_path: Path
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,15 @@ def columns(flags: Iterable[Flag]) -> dict[str, tuple[bool, str | None, bool]]:
 
 def test_the_table_is_torchruns_command_line() -> None:
     assert columns(FLAGS) == columns(flags_of(get_args_parser()))
+
+
+def test_the_page_on_torchrun_has_every_flag_and_its_variable() -> None:
+    page = (Path(__file__).parents[2] / "docs/torchrun.md").read_text()
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
+    assert {name: variable for name, variable, _ in rows} == {
+        flag.name: f"`{flag.variable}`" if flag.has_variable else "-" for flag in flags_of(get_args_parser())
+    }
+    assert all("same" in says or "different" in says for _, _, says in rows)
 
 
 def test_no_flag_of_torchrun_hides_a_setting_of_the_guard() -> None:
