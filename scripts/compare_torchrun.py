@@ -242,7 +242,7 @@ def run(use: Use, launcher: list[str], folder: Path) -> dict[str, Any]:
         )  # fmt: skip
     if use.send is not None:
         processes[0].send_signal(use.send) if wait_for_ranks(folder, use.ranks, processes[0]) else None
-    printed = [process.communicate(timeout=LIMIT) for process in processes]
+    printed = [ended(process) for process in processes]
     starts = {
         str(path.relative_to(folder / "seen")): json.loads(path.read_text())
         for path in sorted(folder.glob("seen/**/*.json"))
@@ -256,6 +256,15 @@ def run(use: Use, launcher: list[str], folder: Path) -> dict[str, Any]:
         "logs": sorted(logged(folder / "logs")),
         "left": sorted(path.name for path in folder.glob("runs")),
     }
+
+
+def ended(process: subprocess.Popen[str]) -> tuple[str, str]:
+    """What a launcher has printed. One that does not end is killed: its exit status then says so."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        return process.communicate()
 
 
 def wait_for_ranks(folder: Path, ranks: int, process: subprocess.Popen[str]) -> bool:
@@ -302,9 +311,9 @@ def differences(theirs: Any, ours: Any, place: str = "") -> list[str]:
 
 def compare(use: Use, base: Path) -> list[str]:
     folders = {name: base / re.sub(r"\W+", "-", use.name) / name for name in ("torchrun", "launch")}
-    theirs = run(use, TORCHRUN, folders["torchrun"])
-    ours = run(use, LAUNCH, folders["launch"])
-    return differences(theirs, ours)
+    found = differences(run(use, TORCHRUN, folders["torchrun"]), run(use, LAUNCH, folders["launch"]))
+    print(f"{use.name}: {found[0][:100] if found else 'same'}", file=sys.stderr, flush=True)
+    return found
 
 
 def free_port() -> int:

@@ -64,11 +64,12 @@ def launch(
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     job = Job(flags, script, arguments or [], torchrun_flag or ())
+    trackers = _tracker_flags(tensorboard, wandb)
+    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers])
     order = Order(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
-        preload=preload is not False, named=run is not None,
+        preload=preload is not False, expects_guard=expects_guard,
     )  # fmt: skip
-    trackers = _tracker_flags(tensorboard, wandb)
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     occupy_standard_streams()

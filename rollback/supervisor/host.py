@@ -134,11 +134,12 @@ class Host:
         audience: Audience,
         *,
         grace: float,
+        expects_guard: bool = False,
         preload: bool = False,
         node: str | None = None,
     ) -> None:
         self._preload, self._node, self._grace = preload, node, grace
-        self._guarded, self._started = False, 0
+        self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._spare = Spare()
         self._rank_environment: dict[str, str] = {}
@@ -151,7 +152,8 @@ class Host:
 
     @property
     def guarded(self) -> bool:
-        """Whether the script is known to have a guard: one was made here, or the run directory holds a run."""
+        """Whether the script is known to have a guard: one was made here, the run directory holds a run, or what was
+        asked for concerns a guard."""
         self._guarded = self._guarded or guard_mark(self._refusal).exists() or os.path.exists(self._paths.identity)
         return self._guarded
 

@@ -56,7 +56,7 @@ class Order:
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
     hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
-    preload: see `rollback.supervisor.nursery`. named: somebody has chosen the run directory, so there is a guard.
+    preload: see `rollback.supervisor.nursery`. expects_guard: what was asked for concerns a guard, so there is one.
     """
 
     paths: RunPaths
@@ -67,7 +67,7 @@ class Order:
     hang: HangLimits
     node_timeout: float = NODE_TIMEOUT
     preload: bool = True
-    named: bool = False
+    expects_guard: bool = False
 
 
 @dataclass(frozen=True)
@@ -91,15 +91,15 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals(others) as signals:
         claim: Claim | None = None
         if place is None:
-            insist = order.named or store is not None
-            paths, claim, obstacle = claim_or_stand_in(order.paths, Path(private, "run"), insist=insist)
+            paths, claim, obstacle = claim_or_stand_in(order.paths, Path(private, "run"), insist=order.expects_guard)
             order = replace(order, paths=paths)
             environment = {name: value for name, value in environment.items() if name != ENV_NO_RUN}
             if obstacle is not None:
                 environment[ENV_NO_RUN] = Refusal.of(obstacle).model_dump_json()
         host = Host(
             order.paths, order.job, order.settings, environment, Path(private), audience,
-            grace=order.grace, preload=order.preload, node=place.name if place else None,
+            grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
+            node=place.name if place else None,
         )  # fmt: skip
         with closing(host):
             if place is None:

@@ -106,6 +106,15 @@ class TestLaunchFlags:
         assert orders[0].job.flags == {}
         assert orders[0].restart_budget == 10
         assert orders[0].grace == 60.0
+        assert not orders[0].expects_guard
+
+    @pytest.mark.parametrize("flag", ["--run=x", "--restart-budget=3", "--policy=palm", "--tensorboard=x", "--keep=4"])
+    def test_a_flag_that_concerns_a_guard_says_that_there_is_one(
+        self, orders: list[Order], monkeypatch: pytest.MonkeyPatch, flag: str
+    ) -> None:
+        run(monkeypatch, "launch", flag, "train.py")
+        run(monkeypatch, "launch", "--grace=3", "--hang-after=9", "--max-restarts=3", "--no-preload", "train.py")
+        assert [order.expects_guard for order in orders] == [True, False]
 
     def test_torchruns_restarts_become_the_budget(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
         run(monkeypatch, "launch", "--max-restarts", "4", "train.py")
