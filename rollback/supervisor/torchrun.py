@@ -103,7 +103,8 @@ def leave_stopping_to(supervisor: int) -> list[int]:
 def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, given: bool) -> None:
     """How long ranks have to end when one of them has failed. given: the user says so.
 
-    stopping: not empty once they were told to stop; then the first one to end is no reason to hurry the others.
+    stopping: not empty once they were told to stop. Then the first one to end is no reason to signal the others again:
+    they get SIGCONT, which does nothing, and the time that they were told.
     """
     context: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api").PContext
     close = context.close
@@ -112,7 +113,7 @@ def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, gi
         if os.path.exists(instructions.guard):
             timeout = timeout if given else min(timeout, _PATIENCE_UNDER_A_GUARD)
         elif stopping:
-            timeout = max(timeout, instructions.grace)
+            death_sig, timeout = signal.SIGCONT, max(timeout, instructions.grace)
         close(self, death_sig, timeout)
 
     context.close = patiently
