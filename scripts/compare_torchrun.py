@@ -56,6 +56,7 @@ print(f"out of rank {rank}", flush=True)
 print(f"err of rank {rank}", file=sys.stderr, flush=True)
 note([])
 what = sys.argv[1] if len(sys.argv) > 1 else ""
+
 def begun():
     return sum(name.startswith(f"{restarts}-") and name.endswith(".json") for name in os.listdir(os.environ["SEEN"]))
 
@@ -258,6 +259,7 @@ def run(use: Use, launcher: list[str], folder: Path) -> dict[str, Any]:
         "printed": printed_by_ranks("".join(out + err for out, err in printed)),
         "tracebacks": sum("Traceback" in err for _, err in printed) if any(p.returncode == 2 for p in processes) else 0,
         "logs": sorted(logged(folder / "logs")),
+        "log folders": len(list(folder.glob("logs/*"))),
         "left": sorted(path.name for path in folder.glob("runs")),
     }
 
@@ -334,6 +336,8 @@ def main() -> int:
     given = parser.parse_args()
     uses = [use for use in USES if given.only in f"{use.name} {use.words}"]
     base = given.keep or Path(tempfile.mkdtemp(prefix="compare-torchrun-"))
+    for number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP):  # ignored in a shell's background, or under nohup
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     began = time.monotonic()
     with ThreadPoolExecutor(given.jobs) as pool:
         found = list(pool.map(lambda use: compare(use, base), uses))

@@ -97,6 +97,7 @@ def leave_stopping_to(supervisor: int) -> list[int]:
         noted.append(number)
 
     api._terminate_process_handler = heed
+    signal.signal(signal.SIGTERM, heed)  # also where --signals-to-handle does not name it, and until torchrun does
     return noted
 
 

@@ -44,7 +44,7 @@ def test_by_itself_it_is_started_once(job: Launch) -> None:
 
 
 def test_it_gets_the_signal_that_came_and_the_grace_to_save_although_another_rank_dies_of_it(job: Launch) -> None:
-    supervisor = job.start("save", ranks=2)
+    supervisor = job.start("save", "--signals-to-handle=SIGHUP", ranks=2)
     job.wait_for(lambda: len(list(job.folder.glob("waits-*"))) == 2)
     supervisor.send_signal(signal.SIGHUP)
     output, _ = supervisor.communicate(timeout=LIMIT)
