@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
@@ -146,6 +147,14 @@ ENV_ATTEMPT = "ROLLBACK_ATTEMPT"
 ENV_SETTINGS = "ROLLBACK_SETTINGS"
 ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
+ENV_NO_RUN = "ROLLBACK_NO_RUN"
+"""Why there is no run directory for a guard: a refusal as JSON."""
+
+
+def guard_mark(refusal: str | os.PathLike[str]) -> Path:
+    """The file that says that the script has a guard. refusal: where rank 0 leaves word of a refusal."""
+    return Path(refusal).with_name("guard")
+
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
 """On this signal a rank writes down its stacks. Scripts and schedulers use the named signals, and the C library and

@@ -10,6 +10,7 @@ import typer
 from rollback import __version__
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
+from rollback.cli.command_line import LaunchCommand
 from rollback.cli.control import CONTROL_CODES, rewind, skip, stop
 from rollback.cli.doctor import DOCTOR_CODES, doctor
 from rollback.cli.drill import DRILL_CODES, drill
@@ -34,10 +35,10 @@ _EXIT_CODES = (
     "Exit codes: 0 done; 1 failed; 2 usage; 65 no usable checkpoint; 73 run directory in use; 74 I/O; "
     "75 stopped early and resumable; 76 structural divergence; 78 the run directory does not fit this job."
 )
-app.command(context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
+app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=_EXIT_CODES)(launch)
 app.command(epilog=AUDIT_CODES)(audit)
-app.command(context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
-app.command(context_settings=LAUNCH_CONTEXT, epilog=DOCTOR_CODES)(doctor)
+app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
+app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=DOCTOR_CODES)(doctor)
 for _command in (status, why, report, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):

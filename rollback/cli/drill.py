@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,10 @@ from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declare
 from rollback.cli.terminal import say
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
-from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.flags import FLAGS, read_flags
 
 _PANEL = "The drill"
-_RUN = ("arguments", "restart_budget", "grace", "hang_after")
+_RUN = ("arguments", "restart_budget", "grace", "hang_after", "torchrun_flag")
 # Of launch's parameters those that a drill hands on. Others (the run directory, the trackers, the ring at a URL) are
 # the real run's, and so is a ring that the script names.
 _OF_THE_REAL_RING = {"ring", "checkpoint_every", "keep_durable"}
@@ -95,7 +96,7 @@ def drill(
     if script is None:
         raise UsageError("there is nothing to drill", hint="rollback drill [FLAGS] train.py [ARGUMENTS OF train.py]")
     faults = choose(only)
-    flags = {flag.name: value for flag in FLAGS if (value := given.get(flag.parameter)) not in (None, False)}
+    flags = read_flags(given, os.environ)
     require_script(script, flags)
     if flags.get("nnodes", "1") not in ("1", "1:1"):
         raise UsageError("--nnodes: a drill runs on one node", hint="what a lost node does is not drilled")

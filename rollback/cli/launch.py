@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -27,7 +28,7 @@ from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job
-from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.flags import FLAGS, read_flags
 from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.supervise import Order, Result, supervise
@@ -50,23 +51,25 @@ def launch(
     node_timeout: float | None,
     no_hangup: bool,
     preload: bool | None,
+    torchrun_flag: list[str] | None,
     **given: Any,
 ) -> None:
     """Run a training job under torchrun, and keep it going.
 
     Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
-    flags = {flag.name: value for flag in FLAGS if (value := given.pop(flag.parameter)) not in (None, False)}
+    flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
     settings = read_settings(given, skips_of)
-    budget = _restart_budget(restart_budget, flags.pop("max-restarts", None))
+    budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
-    job = Job(flags, script, arguments or [])
-    preloads = preload is not False
-    order = Order(
-        paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT, preloads
-    )
+    job = Job(flags, script, arguments or [], torchrun_flag or ())
     trackers = _tracker_flags(tensorboard, wandb)
+    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers])
+    order = Order(
+        paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
+        preload=preload is not False, expects_guard=expects_guard,
+    )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     occupy_standard_streams()
@@ -99,18 +102,23 @@ def _audience(run: Path) -> Screen:
 
 def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
     """Raise UsageError unless there is something to run. Imports nothing."""
-    if flags.get("module"):
+    as_file = bool(flags.get("run-path"))
+    if flags.get("module") and not as_file:
+        if flags.get("no-python"):
+            raise UsageError("--module and --no-python exclude each other: a module is run by python")
         top = script.partition(".")[0]
-        if PathFinder.find_spec(top, [os.getcwd()]) is None and importlib.util.find_spec(top) is None:
+        other_python = "PYTHON_EXEC" in os.environ  # its modules are not ours to look for
+        found = other_python or PathFinder.find_spec(top, [os.getcwd()]) or importlib.util.find_spec(top)
+        if not found:
             raise UsageError(f"there is no module {top!r}", hint="the name after -m is that of a module, without .py")
         return
-    if flags.get("no-python") and os.sep not in script:
+    if flags.get("no-python") and not as_file and os.sep not in script:
         if shutil.which(script) is None:
             raise UsageError(f"there is no program {script!r} on PATH")
         return
     path = Path(script)
-    if path.is_dir():
-        raise UsageError(f"{script} is a directory, not a training script")
+    if path.is_dir() and (flags.get("no-python") or not (path / "__main__.py").is_file()):
+        raise UsageError(f"{script} is a directory without a __main__.py, not a training script")
     if not path.exists():
         raise UsageError(
             f"there is no training script {script!r}",
@@ -119,7 +127,7 @@ def require_script(script: str, flags: Mapping[str, str | bool]) -> None:
 
 
 def default_run(script: str, flags: Mapping[str, str | bool]) -> Path:
-    return Path("runs") / (script if flags.get("module") else Path(script).stem)
+    return Path("runs") / (script if flags.get("module") else Path(script).stem or Path(script).resolve().name)
 
 
 def read_settings(given: Mapping[str, Any], skips_of: Path | None) -> Settings:
@@ -152,18 +160,13 @@ def _history_of(run: Path) -> History:
 
 
 def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:
+    """Restarts without progress. What --max-restarts says of a script without a guard, it says of one with a guard too,
+    unless --restart-budget says something else."""
+    if torchruns is not None and not re.fullmatch(r"\d+", str(torchruns)):
+        raise UsageError(f"--max-restarts: {torchruns!r} is not a number of restarts")
     if own is not None:
         return own
-    if torchruns is None:
-        return RESTART_BUDGET
-    try:
-        budget = int(torchruns)
-        if budget < 0:
-            raise ValueError("negative")
-    except ValueError as error:
-        raise UsageError(f"--max-restarts: {torchruns!r} is not a number of restarts") from error
-    say(f"--max-restarts {budget} is taken as --restart-budget {budget}: restarts that progress refills")
-    return budget
+    return RESTART_BUDGET if torchruns is None else int(torchruns)
 
 
 def hang_limits(after: str | None, stall: float | None) -> HangLimits:
@@ -186,6 +189,9 @@ def hang_limits(after: str | None, stall: float | None) -> HangLimits:
 
 def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
     """What to do next."""
+    if not result.recorded:
+        how = "done" if result.exit_code == ExitCode.DONE else f"failed: {result.reason}"
+        return f"{how}; no rank made a rollback.Guard, so nothing was recorded"
     audit = f"rollback audit {shlex.quote(str(run))}"
     again = shlex.join(command)
     match result.exit_code:

@@ -14,13 +14,13 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 import typer
 from pydantic.fields import FieldInfo
 
+from rollback.cli.command_line import OTHER_FLAG
 from rollback.config import Settings
 from rollback.supervisor.flags import FLAGS, Flag
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 
 LAUNCH_CONTEXT = {
     "allow_interspersed_args": False,  # what follows the script is the script's
-    "token_normalize_func": lambda token: token.replace("_", "-"),  # torchrun takes both spellings
     "help_option_names": ["-h", "--help"],
 }
 RESTART_BUDGET = 10
@@ -71,12 +71,10 @@ def _torchrun_parameter(flag: Flag) -> inspect.Parameter:
     names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
     if flag.name == "nproc-per-node":
         names.append("--nproc")
-    panel = "torchrun's flags, passed through"
+    panel = "torchrun's flags"
     if flag.metavar is None:
         return parameter(flag.parameter, bool, typer.Option(*names, help=flag.help, rich_help_panel=panel), False)
-    # torchrun reads its variables itself; only the one that it will not see is read here.
-    variable = flag.variable if flag.name == "max-restarts" else None
-    declaration = typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=panel, envvar=variable)
+    declaration = typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=panel)
     return parameter(flag.parameter, str | None, declaration, None)
 
 
@@ -176,4 +174,5 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
     ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
     *(_torchrun_parameter(flag) for flag in FLAGS),
+    parameter("torchrun_flag", list[str] | None, typer.Option(OTHER_FLAG, hidden=True), None),
 )

@@ -69,3 +69,13 @@ class Budget:
         if blamed:
             delay, reason = 0.0, f"what is to blame is left out from now on; {reason}"
         return replace(budget, left=budget.left - 1), Restart(delay, reason)
+
+
+def after_unguarded(restarts: int, allowed: int) -> Restart | GiveUp:
+    """What follows when a script that has made no guard has failed: torchrun's own rule.
+
+    restarts: that there were. allowed: by --max-restarts.
+    """
+    if restarts >= allowed:
+        return GiveUp(f"--max-restarts allows {allowed} restarts of a script without a guard")
+    return Restart(0.0, f"restart {restarts + 1} of {allowed} by --max-restarts")

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.errors import RunDirectoryError, RunDoesNotFit
+from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.events import AttemptStarted, Record
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import read_journal
@@ -75,6 +75,23 @@ def _require_run_directory(paths: RunPaths) -> None:
             + (f" and {len(others) - 1} more" if len(others) > 1 else ""),
             hint="name a new or empty directory with --run DIR; nothing was changed",
         )
+
+
+def claim_or_stand_in(paths: RunPaths, stand_in: Path, *, insist: bool) -> tuple[RunPaths, Claim, RollbackError | None]:
+    """The run directory, held; or another one in its place, and the error for which it cannot be used.
+
+    A script without a guard needs no run directory, and whether it has one is not known yet. One that has is told the
+    error when it makes its guard. stand_in: a directory that need not exist. insist: raise the error instead; it is
+    raised too where the directory holds a run, since then there is a guard.
+    """
+    try:
+        read_past(paths)
+        return paths, Claim(paths), None
+    except RollbackError as error:
+        if insist or os.path.exists(paths.identity):
+            raise
+        private = RunPaths(stand_in)
+        return private, Claim(private), error
 
 
 class Claim:

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.supervisor.flags import names_a_rendezvous
-from rollback.supervisor.torchrun import ENV_PRELOAD, ENV_TORCHRUN, MODULE
+from rollback.supervisor.torchrun import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 
-_SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
 """glibc copies past the caches from this size on (2 MiB), half as fast again as through them. By itself it begins at a
 share of the cache that the processor claims to have, which is hundreds of megabytes in many virtual machines."""
@@ -21,27 +21,35 @@ share of the cache that the processor claims to have, which is hundreds of megab
 class Job:
     """What the user asked to be run.
 
-    flags: torchrun's flags by name, a text for those that take a value, True for switches that are on.
-    script: a path, or what --module and --no-python make of it. arguments: the script's own.
+    flags: torchrun's flags by name, a text for those that take a value, True for switches that are on; also those that
+    torchrun's environment variables stand for. script: a path, or what --module and --no-python make of it. arguments:
+    the script's own. other_flags: those that only the installed torchrun knows, as words of its command line.
     """
 
     flags: Mapping[str, str | bool]
     script: str
     arguments: Sequence[str]
+    other_flags: Sequence[str] = ()
+
+    @property
+    def max_restarts(self) -> int:
+        """Restarts of a script without a guard."""
+        return int(self.flags.get("max-restarts", "0"))
 
 
-def torchrun_command(job: Job, environment: Mapping[str, str]) -> list[str]:
-    """The command line of an attempt.
+def torchrun_command(job: Job, nodes: int | None = None) -> list[str]:
+    """The command line of an attempt. nodes: how many take part in it, where the job leaves that open.
 
-    torchrun never restarts ranks itself: two parties that restart the same job hide attempts from each other's budget.
+    The number of restarts is there for the ranks to read: torchrun never restarts them itself. Two parties that restart
+    the same job hide attempts from each other's budget.
     """
-    flags = {**job.flags, "max-restarts": "0"}
-    if not names_a_rendezvous(job.flags, environment):
+    flags = {"max-restarts": "0", **job.flags}
+    if nodes is not None:
+        flags["nnodes"] = str(nodes)
+    if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port instead of a fixed one: two jobs on one host do not meet
-    options = [
-        f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items() if value is not False
-    ]
-    return [sys.executable, "-m", MODULE, *options, job.script, *job.arguments]
+    options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
+    return [sys.executable, "-m", MODULE, *options, *job.other_flags, job.script, *job.arguments]
 
 
 def rank_environment(
@@ -51,34 +59,29 @@ def rank_environment(
     attempt: int,
     settings: Settings,
     supervisor: str,
-    refusal: Path,
-    failures: Path,
+    instructions: Instructions,
     preload: bool = False,
 ) -> dict[str, str]:
     """The environment of torchrun and, through it, of every rank.
 
     supervisor: its `pid:create_time`. run: made absolute, since a script may change its working directory.
-    refusal, failures: where rank 0 and torchrun's process leave word, outside of the run directory. preload: ranks are
-    forked from a process that has imported torch.
+    instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch.
     """
     return {
-        # When a rank fails, its peers are ended by torchrun. They have nothing to save that the next attempt could
-        # use, so they get less than torchrun's 30 seconds.
-        _SHUTDOWN_TIMEOUT: "5",
         **LARGE_COPIES,
         **environment,
         ENV_RUN: str(run.absolute()),
         ENV_ATTEMPT: str(attempt),
         ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
         ENV_SUPERVISOR: supervisor,
-        ENV_REFUSAL: str(refusal),
-        ENV_TORCHRUN: f"{supervisor.partition(':')[0]}:{failures}",
+        ENV_REFUSAL: instructions.refusal,
+        ENV_TORCHRUN: json.dumps(asdict(instructions)),
         **({ENV_PRELOAD: "1"} if preload else {}),
     }
 
 
 def threads_of_ranks(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
     """What torchrun adds to the environment of several ranks on a node; what is preloaded must find it there."""
-    ranks = str(job.flags.get("nproc-per-node") or environment.get("PET_NPROC_PER_NODE", ""))
+    ranks = str(job.flags.get("nproc-per-node", ""))
     several = ranks.isdigit() and int(ranks) > 1
     return {"OMP_NUM_THREADS": "1"} if several and "OMP_NUM_THREADS" not in environment else {}

@@ -8,7 +8,6 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from rollback.errors import ExitCode
 from rollback.events import Attached, Committed, Finished, Hung, Record, Stopped
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.failures import read_failures
@@ -19,13 +18,6 @@ from rollback.supervisor.classify import RankEnd
 from rollback.supervisor.outcome import Evidence, Failures, Left, Refusal
 
 _Left = TypeVar("_Left", bound=BaseModel)
-
-# torchrun exits with 2 only where it cannot read its command line; it has then started nothing.
-_TORCHRUN_REFUSED = Refusal(
-    exit_code=ExitCode.USAGE,
-    message="torchrun does not accept its flags; its own message stands above",
-    hint="torchrun --help and rollback launch --help list them",
-)
 
 
 class TrainJournal:
@@ -91,6 +83,7 @@ def gather(
         lost_nodes=left.lost_nodes,
         step=furthest_step(paths, records, attempt),
         hung=hung,
+        guarded=left.guarded,
     )
 
 
@@ -108,13 +101,16 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     ]  # fmt: skip
 
 
-def left_on_host(status: int, *, refusal: Path, failures: Path, stopped: tuple[int, ...], oom_kills: int) -> Left:
+def left_on_host(
+    status: int, *, refusal: Path, failures: Path, guarded: bool, stopped: tuple[int, ...], oom_kills: int
+) -> Left:
     """What rank 0 and torchrun's process left word of on this host, and what was seen there. status: torchrun's."""
     return Left(
         status=status,
+        guarded=guarded,
         stopped=stopped,
         oom_kills=oom_kills,
-        refusal=_read(refusal, Refusal) or (_TORCHRUN_REFUSED if status == ExitCode.USAGE else None),
+        refusal=_read(refusal, Refusal),
         failures=_read(failures, Failures),
     )
 

@@ -1,7 +1,8 @@
 """torchrun's command line as a table, so that reading it costs no import of torch.
 
-Each row is one flag of `torch.distributed.run`; a test compares the table with torchrun's own parser. Flags that a
-newer torchrun adds are one row each.
+Each row is one flag of `torch.distributed.run`; a test compares the table with torchrun's own parser. A flag that only
+the installed torchrun knows is asked of that parser (`rollback.cli.command_line`); one that it does not know yet, or no
+more, it refuses itself.
 """
 
 from __future__ import annotations
@@ -9,15 +10,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from rollback.errors import UsageError
+
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of torchrun. `metavar` is None for a switch, which takes no value."""
+    """A flag of torchrun. `metavar` is None for a switch, which takes no value.
+
+    has_variable: whether torchrun takes its value from an environment variable where the flag is not given.
+    """
 
     name: str
     metavar: str | None
     help: str
     short: str | None = None
+    has_variable: bool = True
 
     @property
     def option(self) -> str:
@@ -29,7 +36,6 @@ class Flag:
 
     @property
     def variable(self) -> str:
-        """The environment variable that torchrun takes the value from where the flag is not given."""
         return f"PET_{self.parameter.upper()}"
 
 
@@ -49,20 +55,25 @@ FLAGS: tuple[Flag, ...] = (
     Flag("no-python", None, "SCRIPT is a program that is not run by python"),
     Flag("run-path", None, "run SCRIPT by runpy in the process that torchrun spawns"),
     Flag("role", "NAME", "role of the ranks, for logs"),
-    Flag("max-restarts", "N", "taken as --restart-budget: torchrun itself restarts nothing here"),
+    Flag("max-restarts", "N", "restarts of a script without a guard (default: 0); with one, as --restart-budget"),
     Flag("monitor-interval", "SECONDS", "how often torchrun looks at its ranks"),
     Flag("start-method", "METHOD", "how functions are started: spawn, fork or forkserver"),
-    Flag("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL when torchrun ends its ranks (5 here)"),
-    Flag("signals-to-handle", "SIGNAL,...", "signals on which torchrun ends its ranks"),
+    Flag("shutdown-timeout", "SECONDS", "time between SIGTERM and SIGKILL when a rank has failed (30; with a guard 5)"),
+    Flag("signals-to-handle", "SIGNAL,...", "further signals that are taken as a request to stop"),
     Flag("log-dir", "DIR", "where the output of the ranks is logged"),
     Flag("redirects", "SPEC", "log output of the ranks instead of showing it", short="r"),
     Flag("tee", "SPEC", "log output of the ranks and show it", short="t"),
     Flag("local-ranks-filter", "N,...", "show the output of these local ranks only"),
     Flag("duplicate-stdout-filters", "TEXT,...", "copy matching lines of stdout to another file"),
     Flag("duplicate-stderr-filters", "TEXT,...", "copy matching lines of stderr to another file"),
-    Flag("logs-specs", "NAME", "entry point that decides on logs"),
+    Flag("logs-specs", "NAME", "entry point that decides on logs", has_variable=False),
     Flag("event-log-handler", "NAME", "handler of torchrun's own events"),
-    Flag("numa-binding", "MODE", "bind ranks to CPUs near their GPU: node, socket, exclusive or core-complex"),
+    Flag(
+        "numa-binding",
+        "MODE",
+        "bind ranks to CPUs near their GPU: node, socket, exclusive or core-complex",
+        has_variable=False,
+    ),
     Flag("virtual-local-rank", None, "LOCAL_RANK is 0 on every rank, each sees its own device only"),
 )
 
@@ -70,13 +81,46 @@ FLAGS: tuple[Flag, ...] = (
 RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 
 
-def names_a_rendezvous(given: Mapping[str, str | bool], environment: Mapping[str, str]) -> bool:
-    """Whether flags (by name) or torchrun's environment variables say where the ranks meet, or speak of many nodes."""
-    many_nodes = value_of("nnodes", given, environment) not in (None, "1", "1:1")
-    return many_nodes or any(value_of(name, given, environment) for name in RENDEZVOUS)
+def read_flags(given: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, str | bool]:
+    """torchrun's flags in force, by name: those given (by parameter), else what their variables say, as torchrun reads
+    them. Switches that are off are left out. Raises UsageError for the variable of a switch that is not a number.
+    """
+    found: dict[str, str | bool] = {}
+    for flag in FLAGS:
+        value = given.get(flag.parameter)
+        if value in (None, False) and flag.has_variable:
+            value = _from_variable(flag, environment)
+        if isinstance(value, str) or value is True:
+            found[flag.name] = value
+    return found
 
 
-def value_of(name: str, given: Mapping[str, str | bool], environment: Mapping[str, str]) -> str | bool | None:
-    """A flag's value as torchrun will see it: from the flags, or from its environment variable."""
-    flag = next(flag for flag in FLAGS if flag.name == name)
-    return given.get(name) or environment.get(flag.variable)
+def _from_variable(flag: Flag, environment: Mapping[str, str]) -> str | bool | None:
+    text = environment.get(flag.variable)
+    if text is None or flag.metavar is not None:
+        return text
+    try:
+        return bool(int(text))
+    except ValueError as error:
+        raise UsageError(
+            f"{flag.variable}={text}: torchrun reads a number here",
+            hint=f"1 stands for {flag.option}, 0 for its absence",
+        ) from error
+
+
+def in_full(name: str) -> str:
+    """The name of the flag that `name`, without dashes, abbreviates; `name` itself where it is none.
+
+    Raises UsageError where it abbreviates several.
+    """
+    matches = [flag.name for flag in FLAGS if flag.name.startswith(name)]
+    if name in matches or not matches:
+        return name
+    if len(matches) > 1:
+        raise UsageError(f"--{name} is ambiguous: it could be {', '.join(f'--{match}' for match in matches)}")
+    return matches[0]
+
+
+def names_a_rendezvous(flags: Mapping[str, str | bool]) -> bool:
+    """Whether flags, by name, say where the ranks meet, or speak of many nodes."""
+    return flags.get("nnodes", "1") not in ("1", "1:1") or any(flags.get(name) for name in RENDEZVOUS)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rollback.config import Settings
+from rollback.config import Settings, guard_mark
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
@@ -27,6 +29,7 @@ from rollback.supervisor.processes import (
     leftovers,
     living_ranks,
     name_process,
+    ranks_of,
     reap,
     send,
     start,
@@ -34,6 +37,7 @@ from rollback.supervisor.processes import (
 from rollback.supervisor.spare import Spare
 from rollback.supervisor.stacks import state_of, take_stacks
 from rollback.supervisor.start_conditions import conditions_of
+from rollback.supervisor.torchrun import Instructions
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
 _PATIENCE = 2.0
@@ -54,7 +58,7 @@ class Running:
     ):
         self._paths, self._node = paths, node
         self._torchrun = torchrun
-        self._told: set[psutil.Process] = set()
+        self._told: set[tuple[psutil.Process, signal.Signals]] = set()
         self._memory = OomCounters()
         self._memory.watch()
         self._states: dict[int, str] = {}
@@ -67,14 +71,21 @@ class Running:
         """Torchrun's status, None while it runs."""
         return self._torchrun.poll()
 
-    def tell_ranks_to_stop(self) -> bool:
-        """SIGTERM to each rank on this host that has not had it; False where there is none yet that could be told.
+    def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
+        """Have each rank on this host stop that has not been told; False where there is none yet that could be told.
 
-        torchrun gets no signal: it would pass it on and kill the ranks soon after.
+        Ranks that have a guard get SIGTERM. Of a script that has none so far, all get the signals that came, as from
+        torchrun. torchrun itself heeds no SIGTERM: it learns that a rank that ends now does so because it was told.
         """
-        ranks = set(living_ranks(self._paths, self.attempt).values())
-        send(ranks - self._told, signal.SIGTERM)
-        self._told |= ranks
+        told = {(rank, signal.SIGTERM) for rank in living_ranks(self._paths, self.attempt).values()}
+        if not guarded:
+            told |= {(process, number) for process in ranks_of(self.pid) for number in signals}
+        new = told - self._told
+        if new and not guarded:
+            self._torchrun.send_signal(signal.SIGTERM)
+        for process, number in new:
+            send([process], number)
+        self._told |= told
         return bool(self._told)
 
     def look(self) -> dict[int, str]:
@@ -111,8 +122,8 @@ class Host:
     """Runs attempts here, one at a time.
 
     private: a directory where ranks and torchrun leave word, not in the run. audience: who sees what the ranks print.
-    preload: ranks are forked from a process that has imported torch, and the next attempt's is kept ready. node: this
-    one's name where there are many. `close` it.
+    grace: seconds that ranks have to stop when told to. preload: ranks are forked from a process that has imported
+    torch, and the next attempt's is kept ready. node: this one's name where there are many. `close` it.
     """
 
     def __init__(
@@ -124,20 +135,35 @@ class Host:
         private: Path,
         audience: Audience,
         *,
+        grace: float,
+        expects_guard: bool = False,
         preload: bool = False,
         node: str | None = None,
     ) -> None:
-        self._preload, self._node = preload, node
+        self._preload, self._node, self._grace = preload, node, grace
+        self._guarded, self._started = expects_guard, 0
+        self._run_id = str(uuid.uuid4())
         self._spare = Spare()
         self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
         self.output = Output(
-            private, paths.attempt_logs, audience, lambda attempt, rank: paths.failure(attempt, rank).exists()
+            private,
+            paths.attempt_logs,
+            audience,
+            lambda: self.guarded,
+            lambda attempt, rank: paths.failure(attempt, rank).exists(),
         )
         become_subreaper()
         self._before_us = descendants()
+
+    @property
+    def guarded(self) -> bool:
+        """Whether the script is known to have a guard: one was made here, the run directory holds a run, or what was
+        asked for concerns a guard."""
+        self._guarded = self._guarded or guard_mark(self._refusal).exists() or os.path.exists(self._paths.identity)
+        return self._guarded
 
     def end_leftovers(self, say: Callable[[str], None]) -> None:
         """End what attempts of a killed supervisor left on this host. Call it while holding the run directory."""
@@ -146,10 +172,10 @@ class Host:
             end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
 
     @contextmanager
-    def attempt(self, number: int) -> Iterator[Running]:
+    def attempt(self, number: int, nodes: int | None = None) -> Iterator[Running]:
         """Torchrun runs within; behind it, every process that it started on this host is gone.
 
-        Raises RollbackError where one cannot be ended.
+        nodes: how many take part, where the job leaves that open. Raises RollbackError where one cannot be ended.
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
@@ -160,12 +186,15 @@ class Host:
             attempt=number,
             settings=self._settings,
             supervisor=name_process(psutil.Process()),
-            refusal=self._refusal,
-            failures=self._failures,
+            instructions=Instructions(
+                os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
+                self._started, self._grace,
+            ),
             preload=self._preload,
-        )
-        with self.output.of_attempt(number, self._job, self._environment) as output:
-            command = torchrun_command(output.job, self._environment)
+        )  # fmt: skip
+        self._started += 1
+        with self.output.of_attempt(number, self._job) as output:
+            command = torchrun_command(output.job, nodes)
             streams = output.stdout, output.stderr
             torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
             running = Running(self._paths, number, tuple(command), torchrun, self._node)
@@ -199,6 +228,7 @@ class Host:
             status,
             refusal=self._refusal,
             failures=self._failures,
+            guarded=self.guarded,
             stopped=running.stopped(),
             oom_kills=running.oom_kills(),
         )

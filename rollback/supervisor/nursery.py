@@ -16,6 +16,7 @@ scripts that rely on that. Modules (-m) and programs are started by torchrun as 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -29,6 +30,7 @@ import sys
 import time
 import traceback
 import types
+import zipfile
 from collections.abc import Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
@@ -36,17 +38,23 @@ from typing import Any, NoReturn
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
 _MESSAGE = 1 << 20
+NURSERY = "nursery"  # what `ps -o comm` shows of it
 # What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
 AHEAD = ("torch", "torch.distributed", "rollback.train.guard", "torch._dynamo")
 
 
 def import_ahead() -> None:
-    """Import what ranks will need. One that is missing or broken will be told by the rank that needs it."""
+    """Import what ranks will need. One that is missing or broken will be told by the rank that needs it.
+
+    The environment stays as it is: what an import sets there (torch's compiler, a folder for its cache), ranks would
+    find set before they have imported anything.
+    """
+    before = dict(os.environ)
     for name in AHEAD:
-        try:
+        with contextlib.suppress(ImportError):
             importlib.import_module(name)
-        except ImportError:
-            continue
+    os.environ.clear()
+    os.environ.update(before)
 
 
 def settle_objects() -> None:
@@ -133,13 +141,20 @@ def start_ranks_from(nursery: Nursery) -> None:
 
 
 def is_plain_script(command: Sequence[str]) -> bool:
-    """Whether torchrun is about to run `python -u SCRIPT ...` with our own interpreter."""
-    return len(command) > 2 and command[0] == sys.executable and command[1] == "-u" and not command[2].startswith("-")
+    """Whether torchrun is about to run `python -u SCRIPT ...` with our own interpreter, and SCRIPT is Python source.
+
+    Python also runs folders and archives with a `__main__.py`, and compiled files: those it is left to find its way in.
+    """
+    if len(command) < 3 or command[0] != sys.executable or command[1] != "-u" or command[2].startswith("-"):
+        return False
+    script = Path(command[2])
+    return script.is_file() and script.suffix != ".pyc" and not zipfile.is_zipfile(script)
 
 
 def _serve(requests: socket.socket) -> None:
     """The nursery: forks a rank for each request, and ends when the other end is closed."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    name_this_process(NURSERY)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
     while True:
         body, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE, 3)
@@ -156,7 +171,7 @@ def _serve(requests: socket.socket) -> None:
             requests.close()
             os.close(reader)
             os.close(writer)
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
             _be_rank(json.loads(body), descriptors)
         os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process

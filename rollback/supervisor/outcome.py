@@ -5,6 +5,7 @@ A status tells next to nothing (torchrun exits with 1 whatever a rank did), so w
 | refusal | stopped    | told to stop | torchrun's status | outcome                        |
 |---------|------------|--------------|-------------------|--------------------------------|
 | yes     |            |              |                   | refused, with its exit code    |
+| no guard was made    | yes          |                   | ended: 1, as torchrun          |
 |         | structural |              |                   | structural (76)                |
 |         | preempted  | yes          |                   | resumable (75)                 |
 |         | preempted  | no           | 0                 | resumable (75)                 |
@@ -25,12 +26,13 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from rollback.errors import ExitCode
+from rollback.errors import ExitCode, RollbackError
 from rollback.events import Hung, Stopped
 
-Ending = Literal["refused", "structural", "resumable", "done", "failed"]
+Ending = Literal["refused", "ended", "structural", "resumable", "done", "failed"]
 
 EXIT_CODES: dict[Ending, ExitCode] = {
+    "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
     "resumable": ExitCode.RESUMABLE,
     "done": ExitCode.DONE,
@@ -45,6 +47,10 @@ class Refusal(BaseModel):
     exit_code: int
     message: str
     hint: str | None = None
+
+    @classmethod
+    def of(cls, error: RollbackError) -> Refusal:
+        return cls(exit_code=error.exit_code, message=error.message, hint=error.hint)
 
 
 class RankFailure(BaseModel):
@@ -73,12 +79,14 @@ class Failures(BaseModel):
 class Left(BaseModel):
     """What an attempt left on one host. status: torchrun's, -N where signal N ended it.
 
-    stopped: ranks that were SIGSTOPped when last looked at. oom_kills: how often the kernel's OOM killer struck in
-    the memory cgroups of this host's ranks. lost_nodes: in the account of all nodes, those that left none.
+    guarded: the script is known to have a guard. stopped: ranks that were SIGSTOPped when last looked at. oom_kills:
+    how often the kernel's OOM killer struck in the memory cgroups of this host's ranks. lost_nodes: in the account of
+    all nodes, those that left none.
     """
 
     model_config = ConfigDict(frozen=True)
     status: int
+    guarded: bool = True
     refusal: Refusal | None = None
     failures: Failures | None = None
     stopped: tuple[int, ...] = ()
@@ -93,7 +101,8 @@ class Evidence:
     status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
     attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together.
     step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
-    lost_nodes: nodes that fell silent or were started anew while the attempt ran.
+    lost_nodes: nodes that fell silent or were started anew while the attempt ran. guarded: the script is known to have
+    a guard; one that has none runs as under torchrun.
     """
 
     status: int
@@ -105,6 +114,7 @@ class Evidence:
     step: int | None
     hung: Hung | None = None
     lost_nodes: tuple[str, ...] = ()
+    guarded: bool = True
 
     @property
     def killed(self) -> bool:
@@ -124,6 +134,8 @@ def ending(evidence: Evidence) -> Ending:
     """The row of the table above that holds."""
     if evidence.refusal is not None:
         return "refused"
+    if evidence.told_to_stop and not evidence.guarded:
+        return "ended"
     if evidence.stopped is not None and evidence.stopped.reason == "structural":
         return "structural"
     if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):

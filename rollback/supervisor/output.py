@@ -1,5 +1,7 @@
 """What the ranks print: into files for each attempt and rank, and from the first rank of this node to the terminal.
 
+As long as the script is not known to have a guard, all ranks are shown, as under torchrun.
+
 A thread empties the pipes that torchrun's process made for its ranks (`rollback.train.streams`). It waits for nothing
 but output: not for a disk that is full, whose loss it counts, nor for a terminal, which is the audience's to see to.
 
@@ -16,15 +18,14 @@ import selectors
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
 from rollback.rundir.durable import write_all
 from rollback.supervisor.command import Job
-from rollback.supervisor.flags import FLAGS
 from rollback.supervisor.torchrun import LOGS_SPECS
 
 Stream = Literal["out", "err"]
@@ -44,11 +45,14 @@ HELD_FOR = 20.0  # seconds; a rank that does not end after its exception has it 
 _HELD_AT_MOST = 1 << 20
 # Output is kept whole, for ever. When it has grown to this it is said, and again at each doubling.
 GROWN = 1 << 30
+# Before it is known that there is a run to keep it in, no more than this, all in all: a script without a guard may
+# print for weeks.
+_BEFORE_IT_IS_KEPT = 64 << 20
 
 
-def user_decides(job: Job, environment: Mapping[str, str]) -> bool:
-    """Whether flags or torchrun's environment variables say what is to become of the output."""
-    return any(job.flags.get(f.name) or environment.get(f.variable) for f in FLAGS if f.name in _OUTPUT_FLAGS)
+def user_decides(job: Job) -> bool:
+    """Whether flags say what is to become of the output."""
+    return any(job.flags.get(name) for name in _OUTPUT_FLAGS)
 
 
 class Audience(Protocol):
@@ -92,8 +96,9 @@ class AttemptOutput:
 class Output:
     """The output of one launch, over all its attempts.
 
-    Until `keep` is called, files are made in `private`: a job that its ranks refuse leaves no trace in the run
-    directory. folder_of: where the files of an attempt belong.
+    Until `keep` is called, files are made in `private`: a job that its ranks refuse, or that has no guard, leaves no
+    trace in the run directory. folder_of: where the files of an attempt belong. guarded: whether the script is known to
+    have a guard.
 
     The exception that ends the first rank often only follows from another rank's death. From its traceback on, what
     that rank writes to stderr is held until `release`, so that the account of who failed first can come first.
@@ -104,6 +109,7 @@ class Output:
     private: Path
     folder_of: Callable[[int], Path]
     audience: Audience
+    guarded: Callable[[], bool] = lambda: True
     is_ending: Callable[[int, int], bool] = lambda attempt, rank: False
     _held: bytes = b""
     _held_since: float = 0.0
@@ -117,11 +123,11 @@ class Output:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
-    def of_attempt(self, attempt: int, job: Job, environment: Mapping[str, str]) -> Iterator[AttemptOutput]:
+    def of_attempt(self, attempt: int, job: Job) -> Iterator[AttemptOutput]:
         """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
         self.release()
         self._attempt, self._sources = attempt, []
-        by_user = user_decides(job, environment)
+        by_user = user_decides(job)
         if by_user and not self.audience.captures:
             yield AttemptOutput(job)
             return
@@ -133,7 +139,7 @@ class Output:
             yield AttemptOutput(job)
             return
         if not by_user:
-            job = Job({**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)}, job.script, job.arguments)
+            job = replace(job, flags={**job.flags, "logs-specs": LOGS_SPECS, "log-dir": str(pipes)})
         ends = [self._own_pipe("out"), self._own_pipe("err")]
         over = threading.Event()
         pump = threading.Thread(target=self._pump, args=(pipes, over), name="rank output", daemon=True)
@@ -147,7 +153,7 @@ class Output:
             pump.join()
             self._close()
             for source in self._sources:
-                if source.lost:
+                if source.lost and self._kept:
                     name = self._folder() / source.name
                     self.audience.say(f"{source.lost} bytes of output at the end of {name} could not be kept")
 
@@ -156,18 +162,20 @@ class Output:
         with self._lock:
             if self._kept:
                 return
-            before, self._kept = self._folder(), True
+            self._kept = True
             self._close()
-            if before.is_dir():
-                with self._counting(f"moving the output of the ranks to {self._folder()}"):
-                    self._folder().parent.mkdir(parents=True, exist_ok=True)
-                    shutil.copytree(before, self._folder(), dirs_exist_ok=True)
-                    shutil.rmtree(before)
+            for attempt in range(1, self._attempt + 1):
+                before, folder = self.private / f"logs-{attempt}", self.folder_of(attempt)
+                if before.is_dir():
+                    with self._counting(f"moving the output of the ranks to {folder}"):
+                        folder.parent.mkdir(parents=True, exist_ok=True)
+                        shutil.copytree(before, folder, dirs_exist_ok=True)
+                        shutil.rmtree(before)
 
     @property
     def held_of(self) -> int | None:
         """The rank whose exception is held; None where nothing is."""
-        return self._shown_rank() if self._held else None
+        return self._first_rank() if self._held else None
 
     def release(self, introduction: str | None = None) -> None:
         """Show what is held, if anything, behind a line that introduces it."""
@@ -180,7 +188,7 @@ class Output:
     def last_words(self, rank: int) -> str | None:
         """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
         source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
-        if source is None or source.rank == self._shown_rank() or not source.last.strip():
+        if source is None or self._is_shown(source) or not source.last.strip():
             return None
         lines = source.last.decode(errors="replace").splitlines()
         return f"the end of {self._folder() / source.name}:\n" + "\n".join(f"  {line}" for line in lines[-15:])
@@ -188,7 +196,11 @@ class Output:
     def _folder(self) -> Path:
         return self.folder_of(self._attempt) if self._kept else self.private / f"logs-{self._attempt}"
 
-    def _shown_rank(self) -> int | None:
+    def _is_shown(self, source: _Source) -> bool:
+        return source.rank in (None, self._first_rank()) or not self.guarded()
+
+    def _first_rank(self) -> int | None:
+        """The lowest one of this host: while there is a guard, the only one that is shown."""
         return min((source.rank for source in self._sources if source.rank is not None), default=None)
 
     def _own_pipe(self, stream: Stream) -> int:
@@ -243,7 +255,7 @@ class Output:
             return True
         if not data:
             return False
-        if source.rank in (None, self._shown_rank()):
+        if self._is_shown(source):
             self._show(source, data)
         with self._lock:
             source.last = (source.last + data)[-_LAST_WORDS:]
@@ -264,6 +276,9 @@ class Output:
             self.audience.show(source.stream, data)
 
     def _write(self, source: _Source, data: bytes) -> None:
+        if not self._kept and self._written > _BEFORE_IT_IS_KEPT:
+            source.lost += len(data)
+            return
         with self._counting(f"writing the output of the ranks to {self._folder()}"):
             source.lost += len(data)
             file = self._file(source.name)

@@ -21,6 +21,7 @@ from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat, read_heartbeats
+from rollback.supervisor.nursery import NURSERY
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
@@ -65,6 +66,14 @@ def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
         if heartbeat.attempt == attempt and process is not None:
             found[rank] = process
     return found
+
+
+def ranks_of(torchrun: int) -> list[psutil.Process]:
+    """The living ranks that the process with this pid has started: its children, but for the one that forks them."""
+    try:
+        return [child for child in psutil.Process(torchrun).children() if child.name() != NURSERY and _is_alive(child)]
+    except psutil.NoSuchProcess:
+        return []
 
 
 def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from types import FrameType, TracebackType
 from typing import Any
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT, signal.SIGUSR1, signal.SIGUSR2)
 _INSISTENT = (signal.SIGTERM, signal.SIGINT)
 
 
@@ -16,9 +17,13 @@ class StopSignals:
 
     received: those that came, in order. The second SIGTERM or SIGINT is insistence: end now. A SIGTERM after a
     SIGUSR1 is not: schedulers send the one as a warning and the other at the end of the time that they warned of.
+    others: names of further signals, with commas between them; one that this system does not know is passed over, as
+    torchrun does.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, others: str = "") -> None:
+        names = (name.strip() for name in others.split(","))
+        self._heeded = {*STOP_SIGNALS, *(signal.Signals[name] for name in names if name in signal.Signals.__members__)}
         self.received: list[signal.Signals] = []
         self.since: float | None = None  # monotonic seconds of the first one
         self._taken = 0
@@ -35,9 +40,10 @@ class StopSignals:
         return new
 
     def __enter__(self) -> StopSignals:
-        for signum in STOP_SIGNALS:
+        for signum in self._heeded:
             if signal.getsignal(signum) is not signal.SIG_IGN:
-                self._before[signum] = signal.signal(signum, self._note)
+                with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP, which nobody can catch
+                    self._before[signum] = signal.signal(signum, self._note)
         return self
 
     def __exit__(

@@ -11,15 +11,16 @@ Order matters in three places:
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from rollback.config import Settings
+from rollback.config import ENV_NO_RUN, Settings
 from rollback.errors import ExitCode, RollbackError, RunInUse
 from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
 from rollback.rundir.journal import read_journal
@@ -28,8 +29,8 @@ from rollback.rundir.remote.fetch import fetch
 from rollback.rundir.remote.store import Store
 from rollback.supervisor.asked import StopRequests
 from rollback.supervisor.blame import blame
-from rollback.supervisor.budget import Budget, GiveUp
-from rollback.supervisor.claim import Claim, Past, read_past
+from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
+from rollback.supervisor.claim import Claim, Past, claim_or_stand_in, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
 from rollback.supervisor.draining import Draining, reach
@@ -42,7 +43,7 @@ from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Membership, Place, place_among_nodes
 from rollback.supervisor.nodes.protocol import Verdict
-from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
+from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, Refusal, ending
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.start_conditions import differences, redacted
@@ -56,7 +57,7 @@ class Order:
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
     hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
-    preload: see `rollback.supervisor.nursery`.
+    preload: see `rollback.supervisor.nursery`. expects_guard: what was asked for concerns a guard, so there is one.
     """
 
     paths: RunPaths
@@ -67,14 +68,16 @@ class Order:
     hang: HangLimits
     node_timeout: float = NODE_TIMEOUT
     preload: bool = True
+    expects_guard: bool = False
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: what `rollback launch` exits with, and why, in words."""
+    """How a run ended: what `rollback launch` exits with, and why, in words. recorded: in a run directory."""
 
     exit_code: ExitCode
     reason: str
+    recorded: bool = True
 
 
 def supervise(order: Order, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
@@ -83,19 +86,27 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     Raises RollbackError, with the run directory unchanged, where the
     directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
     """
-    place = place_among_nodes(order.job.flags, environment, order.node_timeout)
+    place = place_among_nodes(order.job.flags, order.node_timeout)
     store = reach(order.settings.ring)
-    with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals() as signals:
-        node = place.name if place else None
+    others = str(order.job.flags.get("signals-to-handle", ""))
+    with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals(others) as signals:
+        claim: Claim | None = None
+        if place is None:
+            paths, claim, obstacle = claim_or_stand_in(order.paths, Path(private, "run"), insist=order.expects_guard)
+            order = replace(order, paths=paths)
+            environment = {name: value for name, value in environment.items() if name != ENV_NO_RUN}
+            if obstacle is not None:
+                environment[ENV_NO_RUN] = Refusal.of(obstacle).model_dump_json()
         host = Host(
             order.paths, order.job, order.settings, environment, Path(private), audience,
-            preload=order.preload, node=node,
+            grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
+            node=place.name if place else None,
         )  # fmt: skip
         with closing(host):
-            if place is not None:
-                return _take_part(order, place, store, audience.say, host, signals)
-            read_past(order.paths)
-            return _lead(order, None, store, audience.say, host, signals, Claim(order.paths))
+            if place is None:
+                assert claim is not None
+                return _lead(order, None, store, audience.say, host, signals, claim)
+            return _take_part(order, place, store, audience.say, host, signals)
 
 
 def _take_part(
@@ -129,7 +140,6 @@ def _lead(
 ) -> Result:
     """Decide about attempts, while holding the run directory, and let go of it. store: where to fetch from first."""
     ledger = Ledger(order.paths, say)
-    released = False
     try:
         with _all_nodes(order.paths, place, say) as nodes:
             verdict = Verdict(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
@@ -137,7 +147,7 @@ def _lead(
                 if store is not None:
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
-                result = _Supervisor(order, say, host, ledger, signals, nodes).run(past)
+                result = _Supervisor(order, place, say, host, ledger, signals, nodes).run(past)
                 verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
                 return result
             except RollbackError as error:
@@ -145,15 +155,10 @@ def _lead(
                 raise
             finally:
                 nodes.farewell(verdict)
-    except RollbackError:
-        if not ledger.opened:
-            claim.undo()
-            released = True
-        raise
     finally:
+        let_go = claim.release if ledger.opened else claim.undo
         ledger.close()
-        if not released:
-            claim.release()
+        let_go()
 
 
 @contextmanager
@@ -171,6 +176,7 @@ class _Supervisor:
     def __init__(
         self,
         order: Order,
+        place: Place | None,
         say: Callable[[str], None],
         host: Host,
         ledger: Ledger,
@@ -178,6 +184,7 @@ class _Supervisor:
         nodes: Nodes,
     ) -> None:
         self._order = order
+        self._elastic = place is not None and place.elastic
         self._paths = order.paths
         self._say = say
         self._host = host
@@ -185,7 +192,7 @@ class _Supervisor:
         self._signals = signals
         self._nodes = nodes
         self._requests = StopRequests(order.paths)
-        self._told = False
+        self._stop_signals: list[signal.Signals] = []
         self._last_start: AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say)
@@ -208,15 +215,20 @@ class _Supervisor:
                 if evidence.attached:
                     self._begin_record()
                 raise self._refused(evidence)
-            self._begin_record()
+            if evidence.guarded:
+                self._begin_record()
             if end != "failed":
                 return self._finish(end, evidence, first)
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
             blamed = self._blame(first, attempt)
-            budget, decision = budget.after_failure(
-                progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
-            )
+            decision: Restart | GiveUp
+            if evidence.guarded or evidence.hung is not None:
+                budget, decision = budget.after_failure(
+                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
+                )
+            else:
+                decision = after_unguarded(attempt - past.last_attempt - 1, self._order.job.max_restarts)
             why = cause(evidence, first)
             if isinstance(decision, GiveUp):
                 self._tell_failure(evidence, why)
@@ -225,8 +237,8 @@ class _Supervisor:
                 RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
-            left = f"{budget.left} of {budget.limit} restarts left"
-            self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}; {left})")
+            left = f"; {budget.left} of {budget.limit} restarts left" if evidence.guarded else ""
+            self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}{left})")
             if self._stopped_while_waiting(decision.delay):
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
@@ -246,12 +258,13 @@ class _Supervisor:
         """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
         self._ledger.attempt = attempt
         began = time.monotonic()
-        with self._host.attempt(attempt) as running:
+        with self._host.attempt(attempt, len(self._nodes.names) if self._elastic else None) as running:
             self._note_start(running)
             status, hung = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
         self._hear_signals()
-        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=self._told, hung=hung)
+        told = bool(self._stop_signals)
+        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
         self._ledger.note(
@@ -305,7 +318,7 @@ class _Supervisor:
             elif running.poll() is not None:
                 pass  # other nodes have not ended yet
             elif deadline is not None:
-                told = running.tell_ranks_to_stop()
+                told = running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
                     running.kill()
@@ -328,7 +341,7 @@ class _Supervisor:
         facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
         for fact in facts:
             self._ledger.note(fact)
-        self._told |= bool(facts)
+        self._stop_signals += [signal.Signals.__members__.get(fact.signal, signal.SIGTERM) for fact in facts]
         return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in facts]
 
     def _begin_record(self) -> None:
@@ -357,9 +370,9 @@ class _Supervisor:
     def _stopped_while_waiting(self, delay: float) -> bool:
         """Wait before another attempt; True, at once, if a stop signal comes or has come."""
         until = time.monotonic() + delay
-        while not self._hear_signals() and not self._told and time.monotonic() < until:
+        while not self._hear_signals() and not self._stop_signals and time.monotonic() < until:
             time.sleep(_POLL)
-        return self._told
+        return bool(self._stop_signals)
 
     def _refused(self, evidence: Evidence) -> RollbackError:
         """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""
@@ -374,6 +387,8 @@ class _Supervisor:
         """End a run whose last attempt did not fail."""
         if end == "done":
             return self._end(EXIT_CODES[end], "training ended by itself")
+        if end == "ended":
+            return self._end(EXIT_CODES[end], f"told to stop; {cause(evidence, first)}")
         if evidence.stopped is not None:
             return self._end(EXIT_CODES[end], evidence.stopped.account)
         return self._end(EXIT_CODES[end], cause(evidence, first))
@@ -382,7 +397,7 @@ class _Supervisor:
         self._draining.finish(self._out_of_time)
         self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
-        return Result(exit_code, reason)
+        return Result(exit_code, reason, recorded=self._ledger.opened)
 
     def _out_of_time(self) -> bool:
         """Whether who told us to stop waits no longer: what is left of the grace is for the durable ring."""

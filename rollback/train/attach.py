@@ -19,7 +19,7 @@ from typing import Any, NoReturn
 import torch
 
 from rollback import errors
-from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings
+from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
@@ -50,6 +50,24 @@ def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, st
     """The supervisor's run directory, else the script's, else runs/<script name>."""
     chosen = environment.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
     return RunPaths(Path(chosen).absolute())
+
+
+def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
+    """Collective, and the first thing that a guard does: tell the supervisor, if there is one, that there is a guard.
+
+    Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
+    """
+    if destination := environment.get(ENV_REFUSAL):
+        with contextlib.suppress(OSError):  # it will see the guard in the run directory then
+            guard_mark(destination).touch()
+    if given := environment.get(ENV_NO_RUN):
+        told = json.loads(given)
+        error = RollbackError(told["message"], hint=told["hint"])
+        error.exit_code = errors.ExitCode(told["exit_code"])
+        raise error
+    ranks = Ranks()
+    ranks.meet()
+    return ranks
 
 
 def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:

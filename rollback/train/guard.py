@@ -33,7 +33,6 @@ from rollback.train.life import SignsOfLife
 from rollback.train.passes import Again, Passes
 from rollback.train.prefetch import PrefetchWatch
 from rollback.train.pulse import Pulse
-from rollback.train.ranks import Ranks
 from rollback.train.rehearsal import needs_rehearsal
 from rollback.train.requests import Requests
 from rollback.train.rewinding import Rewinder
@@ -85,8 +84,7 @@ class Guard(ScriptSide):
         **others: Any,
     ) -> None:
         try:
-            self._ranks = Ranks()
-            self._ranks.meet()
+            self._ranks = attaching.meet()
             settings, objects = settings_and_objects(others)
             check_trained(model, optimizer)
             check_run(run)

@@ -27,7 +27,7 @@ import sys
 from rollback import cli
 from rollback.supervisor import host
 
-host.torchrun_command = lambda job, environment: [sys.executable, job.script, *job.arguments]
+host.torchrun_command = lambda job, *_: [sys.executable, job.script, *job.arguments]
 cli.main()
 """
 

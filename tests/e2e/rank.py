@@ -13,6 +13,7 @@ from pathlib import Path
 
 import psutil
 
+from rollback.config import guard_mark
 from rollback.events import Attached, Committed, Fact, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
@@ -49,6 +50,7 @@ def beat(step: int) -> None:
 
 
 def attach(step: int = 0) -> None:
+    guard_mark(os.environ["ROLLBACK_REFUSAL"]).touch()
     world = int(os.environ["WORLD_SIZE"])
     tell(
         Attached(
@@ -72,8 +74,8 @@ def until_told() -> None:
 
 
 def finish() -> None:
-    print(f"rank {RANK} arguments {sys.argv[2:]} settings {os.environ['ROLLBACK_SETTINGS']}", flush=True)
     attach()
+    print(f"rank {RANK} arguments {sys.argv[2:]} settings {os.environ['ROLLBACK_SETTINGS']}", flush=True)
 
 
 def die_once() -> None:
@@ -188,6 +190,8 @@ def refuse() -> None:
 
 
 def broken() -> None:
+    """It has a guard, and fails while that is made."""
+    guard_mark(os.environ["ROLLBACK_REFUSAL"]).touch()
     raise ValueError("this script never worked")
 
 

@@ -109,10 +109,21 @@ def test_a_refused_job_leaves_no_run_directory(job: Launch) -> None:
     assert tree(job.folder) == {}
 
 
-def test_flags_that_torchrun_does_not_accept_are_a_usage_error(job: Launch) -> None:
-    code, output = job.finish("finish", "--monitor-interval", "soon")
-    assert code == 2
-    assert "invalid float value: 'soon'" in output
+@pytest.mark.parametrize(
+    ("flag", "told"),
+    [
+        ("--monitor-interval=soon", "invalid float value: 'soon'"),
+        ("--redirects=foo", "foo does not match"),
+        ("--rdzv-backend=nix", "The rendezvous backend 'nix' is not registered"),
+    ],
+)
+def test_flags_that_torchrun_does_not_accept_are_one_message(job: Launch, flag: str, told: str) -> None:
+    code, output = job.finish("finish", flag)
+    assert code == 2, output
+    assert output.count("rollback: error: torchrun does not take its flags:") == 1
+    assert told in output
+    assert "Traceback" not in output
+    assert "attempt" not in output
     assert tree(job.folder) == {}
 
 

@@ -11,6 +11,7 @@ import pytest
 from launching import LIMIT, Launch, is_gone, launching, tree
 
 from rollback.events import Attached, AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
+from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.lock import RunLock
 
@@ -33,7 +34,6 @@ def test_restarts_without_progress_are_bounded_and_the_reason_is_told(job: Launc
 def test_a_script_that_cannot_start_is_given_up_after_two_attempts(job: Launch) -> None:
     code, output = job.finish("broken", "--max-restarts", "5")
     assert code == 1
-    assert "--max-restarts 5 is taken as --restart-budget 5" in output
     assert len(job.facts(AttemptStarted)) == 2
     assert job.facts(RestartScheduled)[0].budget_left == 4
     assert "this script never worked" in output
@@ -67,14 +67,6 @@ def test_when_the_grace_is_over_everything_is_ended_and_the_run_is_resumable(job
     assert is_gone(rank)
 
 
-def test_ranks_without_a_guard_are_ended_at_once_by_a_stop_signal(job: Launch) -> None:
-    supervisor = job.start("sleep")
-    job.wait_for((job.folder / "rank-0").exists)
-    supervisor.send_signal(signal.SIGTERM)
-    output, _ = supervisor.communicate(timeout=LIMIT)
-    assert supervisor.returncode == 75, output
-
-
 def test_a_structural_stop_is_accounted_for(job: Launch) -> None:
     code, output = job.finish("structural")
     assert code == 76
@@ -96,6 +88,7 @@ def test_a_refused_job_leaves_an_existing_run_directory_as_it_was(job: Launch) -
 
 def test_a_run_directory_in_use_is_refused_with_the_name_of_the_holder(job: Launch) -> None:
     lock = RunLock(job.paths, "rollback launch")
+    write_identity(job.paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
     before = tree(job.folder)
     code, output = job.finish("finish")
     assert code == 73

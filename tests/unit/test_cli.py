@@ -106,16 +106,24 @@ class TestLaunchFlags:
         assert orders[0].job.flags == {}
         assert orders[0].restart_budget == 10
         assert orders[0].grace == 60.0
+        assert not orders[0].expects_guard
 
-    def test_torchruns_restarts_become_the_budget(
-        self, orders: list[Order], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    @pytest.mark.parametrize("flag", ["--run=x", "--restart-budget=3", "--policy=palm", "--tensorboard=x", "--keep=4"])
+    def test_a_flag_that_concerns_a_guard_says_that_there_is_one(
+        self, orders: list[Order], monkeypatch: pytest.MonkeyPatch, flag: str
     ) -> None:
+        run(monkeypatch, "launch", flag, "train.py")
+        run(monkeypatch, "launch", "--grace=3", "--hang-after=9", "--max-restarts=3", "--no-preload", "train.py")
+        assert [order.expects_guard for order in orders] == [True, False]
+
+    def test_torchruns_restarts_become_the_budget(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
         run(monkeypatch, "launch", "--max-restarts", "4", "train.py")
         monkeypatch.setenv("PET_MAX_RESTARTS", "7")
         run(monkeypatch, "launch", "train.py")
         assert [order.restart_budget for order in orders] == [4, 7]
-        assert "--max-restarts 4 is taken as --restart-budget 4" in capsys.readouterr().err
-        assert "max-restarts" not in orders[0].job.flags
+        assert [order.job.max_restarts for order in orders] == [4, 7]
+        run(monkeypatch, "launch", "--restart-budget", "9", "train.py")
+        assert (orders[2].restart_budget, orders[2].job.max_restarts) == (9, 7)
 
     def test_help_has_every_setting_and_every_flag_of_torchrun_with_what_it_means(
         self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -141,7 +149,9 @@ class TestLaunchMistakes:
         ("words", "told"),
         [
             (["missing.py"], "there is no training script 'missing.py'"),
-            (["."], ". is a directory, not a training script"),
+            (["."], ". is a directory without a __main__.py"),
+            (["--module", "--no-python", "train"], "--module and --no-python exclude each other"),
+            (["--log", "x", "train.py"], "--log is ambiguous: it could be --log-dir, --logs-specs"),
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
             (["--no-python", "no-such-program"], "there is no program 'no-such-program' on PATH"),
             (["--rewind", "-3", "train.py"], "--rewind: Input should be greater than or equal to 0 (got '-3')"),
@@ -178,10 +188,20 @@ class TestLaunchMistakes:
         require_script("sh", {"no-python": True})
         with pytest.raises(UsageError):
             require_script("mine.py", {"no-python": True})
+        with pytest.raises(UsageError):
+            require_script("folder", {})
+        Path("folder").mkdir()
+        Path("folder/__main__.py").touch()
+        require_script("folder", {})
+        with pytest.raises(UsageError):
+            require_script("folder", {"no-python": True})
+        monkeypatch.setenv("PYTHON_EXEC", "/another/python")
+        require_script("only_there", {"module": True})
 
     def test_the_run_directory_is_named_after_the_script(self) -> None:
         assert default_run("some/where/train_gpt.py", {}) == Path("runs/train_gpt")
         assert default_run("pkg.train", {"module": True}) == Path("runs/pkg.train")
+        assert default_run(".", {}) == Path("runs", Path.cwd().name)
 
 
 class TestSkipsOf:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from hypothesis import strategies as st
 from rollback.errors import RunInUse, UsageError
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     Orders,
@@ -156,23 +158,53 @@ def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> N
 
 
 def test_places() -> None:
-    assert place_among_nodes({}, {}) is None
-    assert place_among_nodes({"nnodes": "1:1"}, {}) is None
-    assert place_among_nodes({"nnodes": "2", "node-rank": "1"}, {}).name == "node-1"
-    assert place_among_nodes({"nnodes": "2"}, {"PET_NODE_RANK": "0"}).name == "node-0"
-    assert place_among_nodes({}, {"PET_NNODES": "4:4"}).count == 4
-    for elastic in ("1:2", "0", "some"):
-        with pytest.raises(UsageError, match="fixed number of nodes"):
-            place_among_nodes({"nnodes": elastic}, {})
+    assert place_among_nodes({}) is None
+    assert place_among_nodes({"nnodes": "1:1"}) is None
+    assert place_among_nodes({"nnodes": "2", "node-rank": "1"}).name == "node-1"
+    fixed, elastic = place_among_nodes({"nnodes": "4:4"}), place_among_nodes({"nnodes": "1:4"})
+    assert (fixed.least, fixed.most, fixed.elastic) == (4, 4, False)
+    assert (elastic.least, elastic.most, elastic.elastic, elastic.last_call) == (1, 4, True, 30.0)
+    assert place_among_nodes({"nnodes": "1:4", "rdzv-conf": "timeout=9,last_call_timeout=2"}).last_call == 2.0
+    for wrong in ("2:1", "0", "some", "1:2:3", "", "-1", "1:"):
+        with pytest.raises(UsageError, match="neither a number of nodes nor a range"):
+            place_among_nodes({"nnodes": wrong})
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "followers", "gathered"), [("1:4", 0, 1), ("1:4", 2, 3), ("1:2", 3, 2), ("2:4", 0, 0)]
+)
+def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
+    tmp_path: Path, nnodes: str, followers: int, gathered: int
+) -> None:
+    """gathered: how many take part; 0 where the leader goes on waiting, until it is told to stop."""
+    paths = RunPaths(tmp_path)
+    place = place_among_nodes({"nnodes": nnodes, "rdzv-conf": "last_call_timeout=0.3"})
+    leader = Leader(paths, place, lambda text: None)
+    for number in range(followers):
+        there = Report(
+            node=f"node-{number}",
+            launch=f"b:{number}:1.0",
+            host="b",
+            pid=1,
+            leader=place.launch,
+            attempt=1,
+            state="ready",
+        )
+        paths.node(there.node).write_text(there.model_dump_json())
+    began = time.monotonic()
+    assert leader.gather(1, lambda: time.monotonic() > began + 2) is bool(gathered)
+    if gathered:
+        assert len(leader.names) == gathered
+        assert (time.monotonic() - began < 0.3) is (gathered == place.most)
 
 
 def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
-    place = place_among_nodes({"nnodes": "2", "node-rank": "1"}, {})
+    place = place_among_nodes({"nnodes": "2", "node-rank": "1"})
     with Membership(paths, place):
         with pytest.raises(RunInUse, match="node-1 of the run"), Membership(paths, place):
             pass
-        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"}, {})):
+        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
             pass
     assert not paths.nodes.exists()
 

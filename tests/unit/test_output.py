@@ -76,7 +76,7 @@ def output(tmp_path: Path, listener: Listener) -> Output:
 
 def test_all_ranks_are_kept_and_the_first_is_shown(output: Output, listener: Listener, tmp_path: Path) -> None:
     output.keep()
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         for rank in (4, 5):  # of the second node
             ranks.write(f"rank-{rank:05d}.out", b"out of %d\n" % rank)
@@ -102,7 +102,7 @@ def test_the_exception_that_ends_the_first_rank_waits_for_the_account(
 ) -> None:
     output.is_ending = lambda attempt, rank: (attempt, rank) == (1, 0)
     output.keep()
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.err", b"step 7\n" + TRACEBACK)
         wait_for(lambda: listener.shown["err"])
@@ -119,7 +119,7 @@ def test_the_exception_that_ends_the_first_rank_waits_for_the_account(
 
 
 def test_an_exception_that_a_script_prints_and_survives_is_shown_at_once(output: Output, listener: Listener) -> None:
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.err", TRACEBACK)
     assert listener.shown["err"] == TRACEBACK
 
@@ -129,7 +129,7 @@ def test_a_rank_that_does_not_end_after_its_exception_is_not_waited_for(
 ) -> None:
     monkeypatch.setattr(output_module, "HELD_FOR", 0.2)
     output.is_ending = lambda attempt, rank: True
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.err", TRACEBACK)
         wait_for(lambda: listener.shown["err"] == TRACEBACK)
@@ -137,14 +137,29 @@ def test_a_rank_that_does_not_end_after_its_exception_is_not_waited_for(
         wait_for(lambda: listener.shown["err"] == TRACEBACK + b"more\n")
 
 
+def test_until_a_guard_is_made_all_ranks_are_shown(tmp_path: Path, listener: Listener) -> None:
+    made: list[bool] = []
+    output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener, lambda: bool(made))
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        ranks.write("rank-00000.out", b"a")
+        ranks.write("rank-00001.out", b"b")
+        wait_for(lambda: len(listener.shown["out"]) == 2)
+        assert output.last_words(1) is None
+        made.append(True)
+        ranks.write("rank-00001.out", b"c")
+        ranks.write("rank-00000.out", b"d")
+    assert sorted(listener.shown["out"]) == sorted(b"abd")
+
+
 def test_nothing_is_left_in_the_run_directory_by_a_job_that_is_refused(output: Output, tmp_path: Path) -> None:
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.out", b"refused\n")
     assert not (tmp_path / "logs").exists()
 
 
 def test_what_came_before_the_job_was_accepted_is_kept_too(output: Output, tmp_path: Path) -> None:
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.out", b"before\n")
         wait_for(lambda: any(output.private.glob("logs-1/*")))
@@ -153,13 +168,40 @@ def test_what_came_before_the_job_was_accepted_is_kept_too(output: Output, tmp_p
     assert (tmp_path / "logs" / "attempt-1" / "rank-00000.out").read_bytes() == b"before\nafter\n"
 
 
+def test_a_job_that_may_have_no_guard_fills_no_disk(
+    output: Output, listener: Listener, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(output_module, "_BEFORE_IT_IS_KEPT", 10)
+    with output.of_attempt(1, JOB) as streams:
+        ranks = Ranks(streams.job)
+        for number, text in enumerate((b"first twelve", b"lost", b"lost too")):
+            ranks.write("rank-00000.out", text)
+            wait_for(lambda text=text: listener.shown["out"].endswith(text))
+            assert sum(path.stat().st_size for path in output.private.glob("logs-1/*")) == 12, number
+        output.keep()
+        ranks.write("rank-00000.out", b"kept\n")
+    found = (tmp_path / "logs" / "attempt-1" / "rank-00000.out").read_bytes()
+    assert found == b"first twelve\n[rollback: 12 bytes of output are missing here]\nkept\n"
+    assert listener.said == []
+
+
+def test_what_attempts_printed_before_the_guard_is_kept_too(output: Output, tmp_path: Path) -> None:
+    for attempt in (1, 2):
+        with output.of_attempt(attempt, JOB) as streams:
+            Ranks(streams.job).write("rank-00000.out", b"%d" % attempt)
+            if attempt == 2:
+                output.keep()
+    logs = sorted((tmp_path / "logs").glob("*/*"))
+    assert [path.read_bytes() for path in logs] == [b"1", b"2"]
+
+
 def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
     output: Output, listener: Listener, tmp_path: Path
 ) -> None:
     output.keep()
     (tmp_path / "logs").write_text("in the way")
     log = tmp_path / "logs" / "attempt-1" / "rank-00000.out"
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         ranks.write("rank-00000.out", bytes(3 << 20))  # far more than a pipe holds: it would block if nobody read
         wait_for(lambda: len(listener.shown["out"]) == 3 << 20)
@@ -177,7 +219,7 @@ def test_where_the_disk_refuses_the_ranks_go_on_and_the_loss_is_counted(
 def test_what_is_lost_at_the_end_is_said(output: Output, listener: Listener, tmp_path: Path) -> None:
     output.keep()
     (tmp_path / "logs").write_text("in the way")
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         Ranks(streams.job).write("rank-00000.err", b"12345")
     assert listener.said[-1].startswith("5 bytes of output at the end of")
 
@@ -187,7 +229,7 @@ def test_a_growing_log_is_said_at_each_doubling(
 ) -> None:
     output.keep()
     output._said = 1000
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         ranks = Ranks(streams.job)
         for total in (900, 1100, 1900, 2100, 3900, 4100):
             ranks.write("rank-00000.out", bytes(total - len(listener.shown["out"])))
@@ -195,22 +237,13 @@ def test_a_growing_log_is_said_at_each_doubling(
     assert sum("have printed" in text for text in listener.said) == 3
 
 
-@pytest.mark.parametrize(
-    ("flags", "environment"),
-    [
-        ({"tee": "3"}, {}),
-        ({"redirects": "0:1"}, {}),
-        ({"log-dir": "x"}, {}),
-        ({"run-path": True}, {}),
-        ({}, {"PET_TEE": "3"}),
-    ],
-)
+@pytest.mark.parametrize("flags", [{"tee": "3"}, {"redirects": "0:1"}, {"log-dir": "x"}, {"run-path": True}])
 def test_where_the_user_decides_torchrun_does_as_it_does_by_itself(
-    output: Output, flags: dict[str, str | bool], environment: dict[str, str]
+    output: Output, flags: dict[str, str | bool]
 ) -> None:
     job = Job(flags, "train.py", [])
-    assert user_decides(job, environment)
-    with output.of_attempt(1, job, environment) as streams:
+    assert user_decides(job)
+    with output.of_attempt(1, job) as streams:
         assert (streams.job, streams.stdout, streams.stderr) == (job, None, None)
 
 
@@ -218,7 +251,7 @@ def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) 
     listener = Listener(captures=True)
     output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener)
     job = Job({"tee": "3"}, "train.py", [])
-    with output.of_attempt(1, job, {}) as streams:
+    with output.of_attempt(1, job) as streams:
         assert streams.job == job
         os.write(streams.stdout or -1, b"[default0]:hello\n")
     assert listener.shown["out"] == b"[default0]:hello\n"
@@ -226,7 +259,7 @@ def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) 
 
 def test_pipes_that_cannot_be_made_leave_the_output_to_torchrun(output: Output, listener: Listener) -> None:
     (output.private / "pipes-1").mkdir()
-    with output.of_attempt(1, JOB, {}) as streams:
+    with output.of_attempt(1, JOB) as streams:
         assert streams.stdout is None
     assert "making" in listener.said[0]
 

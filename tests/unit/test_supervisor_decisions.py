@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.events import Attached, Committed, Fact, Record, Stopped
-from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart
+from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import got_further
 from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun import Instructions
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
@@ -60,6 +63,13 @@ class TestEnding:
     )
     def test_every_row_of_the_table(self, stopped: Stopped | None, told: bool, status: int, expected: str) -> None:
         assert ending(evidence(stopped=stopped, told=told, status=status)) == expected
+
+    @pytest.mark.parametrize(
+        ("told", "status", "expected"),
+        [(True, 0, "ended"), (True, 1, "ended"), (False, 0, "done"), (False, 1, "failed"), (False, -9, "failed")],
+    )
+    def test_a_script_without_a_guard_is_never_resumable(self, told: bool, status: int, expected: str) -> None:
+        assert ending(replace(evidence(told=told, status=status), guarded=False)) == expected
 
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
@@ -123,6 +133,13 @@ class TestBudget:
             assert 0 <= budget.left < limit
 
 
+@pytest.mark.parametrize(("restarts", "allowed", "again"), [(0, 0, False), (0, 3, True), (2, 3, True), (3, 3, False)])
+def test_without_a_guard_max_restarts_is_what_counts(restarts: int, allowed: int, again: bool) -> None:
+    decision = after_unguarded(restarts, allowed)
+    assert isinstance(decision, Restart) is again
+    assert f"{restarts + 1} of {allowed}" in decision.reason if again else f"allows {allowed}" in decision.reason
+
+
 @pytest.mark.parametrize(
     ("status", "exitcodes", "killed"),
     [
@@ -170,13 +187,22 @@ class TestProgress:
 class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
         job = Job({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
-        flags = ["--nproc-per-node=2", "--module", "--tee=3", "--max-restarts=0", "--standalone"]
+        flags = ["--max-restarts=0", "--nproc-per-node=2", "--module", "--tee=3", "--standalone"]
         expected = [sys.executable, "-m", "rollback.supervisor.torchrun", *flags, "pkg.train", "--lr", "0.1"]
-        assert torchrun_command(job, {}) == expected
+        assert torchrun_command(job) == expected
 
     def test_a_given_rendezvous_is_left_alone(self) -> None:
         job = Job({"rdzv-endpoint": "host:1"}, "train.py", [])
-        assert "--standalone" not in torchrun_command(job, {})
+        assert "--standalone" not in torchrun_command(job)
+
+    def test_of_a_range_of_nodes_torchrun_is_told_how_many_there_are(self) -> None:
+        command = torchrun_command(Job({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), 3)
+        assert "--nnodes=3" in command
+        assert "--nnodes=1:4" not in command
+
+    def test_flags_that_only_the_installed_torchrun_knows_are_handed_on(self) -> None:
+        command = torchrun_command(Job({}, "train.py", ["-x"], ["--brand-new=1"]))
+        assert command[-3:] == ["--brand-new=1", "train.py", "-x"]
 
     def test_ranks_learn_only_the_settings_that_were_given(self) -> None:
         found = rank_environment(
@@ -185,19 +211,18 @@ class TestCommand:
             attempt=4,
             settings=Settings(rewind=7),
             supervisor="12:3.5",
-            refusal=Path("/p/refusal"),
-            failures=Path("/p/failures"),
+            instructions=Instructions(12, "/p/refusal", "/p/failures", "/p/guard", "id", 3, 60.0),
         )
+        told = json.loads(found.pop("ROLLBACK_TORCHRUN"))
+        assert (told["supervisor"], told["failures"], told["restarts"]) == (12, "/p/failures", 3)
         assert found == {
             "HOME": "/root",
             "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
-            "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "5",
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",
             "ROLLBACK_SETTINGS": '{"rewind":7}',
             "ROLLBACK_SUPERVISOR": "12:3.5",
             "ROLLBACK_REFUSAL": "/p/refusal",
-            "ROLLBACK_TORCHRUN": "12:/p/failures",
         }
 
 
@@ -216,6 +241,13 @@ class TestInsistence:
         signals = StopSignals()
         signals.received = [signal.Signals[name] for name in names]
         assert signals.insistent is expected
+
+    def test_further_signals_may_be_named_and_those_that_do_not_exist_are_passed_over(self) -> None:
+        before = signal.getsignal(signal.SIGXCPU)
+        with StopSignals("SIGTERM, SIGXCPU,SIGNIX,SIGKILL") as signals:
+            signal.raise_signal(signal.SIGXCPU)
+            assert signals.take() == [signal.SIGXCPU]
+        assert signal.getsignal(signal.SIGXCPU) is before
 
     def test_signals_are_taken_once_and_the_former_handlers_come_back(self) -> None:
         before = signal.getsignal(signal.SIGUSR1)

@@ -2,34 +2,44 @@
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
+import re
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer
+from torch.distributed import run
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import get_args_parser
 
+from rollback.cli import app, command_line
+from rollback.cli.command_line import flags_of, spell_out
 from rollback.config import Settings
-from rollback.supervisor.flags import FLAGS, RENDEZVOUS, names_a_rendezvous
+from rollback.errors import UsageError
+from rollback.supervisor.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
 from rollback.supervisor.outcome import Failures
-from rollback.supervisor.torchrun import describe, method_name
+from rollback.supervisor.torchrun import WrongUse, check_configuration, describe, method_name, read_arguments
 
 
-def flags_of_torchrun() -> dict[str, tuple[bool, str | None]]:
-    """Long name to whether it takes a value and its short name."""
-    found = {}
-    for action in get_args_parser()._actions:
-        names = [name for name in action.option_strings if name.startswith("--")]
-        if names and not isinstance(action, argparse._HelpAction):
-            short = next((name[1:] for name in action.option_strings if not name.startswith("--")), None)
-            found[names[0].removeprefix("--")] = (action.nargs != 0, short)
-    return found
+def columns(flags: Iterable[Flag]) -> dict[str, tuple[bool, str | None, bool]]:
+    return {flag.name: (flag.metavar is not None, flag.short, flag.has_variable) for flag in flags}
 
 
 def test_the_table_is_torchruns_command_line() -> None:
-    assert {flag.name: (flag.metavar is not None, flag.short) for flag in FLAGS} == flags_of_torchrun()
+    assert columns(FLAGS) == columns(flags_of(get_args_parser()))
+
+
+def test_the_page_on_torchrun_has_every_flag_and_its_variable() -> None:
+    page = (Path(__file__).parents[2] / "docs/torchrun.md").read_text()
+    rows = re.findall(r"^\| `--([a-z-]+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
+    assert {name: variable for name, variable, _ in rows} == {
+        flag.name: f"`{flag.variable}`" if flag.has_variable else "-" for flag in flags_of(get_args_parser())
+    }
+    assert all("same" in says or "different" in says for _, _, says in rows)
 
 
 def test_no_flag_of_torchrun_hides_a_setting_of_the_guard() -> None:
@@ -39,19 +49,148 @@ def test_no_flag_of_torchrun_hides_a_setting_of_the_guard() -> None:
 @pytest.mark.parametrize("name", RENDEZVOUS)
 def test_a_rendezvous_is_recognized_as_flag_and_as_variable(name: str) -> None:
     (flag,) = (flag for flag in FLAGS if flag.name == name)
-    assert names_a_rendezvous({name: "x"}, {})
-    assert names_a_rendezvous({}, {flag.variable: "x"})
+    assert names_a_rendezvous(read_flags({flag.parameter: "x"}, {}))
+    assert names_a_rendezvous(read_flags({}, {flag.variable: "x"}))
 
 
 @pytest.mark.parametrize(("nnodes", "many"), [("1", False), ("1:1", False), ("2", True), ("1:4", True)])
 def test_several_nodes_need_a_rendezvous_of_their_own(nnodes: str, many: bool) -> None:
-    assert names_a_rendezvous({"nnodes": nnodes}, {}) is many
-    assert names_a_rendezvous({}, {"PET_NNODES": nnodes}) is many
+    assert names_a_rendezvous({"nnodes": nnodes}) is many
 
 
 def test_one_node_needs_no_rendezvous() -> None:
-    assert not names_a_rendezvous({"nproc-per-node": "8", "standalone": True}, {"PET_NPROC_PER_NODE": "8"})
-    assert not names_a_rendezvous({}, {})
+    assert not names_a_rendezvous({"nproc-per-node": "8", "standalone": True})
+    assert not names_a_rendezvous({})
+
+
+def value_by_torchrun(words: list[str], name: str) -> object:
+    return getattr(get_args_parser().parse_args([*words, "train.py"]), name.replace("-", "_"))
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=lambda flag: flag.name)
+def test_every_variable_is_read_as_torchrun_reads_it(flag: Flag, monkeypatch: pytest.MonkeyPatch) -> None:
+    value = "1" if flag.metavar is None else {"start-method": "fork"}.get(flag.name, "3")
+    unset = value_by_torchrun([], flag.name)
+    monkeypatch.setenv(flag.variable, value)
+    ours = read_flags({}, os.environ)
+    assert (flag.name in ours) is (value_by_torchrun([], flag.name) != unset)
+    if flag.name in ours:
+        given = [flag.option] if flag.metavar is None else [f"{flag.option}={ours[flag.name]}"]
+        assert value_by_torchrun([], flag.name) == value_by_torchrun(given, flag.name)
+    # The command line wins.
+    chosen = {flag.parameter: True if flag.metavar is None else "4"}
+    assert read_flags(chosen, os.environ)[flag.name] == chosen[flag.parameter]
+
+
+@pytest.mark.parametrize(("text", "on"), [("1", True), ("0", False), ("2", True), ("-1", True)])
+def test_the_variable_of_a_switch_is_a_number(text: str, on: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PET_MODULE", text)
+    assert value_by_torchrun([], "module") is on
+    assert ("module" in read_flags({}, os.environ)) is on
+
+
+@pytest.mark.parametrize("text", ["yes", "", "true"])
+def test_a_switch_whose_variable_is_no_number_is_wrong_use(text: str) -> None:
+    with pytest.raises(UsageError, match="PET_MODULE"):
+        read_flags({}, {"PET_MODULE": text})
+
+
+def options_of_launch() -> dict[str, bool]:
+    """The options that typer knows, and whether each takes a value."""
+    command: Any = typer.main.get_command(app)
+    options = [option for option in command.commands["launch"].params if hasattr(option, "is_flag")]
+    return {name: not option.is_flag for option in options for name in [*option.opts, *option.secondary_opts]}
+
+
+def prefixes() -> list[str]:
+    return sorted({flag.name[:length] for flag in FLAGS for length in range(1, len(flag.name) + 1)})
+
+
+@pytest.mark.parametrize("prefix", prefixes())
+def test_every_abbreviation_is_what_torchrun_takes_it_for(prefix: str) -> None:
+    parser = get_args_parser()
+    meant = {option.replace("_", "-") for _, option, *_ in parser._get_option_tuples(f"--{prefix}")}
+    if f"--{prefix}" in parser._option_string_actions:
+        meant = {f"--{prefix}"}
+    own = options_of_launch()
+    if len(meant) > 1 and f"--{prefix}" not in own:
+        with pytest.raises(UsageError, match="ambiguous"):
+            spell_out([f"--{prefix}", "1"], own, lambda name: None)
+        return
+    (spelled,) = spell_out([f"--{prefix}"], own, lambda name: None)
+    # A name that is a flag of ours in full is that flag.
+    assert spelled == (f"--{prefix}" if f"--{prefix}" in own else meant.pop())
+
+
+def test_a_name_of_our_own_that_abbreviates_a_flag_of_torchruns_is_ours() -> None:
+    names = {flag.name for flag in FLAGS}
+    hidden = {
+        name for name in options_of_launch() if name[2:] not in names and any(n.startswith(name[2:]) for n in names)
+    }
+    assert {name for name in hidden if name.startswith("--")} == {"--run", "--nproc"}
+
+
+def test_words_behind_the_script_are_its_own() -> None:
+    options = {"--nproc-per-node": True, "--standalone": False, "-r": True, "-m": False}
+    words = ["--nproc_per", "2", "--standal", "-r", "3", "-m", "train", "--nproc_per", "--standal", "--", "-r"]
+    spelled = ["--nproc-per-node=2", "--standalone", "-r", "3", "-m", "train"]
+    assert spell_out(words, options, lambda name: None) == [*spelled, *words[7:]]
+    assert spell_out(["--", "--standal"], options, lambda name: None) == ["--", "--standal"]
+
+
+def test_a_flag_that_only_the_installed_torchrun_knows_is_handed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "FLAGS", tuple(f for f in FLAGS if f.name not in ("role", "standalone")))
+    options = {"--nproc-per-node": True}
+    words = ["--role", "trainer", "--standalone", "--nproc_per_node", "2", "train.py"]
+    monkeypatch.setattr(command_line, "in_full", lambda name: name)
+    handed = ["--torchrun-flag=--role=trainer", "--torchrun-flag=--standalone", "--nproc-per-node=2", "train.py"]
+    assert spell_out(words, options, command_line.ask_torchrun) == handed
+    assert command_line.ask_torchrun("--no-such-flag") is None
+
+
+class TestWrongUse:
+    """What torchrun's own parser and its own checks say, in one line."""
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--max-restarts=soon", "x.py"], "invalid int value: 'soon'"),
+            (["--start-method=magic", "x.py"], "invalid choice: 'magic'"),
+            (["--no-such-flag=1", "x.py"], "unrecognized arguments"),
+            (["--event-log-handler=nix", "x.py"], "there is no handler 'nix'"),
+            ([], "required: training_script"),
+        ],
+    )
+    def test_of_its_parser(self, words: list[str], told: str) -> None:
+        with pytest.raises(WrongUse, match=told):
+            read_arguments(words, "id")
+
+    @pytest.mark.parametrize(
+        ("words", "told"),
+        [
+            (["--nproc-per-node=foo"], "Unsupported nproc_per_node value: foo"),
+            (["--nproc-per-node=0"], "0 ranks cannot be started"),
+            (["--nproc-per-node=xpu"], "Xpu is not available"),
+            (["--monitor-interval=0"], "not a positive time"),
+            (["--redirects=7"], "7 does not match"),
+            (["--tee=0:9"], "0:9 does not match"),
+            (["--logs-specs=nix"], "Could not find entrypoint"),
+            (["--local-ranks-filter=a"], "comma-separated list of integers"),
+            (["--module", "--no-python"], "at the same time"),
+            (["--nnodes=1:2:3"], "MIN:MAX"),
+        ],
+    )
+    def test_of_its_configuration(self, words: list[str], told: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "config_from_args", run.config_from_args)  # put back at the end
+        monkeypatch.setenv("OMP_NUM_THREADS", "1")
+        check_configuration()
+        with pytest.raises(WrongUse, match=told):
+            run.config_from_args(read_arguments([*words, "x.py"], "id"))
+
+    def test_standalone_keeps_its_name_over_all_attempts(self) -> None:
+        arguments = read_arguments(["--standalone", "x.py"], "one launch")
+        meeting = (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id)
+        assert meeting == ("c10d", "localhost:0", "one launch")
 
 
 def failure(rank: int, exitcode: int, *, at: int, error_file: str = "") -> ProcessFailure:

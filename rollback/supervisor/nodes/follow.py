@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -104,14 +105,15 @@ class Follower:
                     beacon.show(state="ready", attempt=orders.attempt, states=(), stacks=None, left=None)
                 case "start":
                     beacon.show(state="running")
-                    left = self._attempt(orders.attempt, beacon)
+                    left = self._attempt(orders, beacon)
                     beacon.show(state="ended", left=left)
                 case _:
                     time.sleep(_POLL)
 
-    def _attempt(self, number: int, beacon: Beacon[Report]) -> Left:
+    def _attempt(self, orders: Orders, beacon: Beacon[Report]) -> Left:
         """Torchrun on this node, until it has ended or is to be ended."""
-        with self._host.attempt(number) as running:
+        nodes = len(orders.members) + 1 if self._place.elastic else None
+        with self._host.attempt(orders.attempt, nodes) as running:
             status = self._watch(running, beacon)
         self._host.output.release()
         return self._host.left(status, running)
@@ -132,7 +134,8 @@ class Follower:
                 return running.kill()
             if move == "tell" or self._signals.received:
                 deadline = deadline or time.monotonic() + self._grace
-                running.tell_ranks_to_stop()
+                signals = self._signals.received or [signal.SIGTERM]
+                running.tell_ranks_to_stop(signals, guarded=self._host.guarded)
                 if time.monotonic() > deadline:
                     return running.kill()
             time.sleep(_POLL)

@@ -126,21 +126,25 @@ class Leader:
         self._members = {}
         self._beacon.show(phase="gather", attempt=attempt, members=(), stacks=False)
         began, said = time.monotonic(), False
+        enough, since = 0, began
         while True:
             self._look()
             there = ready(self._reports.values(), self._place.launch, attempt)
-            if len(there) >= self._place.count - 1:
+            if len(there) > enough:
+                enough, since = len(there), time.monotonic()  # each that comes is a reason to wait for another one
+            called = time.monotonic() - since > self._place.last_call
+            if len(there) >= self._place.most - 1 or (len(there) >= self._place.least - 1 and called):
                 break
             if interrupted() or any(report.signals for report in self._reports.values()):
                 return False
             waited = time.monotonic() - began
-            if waited > self._place.timeout:
+            if waited > self._place.timeout and len(there) < self._place.least - 1:
                 raise self._missing(there, waited)
             if waited > _SAY_AFTER and not said:
                 self._say(self._who_is_there(there))
                 said = True
             time.sleep(_POLL)
-        self._members = {launch: there[launch].node for launch in sorted(there)[: self._place.count - 1]}
+        self._members = {launch: there[launch].node for launch in sorted(there)[: self._place.most - 1]}
         self._beacon.show(phase="run", members=tuple(self._members))
         return True
 
@@ -216,7 +220,7 @@ class Leader:
     def _who_is_there(self, there: dict[str, Report]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
-            f"waiting for {self._place.count - 1 - len(there)} of {self._place.count} nodes (here: {names}); "
+            f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
             f"start the same command on them. They meet in {self._paths.root}, which all must share; here it lies on "
             f"{file_system_of(self._paths.root)}"
         )
@@ -229,7 +233,7 @@ class Leader:
                 hint="the run goes on where it was when the same command runs on all nodes again",
             )
         return RunDirectoryError(
-            f"{len(there) + 1} of {self._place.count} nodes have come to {self._paths.root} within {waited:.0f} s",
+            f"{len(there) + 1} of {self._place.least} nodes have come to {self._paths.root} within {waited:.0f} s",
             hint=f"all nodes must share the run directory (here it lies on {file_system_of(self._paths.root)}) and run "
             "the same command, each with a --node-rank of its own",
         )

@@ -14,49 +14,65 @@ import psutil
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.flags import value_of
 from rollback.supervisor.processes import name_process
 
 NODE_TIMEOUT = 600.0
+_LAST_CALL = 30.0  # torchrun's own
 
 
 @dataclass(frozen=True)
 class Place:
     """This node among those of a job.
 
-    count: number of nodes. name: this one's, the same each time it is launched. launch: names this supervisor process
-    as no other. timeout: seconds that missing nodes have to come, or to come back.
+    least, most: number of nodes; where they differ, an attempt begins with those that are there `last_call` seconds
+    after enough of them were. name: this one's, the same each time it is launched where that number is fixed. launch:
+    names this supervisor process as no other. timeout: seconds that missing nodes have to come, or to come back.
     """
 
-    count: int
+    least: int
+    most: int
     name: str
     launch: str
     host: str
     pid: int
     timeout: float
+    last_call: float = _LAST_CALL
+
+    @property
+    def elastic(self) -> bool:
+        return self.least < self.most
 
 
-def place_among_nodes(
-    flags: Mapping[str, str | bool], environment: Mapping[str, str], timeout: float = NODE_TIMEOUT
-) -> Place | None:
-    """This node's place; None for a job on one node. Raises UsageError for a number of nodes that is not fixed."""
-    count = _count(str(value_of("nnodes", flags, environment) or "1"))
-    if count == 1:
+def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIMEOUT) -> Place | None:
+    """This node's place; None for a job on one node. flags: torchrun's, by name.
+
+    Raises UsageError for what is no number of nodes and no range.
+    """
+    least, most = _range(str(flags.get("nnodes", "1")))
+    if most == 1:
         return None
     host, process = socket.gethostname(), psutil.Process()
-    rank = value_of("node-rank", flags, environment)
-    name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{host if rank is None else rank}")
-    return Place(count, name, f"{host}:{name_process(process)}", host, process.pid, timeout)
+    # Where any number will do, nobody waits for one node to come back, and several may be on one host.
+    own = f"{host}-{process.pid}" if least < most else host
+    name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
+    launch = f"{host}:{name_process(process)}"
+    return Place(least, most, name, launch, host, process.pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
 
 
-def _count(nnodes: str) -> int:
+def _range(nnodes: str) -> tuple[int, int]:
     least, _, most = nnodes.partition(":")
-    if not least.isdigit() or int(least) == 0 or (most and most != least):
-        raise UsageError(
-            f"--nnodes {nnodes}: a run has a fixed number of nodes",
-            hint="give one number; a node that is lost is waited for, and the others go on when it is back",
-        )
-    return int(least)
+    if not re.fullmatch(r"\d+(:\d+)?", nnodes) or not 0 < int(least) <= int(most or least):
+        raise UsageError(f"--nnodes {nnodes}: neither a number of nodes nor a range MIN:MAX")
+    return int(least), int(most or least)
+
+
+def _last_call(configuration: str) -> float:
+    """The time of that name in --rdzv-conf. What is no positive number there, torchrun refuses itself."""
+    pairs = dict(pair.split("=", 1) for pair in configuration.split(",") if "=" in pair)
+    try:
+        return float(pairs.get("last_call_timeout", _LAST_CALL))
+    except ValueError:
+        return _LAST_CALL
 
 
 class Membership:

@@ -156,6 +156,7 @@ def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
         update={
             "status": max((left.status for left in lefts), key=lambda status: (status > 0, status != 0))
             or int(bool(lost)),
+            "guarded": any(left.guarded for left in lefts),
             "stopped": tuple(sorted(rank for left in lefts for rank in left.stopped)),
             "oom_kills": sum(left.oom_kills for left in lefts),
             "refusal": next((left.refusal for left in lefts if left.refusal), None),
