@@ -22,6 +22,7 @@ from rollback.supervisor_facts import (
     RestartScheduled,
     RunEnded,
     Signalled,
+    StuckAtExit,
 )
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
@@ -326,19 +327,49 @@ class Stopped(Fact):
 
 
 class Finished(Fact):
-    """The training loop ended by itself."""
+    """Training has come to its end, and `checkpoint` is the state at that end (null: no checkpoints are taken).
+
+    `by`: what ended it, in the script's words. `calm`: whether the last step was judged healthy. The run is complete
+    until it goes on behind this.
+    """
 
     kind: Literal["finished"] = "finished"
     step: int
     batch: int
+    checkpoint: str | None = None
+    by: str = ""
+    calm: bool = True
+
+
+class FinalStateLost(Fact):
+    """Training has come to its end, but the state at that end could not be kept: `steps` updates behind `checkpoint`,
+    the newest, are in none."""
+
+    kind: Literal["final_state_lost"] = "final_state_lost"
+    step: int
+    batch: int
+    checkpoint: str | None
+    steps: int
+    reason: str
+
+
+class ScriptLeft(Fact):
+    """The script ended, without an exception, before its loop over the guard did. `unjudged`: updates that no verdict
+    was given on; `checkpoint`: the newest."""
+
+    kind: Literal["script_left"] = "script_left"
+    step: int
+    batch: int
+    unjudged: int
+    checkpoint: str | None
 
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
         ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded, Requested, Answered,
-        PassedOver, Advice, Trouble, Stopped, Finished,
-        AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
+        PassedOver, Advice, Trouble, Stopped, Finished, FinalStateLost, ScriptLeft,
+        AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],
     Field(discriminator="kind"),

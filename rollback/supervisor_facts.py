@@ -14,7 +14,8 @@ Why = Literal[
 
 
 class AttemptStarted(Fact):
-    """torchrun was started; where there are many `nodes`, on all of them."""
+    """torchrun was started; where there are many `nodes`, on all of them. `job`: a hash over the script, its arguments,
+    and the content of the files that these name."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_started"] = "attempt_started"
@@ -22,6 +23,7 @@ class AttemptStarted(Fact):
     host: str
     pid: int
     nodes: tuple[str, ...] = ()
+    job: str | None = None
 
 
 class AttemptEnded(Fact):
@@ -62,6 +64,16 @@ class Hung(Fact):
     stacks: tuple[int, ...]
     raised: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
+
+
+class StuckAtExit(Fact):
+    """All ranks had closed their guards and were leaving Python, and `ranks` (those of this host that were still
+    there) had not ended `silent` seconds later: they are ended. What they were to do is done."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["stuck_at_exit"] = "stuck_at_exit"
+    ranks: tuple[int, ...]
+    silent: float
 
 
 class Blamed(Fact):

@@ -18,6 +18,7 @@ from rollback.events import (
     Concluded,
     Evicted,
     Fetched,
+    Finished,
     Incident,
     PhaseAnnounced,
     Planned,
@@ -72,6 +73,8 @@ class History:
     """Whether a data set of another length was accepted at some time."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
+    finished: Finished | None = None
+    """The end that training has come to, until a checkpoint behind it exists or the run goes back."""
     timeline: int = 0
     last_attempt: int = 0
 
@@ -79,6 +82,11 @@ class History:
     def pending(self) -> Planned | None:
         """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def final(self) -> str | None:
+        """The checkpoint that holds the state at the end of a complete run."""
+        return self.finished.checkpoint if self.finished is not None else None
 
     @property
     def last_plan(self) -> Planned | None:
@@ -120,10 +128,13 @@ def _apply(history: History, record: Record) -> None:
                 history.discarded.update(fact.discards)
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline
+                history.finished = None
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
+        case Finished() as fact:
+            history.finished = fact
         case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
             _note_told(history, fact)
         case _:
@@ -134,6 +145,7 @@ def _note_checkpoint(history: History, fact: Committed | BecameGood | Evicted | 
     match fact:
         case Committed():
             history.committed[fact.checkpoint] = fact
+            history.finished = None
             if fact.step == 0:
                 history.good.add(fact.checkpoint)
         case BecameGood():

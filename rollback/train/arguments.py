@@ -9,6 +9,7 @@ from torch import Tensor
 
 from rollback.config import Settings, settings_from
 from rollback.errors import UsageError
+from rollback.sentinel import Sentinel
 from rollback.train.state import Stateful
 
 
@@ -27,6 +28,18 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
             )
         objects[name] = value
     return settings_from(settings), objects
+
+
+def sentinel_for(settings: Settings) -> Sentinel:
+    """The run's sentinel. Raises UsageError where a checkpoint could be good before the trouble in it is called."""
+    sentinel = Sentinel(settings.sensitivity)
+    if settings.probation <= sentinel.patience:
+        raise UsageError(
+            f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
+            "steps: a checkpoint could be called good before the trouble in it is called",
+            hint=f"set probation to {sentinel.patience + 1} or more",
+        )
+    return sentinel
 
 
 def scalar(value: Tensor | float, what: str) -> Tensor:

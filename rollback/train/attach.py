@@ -29,7 +29,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.resume import candidates, next_seq, of_present_timeline
+from rollback.rundir.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.inventory import take_inventory
@@ -235,18 +235,30 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             ranks_before=chosen.world_size if chosen and chosen.world_size != ranks.world_size else None,
             tier=source.tier if source else None,
         ),
-        f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
+        _where(history, chosen) if chosen else None,
     )  # fmt: skip
     if chosen is not None:
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
-    held = of_present_timeline(history, sound)
+    held = [
+        manifest for manifest in of_present_timeline(history, sound)
+        if manifest == chosen or not is_provisional(history, manifest)
+    ]  # fmt: skip
     if ranks.first:
         cut_off = [m.name for m in sound if m not in held and m.name in reading.in_ring]
         _evict_what_was_cut_off(paths, cut_off, record)
     seq = next_seq(history, [*damaged, *reading.strays, *(manifest.name for manifest in reading.manifests)])
     slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
     return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq)
+
+
+def _where(history: History, chosen: Manifest) -> str:
+    """For people: where the run goes on."""
+    end = history.finished
+    if end is None or chosen.name != end.checkpoint:
+        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
+    by = f", by {end.by}" if end.by else ""
+    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint})"
 
 
 def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:
@@ -305,7 +317,7 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -
             say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
             continue
         if evicted:
-            record.note(Evicted(checkpoint=name, reason="beyond a restored checkpoint"))
+            record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))
 
 
 def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Record) -> None:

@@ -11,15 +11,14 @@ import torch
 from torch import Tensor, nn
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError, UsageError
-from rollback.events import Finished, Stopped
+from rollback.errors import ExitCode, RollbackError
 from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
-from rollback.sentinel import Hint, Sentinel
+from rollback.sentinel import Hint
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import PLAIN_EPOCH_LOOP, Advisor
-from rollback.train.arguments import settings_and_objects
+from rollback.train.arguments import sentinel_for, settings_and_objects
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
 from rollback.train.draining import at_exit, end_draining, start_draining
@@ -41,6 +40,7 @@ from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
+from rollback.train.training_end import TrainingEnd
 from rollback.train.updates import Updates
 from rollback.train.watch import Attend, Decision, Halt, Rewind, StepMark, Watch
 
@@ -106,13 +106,7 @@ class Guard:
         settings: Settings,
         run: str | os.PathLike[str] | None,
     ) -> None:
-        ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
-        if settings.probation <= sentinel.patience:
-            raise UsageError(
-                f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
-                "steps: a checkpoint could be called good before the trouble in it is called",
-                hint=f"set probation to {sentinel.patience + 1} or more",
-            )
+        ranks, sentinel, cursor = self._ranks, sentinel_for(settings), cursor_for(loader)
         self._settings = settings
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
@@ -138,19 +132,11 @@ class Guard:
         holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
         away = elsewhere_of(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
         self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away)
+        pulse = Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._watch = Watch(
-            ranks,
-            settings,
-            Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu"))),
-            sentinel,
-            self._keeper,
-            self._snapshots,
-            self._record,
-            self._evidence,
-            attached.history,
-            cursor.batch,
-            Advisor(self._state.model, optimizer),
-        )
+            ranks, settings, pulse, sentinel, self._keeper, self._snapshots, self._record, self._evidence,
+            attached.history, cursor.batch, Advisor(self._state.model, optimizer),
+        )  # fmt: skip
         self._passes = Passes(cursor, objects.values())
         self._rewinder = Rewinder(
             ranks, self._state, self._watch, self._keeper, self._evidence, self._skips, self._passes, self._record,
@@ -163,9 +149,13 @@ class Guard:
             settings, ranks, self._state, self._snapshots, self._keeper, self._record, tier,
             attached.restored.step if attached.restored else None,
         )  # fmt: skip
+        self._end = TrainingEnd(
+            self._state, self._saver, self._keeper, self._watch, self._record, attached.history, attached.restored,
+            keeps=settings.snapshot_every != 0,
+        )  # fmt: skip
         self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
         if attached.restored is not None:
-            self._passes.resume()
+            self._passes.resume(left=self._state.counters.epoch_left)
 
     # What the script uses ------------------------------------------------------------------------------------------
 
@@ -208,7 +198,7 @@ class Guard:
         Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an epoch's start
         goes back to that epoch's body, so that what the script does between epochs is done again as well.
         """
-        return self._passes.epochs(count)
+        return self._passes.epochs(count, self._end_epochs)
 
     def __iter__(self) -> Guard:
         """Begin a pass: the batches of one epoch."""
@@ -229,7 +219,7 @@ class Guard:
         while not self._passes.interrupted:
             if self._max_steps is not None and self.step >= self._max_steps:
                 if self._all_is_well():
-                    self._end_pass(final=True)
+                    self._end_pass(f"max_steps={self._max_steps}", final=True)
                     break
                 continue
             try:
@@ -240,7 +230,7 @@ class Guard:
                 if not self._all_is_well():
                     continue
                 if not self._passes.replaying:
-                    self._end_pass(final=False)
+                    self._end_pass("the end of the data")
                     break
                 self._passes.cross()
         raise StopIteration
@@ -250,6 +240,10 @@ class Guard:
         if self._closed or os.getpid() != self._process:
             return  # a loader worker, forked with all that is to be done at exit, is not the rank that ends
         self._closed = True
+        if not self._life.raised:
+            changed = self._updates.happened or self._updates.dropped_by_scaler
+            self._end.close(changed=changed, judge=None if self._ranks.distributed else self._end_step)
+        self._watch.end_pulse()
         self._life.end()
         self._snapshots.close()
         self._watch.close()
@@ -264,6 +258,7 @@ class Guard:
     def _open_epoch(self) -> None:
         if not self._state.cursor.opened:
             self._state.cursor.open_epoch()
+            self._state.counters.epoch_left = False
             self._hand.epoch_began = True
 
     def _take_batch(self) -> Any:
@@ -272,6 +267,7 @@ class Guard:
         position, whole = cursor.batch, self._state.counters.batches_per_step
         self._life.take("reading", self.step, position, self._hand.first_batch, whole)
         batch = cursor.next()
+        self._end.passed()
         self._hand.take(position)
         self._life.take("training", self.step, position, self._hand.first_batch, whole)
         self._evidence.take(position, batch)
@@ -307,7 +303,7 @@ class Guard:
         """The step that has just ended does not count: go back, and take it again."""
         self._rehearsing = False
         self._rewinder.restore_again()
-        self._passes.rewound()
+        self._passes.rewound(left=self._state.counters.epoch_left)
         self._forget_step()
 
     def _forget_step(self, phase: str | None = None) -> None:
@@ -346,7 +342,10 @@ class Guard:
         return between_steps and self._watch.calm and self._may_resume_here() and self._saver.due(self._watch.beat)
 
     def _may_resume_here(self) -> bool:
-        """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come."""
+        """Not behind the last batch of an epoch: the code after the script's loop would find that no batch had come.
+
+        What is kept there all the same, since training may end there, is gone on from only if it did (`TrainingEnd`).
+        """
         return self._state.cursor.opened and not self._state.cursor.at_end
 
     def _take_snapshot(self) -> bool:
@@ -362,26 +361,27 @@ class Guard:
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
-    def _end_pass(self, *, final: bool) -> None:
-        self._keeper.settle()
+    def _end_pass(self, by: str, *, final: bool = False) -> None:
+        self._life.show("saving", self.step, self.batch, now=True)
+        self._end.come(by)
         self._passes.end(final=final)
         if final:
             self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
-        self._record.note(Finished(step=self.step, batch=self._state.cursor.batch))
+            self._end.tell()
+        self._life.turn_to("training")
+
+    def _end_epochs(self, count: int) -> bool:
+        """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
+        if self._act(self._end_step()) or not self._all_is_well():
+            return False
+        self._end.come(f"guard.epochs({count})", left=self._passes.leave_broken_epoch())
+        self._end.tell()
+        return True
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
             self._life.show("saving", self.step, self.batch, now=True)
-            self._saver.take_now(self._watch.timeline)
-        newest = self._keeper.newest()
-        stopped = Stopped(
-            reason="structural" if halt.structural else "preempted",
-            step=self.step,
-            batch=self._state.cursor.batch,
-            checkpoint=newest.name if newest else None,
-            account=halt.account,
-        )
-        self._record.note(stopped, f"stopped at step {self.step}: {halt.account}")
+        self._end.stop(halt)
         self._requests.note_stop(self.step)
         self._ranks.barrier()
         self.close()
