@@ -329,8 +329,8 @@ class Stopped(Fact):
 class Finished(Fact):
     """Training has come to its end, and `checkpoint` is the state at that end (null: no checkpoints are taken).
 
-    `by`: what ended it, in the script's words. `calm`: whether the last step was judged healthy. The run is complete
-    until it goes on behind this.
+    `by`: what ended it, in the script's words. `calm`: whether the last step was judged healthy. `left_over`: batches
+    behind the last update, whose gradients are in none. The run is complete until it goes on behind this.
     """
 
     kind: Literal["finished"] = "finished"
@@ -339,6 +339,7 @@ class Finished(Fact):
     checkpoint: str | None = None
     by: str = ""
     calm: bool = True
+    left_over: int = 0
 
 
 class FinalStateLost(Fact):

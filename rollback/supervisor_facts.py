@@ -65,6 +65,9 @@ class Hung(Fact):
     raised: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
 
+    def in_words(self) -> str:
+        return f"hang: {self.reason}; nothing moved for {self.silent:.0f} s; ending all ranks"
+
 
 class StuckAtExit(Fact):
     """All ranks had closed their guards and were leaving Python, and `ranks` (those of this host that were still
@@ -74,6 +77,10 @@ class StuckAtExit(Fact):
     kind: Literal["stuck_at_exit"] = "stuck_at_exit"
     ranks: tuple[int, ...]
     silent: float
+
+    def in_words(self) -> str:
+        who = f" ({', '.join(map(str, self.ranks))})" if self.ranks else ""
+        return f"all ranks had done their work {self.silent:.0f} s ago, and some have not ended{who}: ending them"
 
 
 class Blamed(Fact):

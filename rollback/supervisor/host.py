@@ -135,6 +135,11 @@ class Host:
         become_subreaper()
         self._before_us = descendants()
 
+    @property
+    def environment(self) -> Mapping[str, str]:
+        """What this supervisor was started with."""
+        return self._environment
+
     def end_leftovers(self, say: Callable[[str], None]) -> None:
         """End what attempts of a killed supervisor left on this host. Call it while holding the run directory."""
         if remains := leftovers(self._paths):

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, RunInUse
-from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
+from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled, StuckAtExit
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.fetch import fetch
@@ -32,6 +32,7 @@ from rollback.supervisor.budget import Budget, GiveUp
 from rollback.supervisor.claim import Claim, read_past
 from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
+from rollback.supervisor.complete import fingerprint, nothing_left
 from rollback.supervisor.draining import Draining, reach
 from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
 from rollback.supervisor.hang import HangLimits
@@ -42,7 +43,7 @@ from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Membership, Place, place_among_nodes
 from rollback.supervisor.nodes.protocol import Verdict
-from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, ending
+from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, account_of, ending
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
 
@@ -136,6 +137,11 @@ def _lead(
                 if store is not None:
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
+                if (
+                    told := nothing_left(order.paths, past, order.job, order.settings, host.environment, say)
+                ) is not None:
+                    verdict = Verdict(exit_code=ExitCode.DONE, reason=told)
+                    return Result(ExitCode.DONE, told)
                 result = _Supervisor(order, say, host, ledger, signals, nodes).run(past.last_attempt)
                 verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
                 return result
@@ -187,6 +193,7 @@ class _Supervisor:
         self._told = False
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say)
+        self._job = fingerprint(order.job, order.settings)
 
     def run(self, last_attempt: int) -> Result:
         self._host.end_leftovers(self._say)
@@ -242,10 +249,15 @@ class _Supervisor:
         with self._host.attempt(attempt) as running:
             host = socket.gethostname()
             self._ledger.note(
-                AttemptStarted(command=running.command, host=host, pid=running.pid, nodes=self._nodes.names)
+                AttemptStarted(
+                    command=running.command, host=host, pid=running.pid, nodes=self._nodes.names, job=self._job
+                )
             )
-            status, hung = self._watch(running)
+            status, ended = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
+        if isinstance(ended, StuckAtExit):  # they were through, and what torchrun says of our kill counts for nothing
+            left = left.model_copy(update={"status": 0, "failures": None})
+        hung = ended if isinstance(ended, Hung) else None
         self._hear_signals()
         evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=self._told, hung=hung)
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
@@ -266,11 +278,11 @@ class _Supervisor:
         )
         return evidence, first
 
-    def _watch(self, running: Running) -> tuple[int, Hung | None]:
+    def _watch(self, running: Running) -> tuple[int, Hung | StuckAtExit | None]:
         """Torchrun's status once the attempt has ended on all nodes, by itself or because we ended it: told to stop and
-        its time is up, it failed on another node, or the ranks hang."""
+        its time is up, it failed on another node, or the ranks hang, in mid-run or at their exit."""
         deadline: float | None = None
-        hung: Hung | None = None
+        ended: Hung | StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             if not self._ledger.opened and self._journal.has_attached(running.attempt):
@@ -291,9 +303,9 @@ class _Supervisor:
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
                     running.kill()
-            elif (hung := lookout.look()) is not None:
-                self._ledger.note(hung)
-                self._say(f"hang: {hung.reason}; nothing moved for {hung.silent:.0f} s; ending all ranks")
+            elif (ended := lookout.look()) is not None:
+                self._ledger.note(ended)
+                self._say(ended.in_words())
                 running.kill(hopeless=True)
             elif lookout.trains:
                 self._host.keep_spare()
@@ -301,7 +313,7 @@ class _Supervisor:
                 time.sleep(_POLL)
         status = running.poll()
         assert status is not None
-        return status, hung
+        return status, ended
 
     def _hear_signals(self) -> list[str]:
         """Stop signals that came since the last call, here or on other nodes, by name."""
@@ -354,7 +366,11 @@ class _Supervisor:
     def _finish(self, end: Ending, evidence: Evidence, first: FirstCause | None) -> Result:
         """End a run whose last attempt did not fail."""
         if end == "done":
-            return self._end(EXIT_CODES[end], "training ended by itself")
+            self._draining.finish(self._out_of_time)
+            if evidence.finished is not None and not self._draining.has(evidence.finished.checkpoint):
+                end = "unkept"
+        if (account := account_of(end, evidence)) is not None:
+            return self._end(EXIT_CODES[end], account)
         if evidence.stopped is not None:
             return self._end(EXIT_CODES[end], evidence.stopped.account)
         return self._end(EXIT_CODES[end], cause(evidence, first))

@@ -258,7 +258,8 @@ def _where(history: History, chosen: Manifest) -> str:
     if end is None or chosen.name != end.checkpoint:
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
     by = f", by {end.by}" if end.by else ""
-    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint})"
+    lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
+    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
 
 
 def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:

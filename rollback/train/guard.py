@@ -123,9 +123,8 @@ class Guard:
         self._life = SignsOfLife(self._paths, ranks, attached.attempt)
         tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
         self._drainer = start_draining(self._paths, settings, self._record, ranks)
-        self._snapshots = Snapshots(
-            self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
-        )
+        slots = fast_tier(tier[0], ranks, attached.slots)
+        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, slots)
         self._skips = SkipList(self._paths, ranks.rank, attached.history.skip_list, self._record)
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
@@ -363,7 +362,7 @@ class Guard:
 
     def _end_pass(self, by: str, *, final: bool = False) -> None:
         self._life.show("saving", self.step, self.batch, now=True)
-        self._end.come(by)
+        self._end.come(by, left_over=self._hand.batches)
         self._passes.end(final=final)
         if final:
             self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
@@ -374,7 +373,8 @@ class Guard:
         """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
         if self._act(self._end_step()) or not self._all_is_well():
             return False
-        self._end.come(f"guard.epochs({count})", left=self._passes.leave_broken_epoch())
+        left, left_over = self._passes.leave_broken_epoch(), self._hand.batches
+        self._end.come(f"guard.epochs({count})", left_over=left_over, left=left)
         self._end.tell()
         return True
 

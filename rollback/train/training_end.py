@@ -46,15 +46,18 @@ class TrainingEnd:
         self._by: str | None = None
         self._calm = True
         self._said = self._trained = False
+        self._left_over = 0
         complete = restored is not None and restored.name == history.final
         if self._before is not None and restored is not None and complete:
             self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
+            self._left_over = self._before.left_over
 
-    def come(self, by: str, *, left: bool = False) -> None:
+    def come(self, by: str, *, left_over: int, left: bool = False) -> None:
         """Collective: the data, or what was asked for, has come to its end. Keep the state; all steps are judged.
 
-        left: what the script does behind its last epoch is done, too.
+        left_over: batches behind the last update. left: what the script does behind its last epoch is done, too.
         """
+        self._left_over = left_over
         self._by, self._calm = by, self._watch.calm
         self._state.counters.epoch_left = left
         self._kept = self._saver.take_end(self._watch.timeline)
@@ -109,7 +112,10 @@ class TrainingEnd:
         if self._kept is not None or not self._keeps:
             again = self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept)
             notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
-            finished = Finished(step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm)
+            finished = Finished(
+                step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm,
+                left_over=self._left_over,
+            )  # fmt: skip
             self._record.note(finished, notice if again else None)
             return
         newest = self._keeper.newest()
