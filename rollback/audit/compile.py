@@ -37,6 +37,7 @@ from rollback.events import (
     Dropped,
     Evicted,
     Fact,
+    FinalStateLost,
     Finished,
     Incident,
     Noticed,
@@ -48,6 +49,7 @@ from rollback.events import (
     Restored,
     RunEnded,
     ScalerSkipped,
+    ScriptLeft,
     Signalled,
     SkipAdded,
     Stopped,
@@ -270,7 +272,7 @@ def _attempt(number: int, records: list[Record], costs: Costs, is_last: bool) ->
     restart = _last(records, RestartScheduled)
     finished, stopped = _last(records, Finished), _last(records, Stopped)
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
-    if finished or (ended and ended[1].status == 0 and not stopped):
+    if finished or (ended and ended[1].status == 0 and not stopped and not attached):
         how = "finished"
     elif stopped:
         how = "stopped"
@@ -316,6 +318,12 @@ def ending_of(records: Iterable[Record]) -> Ending | None:
                 ending = Ending(
                     how="finished", at=record.at, step=fact.step, exit_code=None, account="the training loop ended"
                 )
+            case FinalStateLost() as fact:
+                account = f"the training loop ended, but its last {fact.steps} updates are in no checkpoint"
+                ending = Ending(how="gave_up", at=record.at, step=fact.step, exit_code=None, account=account)
+            case ScriptLeft() as fact:
+                account = "the script left its loop over the guard before that had ended"
+                ending = Ending(how="gave_up", at=record.at, step=fact.step, exit_code=None, account=account)
             case Stopped() as fact:
                 ending = Ending(how=fact.reason, at=record.at, step=fact.step, exit_code=None, account=fact.account)
             case RunEnded() as fact if ending:

@@ -16,16 +16,20 @@ from rollback.events import (
     Committed,
     Drained,
     DrainFailed,
+    FinalStateLost,
     Finished,
     PassedOver,
     Record,
     RestartScheduled,
     Restored,
     RunEnded,
+    ScriptLeft,
     Stopped,
     Window,
 )
 from rollback.rundir.history import History, fold, merge_windows
+
+_TURNS = (AttemptStarted, Attached, Finished, FinalStateLost, ScriptLeft, Stopped, RunEnded)
 
 
 @dataclass
@@ -60,7 +64,7 @@ class Past:
         self.history.last_attempt = max([self.history.last_attempt, *(record.attempt for record in supervisor)])
         self.began = self.began or min((record.at for record in news), default=None)
         for turns, journal in zip(self._turns, (train, supervisor), strict=True):
-            turns += [r for r in journal if isinstance(r.fact, (AttemptStarted, Attached, Finished, Stopped, RunEnded))]
+            turns += [record for record in journal if isinstance(record.fact, _TURNS)]
         self.ending = ending_of(merge(*self._turns))
 
     def _take(self, record: Record) -> None:

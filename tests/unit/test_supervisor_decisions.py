@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.events import Attached, Committed, Fact, Record, Stopped
+from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Record, Stopped
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import got_further
@@ -19,6 +19,7 @@ from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal
 from rollback.supervisor.signals import StopSignals
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
 
 
@@ -29,11 +30,16 @@ def evidence(
     refusal: Refusal | None = None,
     stopped: Stopped | None = None,
     failures: Failures | None = None,
+    finished: bool = False,
+    lost: bool = False,
+    attached: bool = True,
 ) -> Evidence:
     return Evidence(
         status=status,
         told_to_stop=told,
-        attached=True,
+        attached=attached,
+        finished=Finished(step=9, batch=9, checkpoint="c000001-s00000009") if finished else None,
+        final_state_lost=LOST if lost else None,
         refusal=refusal,
         stopped=stopped,
         failures=failures,
@@ -50,8 +56,8 @@ class TestEnding:
             (PREEMPTED, True, 0, "resumable"),
             (PREEMPTED, True, -9, "resumable"),
             (PREEMPTED, False, 0, "resumable"),
-            (None, False, 0, "done"),
-            (None, True, 0, "done"),
+            (None, False, 0, "left"),
+            (None, True, 0, "resumable"),
             (None, True, 1, "resumable"),
             (PREEMPTED, False, -9, "failed"),
             (None, False, 1, "failed"),
@@ -60,6 +66,13 @@ class TestEnding:
     )
     def test_every_row_of_the_table(self, stopped: Stopped | None, told: bool, status: int, expected: str) -> None:
         assert ending(evidence(stopped=stopped, told=told, status=status)) == expected
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_done_is_who_was_trained_to_the_end_with_the_final_state_kept_or_holds_no_guard(self, told: bool) -> None:
+        assert ending(evidence(finished=True, told=told)) == "done"
+        assert ending(evidence(attached=False, told=told)) == "done"
+        assert ending(evidence(lost=True, told=told)) == "unkept"
+        assert ending(evidence(finished=True, status=1)) == "failed", "the script failed behind its training"
 
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:
