@@ -20,6 +20,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import Past
 from rollback.supervisor.command import Job, torchrun_command
+from rollback.supervisor.torchrun import MODULE
 
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
@@ -85,6 +86,7 @@ def _difference(past: Past, job: str, command: Sequence[str]) -> str | None:
     if started and started[-1].job == job:
         return None
     before = started[-1].command if started else ()
+    before, command = (words[words.index(MODULE) + 1 :] if MODULE in words else words for words in (before, command))
     gone, new = ([word for word in one if word not in other] for one, other in ((before, command), (command, before)))
     if gone or new:
         return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"

@@ -1,6 +1,6 @@
 """Do jobs end? Launches a tiny job of two ranks again and again on a machine that has too much to do.
 
-    PYTHONPATH=tests/support python tests/crash/endings.py --launches 50 --busy 8
+    PYTHONPATH=tests/support python tests/crash/endings.py --launches 50 --busy 8 --at-once 5
 
 A rank that is through but never ends (its interpreter waits for a thread of the backend, which waits for the
 interpreter) would keep its supervisor waiting; the supervisor ends it. Both are counted: no launch may hang, and how
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -57,6 +58,7 @@ def launch(folder: Path) -> Ended:
     """One launch to its end, in a folder of its own."""
     command = [sys.executable, "-m", "rollback", "launch", "--nproc", "2", "--run", str(folder / "run"), str(TINY)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+    folder.mkdir()
     began = time.monotonic()
     with open(folder / "output.txt", "wb") as output:
         process = subprocess.Popen(command, cwd=folder, env=environment, stdout=output, stderr=output)
@@ -77,17 +79,18 @@ def launch(folder: Path) -> Ended:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--launches", type=int, default=50)
+    parser.add_argument("--at-once", type=int, default=1, help="so many of them at the same time")
     parser.add_argument("--busy", type=int, default=8, help="processes that compute beside them")
     options = parser.parse_args()
     ended = []
     with tempfile.TemporaryDirectory(prefix="rollback-endings-") as root, busy(options.busy):
-        for number in range(options.launches):
-            folder = Path(root, str(number))
-            folder.mkdir()
-            ended.append(launch(folder))
-            print(f"{number + 1}: {ended[-1]}", flush=True)
-            if ended[-1].code != 0:
-                print((folder / "output.txt").read_text(), flush=True)
+        folders = [Path(root, str(number)) for number in range(options.launches)]
+        with ThreadPoolExecutor(options.at_once) as threads:
+            for folder, one in zip(folders, threads.map(launch, folders), strict=True):
+                ended.append(one)
+                print(f"{len(ended)}: {one}", flush=True)
+                if one.code != 0:
+                    print((folder / "output.txt").read_text(), flush=True)
     well, stuck = sum(item.code == 0 for item in ended), sum(item.stuck for item in ended)
     leaving = [item.leaving for item in ended if item.leaving is not None]
     print(

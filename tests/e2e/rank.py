@@ -16,7 +16,7 @@ import psutil
 from rollback.events import Attached, Committed, Fact, Finished, Stopped
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ["ROLLBACK_ATTEMPT"])
@@ -31,7 +31,7 @@ def tell(fact: Fact) -> None:
         journal.close()
 
 
-def beat(step: int) -> None:
+def beat(step: int, doing: str = "step") -> None:
     PATHS.ranks.mkdir(parents=True, exist_ok=True)
     heartbeat = Heartbeat(
         pid=os.getpid(),
@@ -39,8 +39,9 @@ def beat(step: int) -> None:
         attempt=ATTEMPT,
         step=step,
         batch=step,
-        doing="step",
+        doing=doing,
         monotonic=time.monotonic(),
+        looked=time.monotonic(),
         created=psutil.Process().create_time(),
     )
     write_heartbeat(PATHS.heartbeat(RANK), heartbeat)
@@ -161,6 +162,23 @@ def leave() -> None:
     """End as if all were well, in the middle of the training."""
     attach()
     beat(4)
+
+
+def be_stuck_at_exit() -> None:
+    """Training is over, and Python left, but the process is still there."""
+    attach()
+    tell(Finished(step=9, batch=9))
+    beat(9, LEAVING)
+    time.sleep(60)
+
+
+def work_on() -> None:
+    """Guards are closed; the script goes on, and so do handlers at the exit."""
+    attach()
+    for number in range(50):
+        beat(9, "ended" if number < 25 else LEAVING)
+        time.sleep(0.1)
+    Path(os.environ["NOTES"], "worked-on").touch()
 
 
 def refuse() -> None:
