@@ -85,9 +85,14 @@ def _difference(past: Past, job: str, command: Sequence[str]) -> str | None:
     started = [record.fact for record in past.supervisor if isinstance(record.fact, AttemptStarted)]
     if started and started[-1].job == job:
         return None
-    before = started[-1].command if started else ()
-    before, command = (words[words.index(MODULE) + 1 :] if MODULE in words else words for words in (before, command))
-    gone, new = ([word for word in one if word not in other] for one, other in ((before, command), (command, before)))
+    before, now = _words(started[-1].command if started else ()), _words(command)
+    gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
     if gone or new:
         return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"
     return "the same, with another setting, or with a file that is not what it was"
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """What of torchrun's command line the user has said."""
+    words = list(command)
+    return words[words.index(MODULE) + 1 :] if MODULE in words else words

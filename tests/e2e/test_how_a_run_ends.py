@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 from toy import Toy, facts, require_same, train, weights
 
 import rollback
+from rollback.audit.at_url import readable
 from rollback.audit.export import export
 from rollback.errors import ExitCode
 from rollback.events import (
@@ -218,6 +219,8 @@ def test_a_complete_run_leaves_nothing_in_memory_whatever_attempt_made_it(tmp_pa
         fetch(Store(f"file://{url}"), elsewhere, print)
         assert fold(read_journal(elsewhere.train_journal).records).final == finished.checkpoint
         assert finished.checkpoint in ring.names(elsewhere)
+        with readable(f"file://{url}") as place:
+            assert export(place, None, tmp_path / "model.safetensors").checkpoint == finished.checkpoint
 
 
 def test_export_takes_the_final_state_of_a_complete_run(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
-from rollback.events import Attached, Drained, Finished, LeftDurableRing, Record, Stopped
+from rollback.events import Attached, Drained, FinalStateLost, Finished, LeftDurableRing, Record, ScriptLeft, Stopped
 from rollback.rundir import tiers
 from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.drain.drainer import lower_priority
@@ -60,7 +60,7 @@ class Helper:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
             for record in tail.new():
-                if isinstance(record.fact, Attached | Finished | Stopped):
+                if isinstance(record.fact, Attached | Finished | FinalStateLost | ScriptLeft | Stopped):
                     ended = not isinstance(record.fact, Attached)
             time.sleep(_POLL)
 
