@@ -110,7 +110,7 @@ class SignsOfLife:
             try:
                 write_heartbeat(self._path, beat)
             except OSError as error:
-                if not self._failing:
+                if not self._failing and not self._ended:
                     say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
                 self._failing = True
             else:
