@@ -14,21 +14,25 @@ from pathlib import Path
 import xxhash
 
 from rollback.config import Settings
+from rollback.errors import RollbackError
 from rollback.events import AttemptStarted, Finished, RunEnded
+from rollback.rundir import ring
 from rollback.rundir.history import fold
+from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import Past
 from rollback.supervisor.command import Job, torchrun_command
 from rollback.supervisor.torchrun import MODULE
 
+_ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
 def fingerprint(job: Job, settings: Settings) -> str:
     """A hash over what the user asked for: script, arguments, settings, and the content of the files among them."""
     words = [job.script, *job.arguments]
-    flags = {name: value for name, value in job.flags.items() if name in ("module", "no-python")}
+    flags = {name: value for name, value in job.flags.items() if name in _ASKED}
     asked = [words, flags, settings.model_dump(mode="json", exclude_unset=True)]
     found = xxhash.xxh3_128(json.dumps(asked, sort_keys=True).encode())
     for word in words:
@@ -75,9 +79,17 @@ def _completed(paths: RunPaths, past: Past) -> Finished | None:
     if last is None or not isinstance(last.fact, RunEnded) or last.fact.exit_code != 0 or history.final is None:
         return None
     later = any(record.attempt > last.attempt for record in past.train)
-    if later or not paths.checkpoint(history.final).exists() or Inbox(paths, history.answers).open(now=True):
+    if later or not _is_there(paths.checkpoint(history.final)) or Inbox(paths, history.answers).open(now=True):
         return None
     return history.finished
+
+
+def _is_there(checkpoint: Path) -> bool:
+    try:
+        ring.require_sizes(read_manifest(checkpoint), checkpoint)
+    except (RollbackError, OSError):
+        return False
+    return True
 
 
 def _difference(past: Past, job: str, command: Sequence[str]) -> str | None:
