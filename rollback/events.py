@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from rollback.drain_facts import Drained, DrainFailed, Fetched, LeftDurableRing
+from rollback.end_facts import FinalStateLost, Finished, ScriptLeft, Stopped
 from rollback.fact import Fact, Window
 from rollback.supervisor_facts import (
     AttemptEnded,
@@ -22,6 +23,7 @@ from rollback.supervisor_facts import (
     RestartScheduled,
     RunEnded,
     Signalled,
+    StuckAtExit,
 )
 
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
@@ -349,31 +351,13 @@ class Trouble(Fact):
     error: str
 
 
-class Stopped(Fact):
-    """The ranks stopped together before the end of the data."""
-
-    kind: Literal["stopped"] = "stopped"
-    reason: Literal["preempted", "structural"]
-    step: int
-    batch: int
-    checkpoint: str | None
-    account: str
-
-
-class Finished(Fact):
-    """The training loop ended by itself."""
-
-    kind: Literal["finished"] = "finished"
-    step: int
-    batch: int
-
-
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
         ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
-        SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble, Stopped, Finished,
-        AttemptStarted, AttemptEnded, Hung, Blamed, RestartScheduled, Signalled, RunEnded,
+        SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
+        Stopped, Finished, FinalStateLost, ScriptLeft,
+        AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],
     Field(discriminator="kind"),

@@ -18,7 +18,8 @@ class AttemptStarted(Fact):
 
     `arguments` are the script's, `environment` the variables that matter for what is trained, `script` the first 32 hex
     digits of the SHA-256 of its content (null: it could not be read); what looks like a secret is `***` or left out, in
-    `command` too. `changed` says in words what is not as at the start before.
+    `command` too. `changed` says in words what is not as at the start before. `job`: a hash over the script, its
+    arguments, and the content of the files that these name.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -31,6 +32,7 @@ class AttemptStarted(Fact):
     arguments: tuple[str, ...] | None = None
     environment: dict[str, str] | None = None
     changed: tuple[str, ...] = ()
+    job: str | None = None
 
 
 class AttemptEnded(Fact):
@@ -72,6 +74,23 @@ class Hung(Fact):
     stacks: tuple[int, ...]
     raised: tuple[int, ...] = ()
     died: tuple[int, ...] = ()
+
+    def in_words(self) -> str:
+        return f"hang: {self.reason}; nothing moved for {self.silent:.0f} s; ending all ranks"
+
+
+class StuckAtExit(Fact):
+    """All ranks had closed their guards and were leaving Python, and `ranks` (those of this host that were still
+    there) had not ended `silent` seconds later: they are ended. What they were to do is done."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["stuck_at_exit"] = "stuck_at_exit"
+    ranks: tuple[int, ...]
+    silent: float
+
+    def in_words(self) -> str:
+        who = f" ({', '.join(map(str, self.ranks))})" if self.ranks else ""
+        return f"all ranks had done their work {self.silent:.0f} s ago, and some have not ended{who}: ending them"
 
 
 class Blamed(Fact):

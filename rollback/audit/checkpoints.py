@@ -27,7 +27,7 @@ from rollback.rundir.resume import of_present_timeline
 from rollback.rundir.tiers import TierName, fast_tier_of, look_into_slots
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
-NEWEST_GOOD, NEWEST = "newest-good", "newest"
+NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
 
 
@@ -69,6 +69,8 @@ class Listing(Entry):
     directory: str
     ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
     checkpoints: list[Checkpoint] = Field(description="oldest first")
+    final: str | None = Field(None, description="the one with the final state, where the run is complete")
+    calm: bool = Field(True, description="whether the last step before it was judged healthy")
     damaged_slots: list[DamagedSlot]
     leftovers: list[str] = Field(
         description="directories of checkpoints in the making or on their way out: of a live run, or of a crash; the "
@@ -108,6 +110,8 @@ def read_listing(root: Path) -> Listing:
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
     entries.sort(key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
+    finished = history.finished if history else None
+    final = finished.checkpoint if finished and finished.checkpoint in present else None
     here = {entry.checkpoint for entry in entries if entry.tiers != ["fast"]}
     notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in here]
     notices += _elsewhere(paths, history, here | fast.keys())
@@ -116,6 +120,8 @@ def read_listing(root: Path) -> Listing:
         directory=str(root),
         ring=str(paths.ring.absolute()),
         checkpoints=entries,
+        final=final,
+        calm=finished.calm if finished else True,
         damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
         leftovers=leftovers,
         notices=notices,
@@ -143,11 +149,18 @@ def has_memory_elsewhere(paths: RunPaths) -> bool:
 
 
 def choose(listing: Listing, word: str) -> str:
-    """The name of the checkpoint that a word means: a name, `newest-good`, or `newest` (good or candidate).
+    """The name of the checkpoint that a word means: a name, `final`, `newest-good`, or `newest` (good or candidate).
 
     Raises UsageError for a name that is not there, NoUsableCheckpoint where there is no such checkpoint.
     """
     held = listing.held()
+    if word == FINAL:
+        if listing.final is None:
+            raise NoUsableCheckpoint(
+                f"{listing.directory} has no final state: the run is not complete, or its final state is not there",
+                hint="`rollback ring list` shows what there is, `rollback status` where the run stands",
+            )
+        return listing.final
     if word not in (NEWEST_GOOD, NEWEST):
         if word not in [entry.checkpoint for entry in held]:
             names = " ".join(entry.checkpoint for entry in held) or "none"
@@ -162,6 +175,12 @@ def choose(listing: Listing, word: str) -> str:
             hint="`rollback ring list` shows what there is; any of it can be named",
         )
     return suitable[-1]
+
+
+def best_word(listing: Listing) -> str:
+    """What to take where nobody says: the final state of a complete run that was well at its end, else the newest good
+    checkpoint."""
+    return FINAL if listing.final is not None and listing.calm else NEWEST_GOOD
 
 
 def choose_from_ring(listing: Listing, word: str) -> str:

@@ -283,7 +283,7 @@ def _attempt(number: int, records: list[Record], costs: Costs, *, is_last: bool,
     how: Literal["finished", "stopped", "died", "running_or_unknown"] = "died"
     if stopped:
         how = "stopped"
-    elif (ended and ended[1].status == 0) or (
+    elif (ended and ended[1].status == 0 and (finished or not attached)) or (
         finished and not ended and not held and costs.reached.get(number, 0) <= finished[1].step
     ):
         how = "finished"

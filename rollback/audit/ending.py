@@ -6,7 +6,17 @@ from collections.abc import Iterable
 from typing import Literal
 
 from rollback.audit.ledger import Ending
-from rollback.events import Attached, AttemptEnded, AttemptStarted, Finished, Record, RunEnded, Stopped
+from rollback.events import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    FinalStateLost,
+    Finished,
+    Record,
+    RunEnded,
+    ScriptLeft,
+    Stopped,
+)
 
 
 def ending_of(records: Iterable[Record]) -> Ending | None:
@@ -24,6 +34,16 @@ def ending_of(records: Iterable[Record]) -> Ending | None:
             case AttemptEnded() as fact if ending and ending.how == "finished":
                 well = fact.status == 0 and fact.why is None
                 ending = ending.model_copy(update={"by_supervisor": True}) if well else None
+            case FinalStateLost() as fact:
+                ending = Ending(
+                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account=f"the training loop ended, but its last {fact.steps} updates are in no checkpoint",
+                )  # fmt: skip
+            case ScriptLeft() as fact:
+                ending = Ending(
+                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account="the script left its loop over the guard before that had ended",
+                )  # fmt: skip
             case Stopped() as fact:
                 ending = Ending(
                     how=fact.reason, at=record.at, step=fact.step, exit_code=None, by_supervisor=False,

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rollback.audit.at_url import ReadableRun
-from rollback.audit.checkpoints import choose, read_listing
+from rollback.audit.checkpoints import FINAL, best_word, choose, read_listing
 from rollback.audit.output import replacing
 from rollback.audit.verify import misfits
 from rollback.errors import CheckpointDamaged, UsageError
@@ -23,17 +23,20 @@ from rollback.rundir.tiers import held, locate
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. left_out: names in the model's state that are not tensors, which the format cannot hold."""
+    """What was written. left_out: names in the model's state that are not tensors, which the format cannot hold.
+    notice: what the choice passed over."""
 
     checkpoint: str
     step: int
     tensors: int
     bytes: int
     left_out: list[str]
+    notice: str | None = None
 
 
-def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = False) -> Exported:
-    """Write the model of a checkpoint: parameters, and rank 0's buffers, under the names of `model.state_dict()`.
+def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bool = False) -> Exported:
+    """Write the model of a checkpoint, by default that of `best_word`: parameters, and rank 0's buffers, under the
+    names of `model.state_dict()`.
 
     The checkpoint is verified first. Tensors are copied one by one, so memory stays small. `output`
     appears whole or not at all; an existing file is replaced with `force` only.
@@ -42,7 +45,9 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
     """
     run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
     paths = RunPaths(run.root)
-    name = choose(read_listing(run.root), word)
+    listing = read_listing(run.root)
+    chosen = word or best_word(listing)
+    name = choose(listing, chosen)
     identity = read_identity(paths)
     if output.is_file() and not force:
         raise UsageError(f"{output} exists already", hint="--force replaces it")
@@ -65,7 +70,10 @@ def export(run: Path | ReadableRun, word: str, output: Path, *, force: bool = Fa
             metadata["run_id"] = identity.run_id
         size = write_shard(temporary, pieces, metadata).size
     left_out = [key for key, value in state.items() if not isinstance(value, Stored)]
-    return Exported(name, manifest.step, len(state) - len(left_out), size, left_out)
+    notice = None
+    if word is None and listing.final is not None and chosen != FINAL:
+        notice = f"the last step of the run was not judged healthy; its final state is {listing.final} (`{FINAL}`)"
+    return Exported(name, manifest.step, len(state) - len(left_out), size, left_out, notice)
 
 
 def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitStack) -> tuple[Manifest, Contents]:

@@ -16,18 +16,20 @@ from rollback.events import (
     Committed,
     Drained,
     DrainFailed,
+    FinalStateLost,
     Finished,
     PassedOver,
     Record,
     RestartScheduled,
     Restored,
     RunEnded,
+    ScriptLeft,
     Stopped,
     Window,
 )
 from rollback.rundir.history import History, fold, merge_windows
 
-_TURNS = (AttemptStarted, Attached, Finished, Stopped, AttemptEnded, RunEnded)
+_TURNS = (AttemptStarted, Attached, Finished, FinalStateLost, ScriptLeft, Stopped, AttemptEnded, RunEnded)
 
 
 @dataclass

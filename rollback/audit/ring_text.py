@@ -24,6 +24,8 @@ def print_listing(console: Console, listing: Listing) -> None:
     table = _table("checkpoint", "step", "batch", "age", "size", "where", "status")
     for entry in listing.checkpoints:
         status = Text(entry.status, style=_STYLES.get(entry.status, ""))
+        if entry.checkpoint == listing.final:
+            status.append(", final", style="bold")
         if entry.pinned:
             status.append(", pinned", style="bold")
         batch = "?" if entry.batch is None else str(entry.batch)

@@ -27,11 +27,12 @@ from rollback.live.screen import Screen
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.command import Job
 from rollback.supervisor.flags import FLAGS, read_flags
 from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
-from rollback.supervisor.supervise import Order, Result, supervise
+from rollback.supervisor.supervise import supervise
 from rollback.trackers.beside import Beside
 
 

@@ -18,7 +18,7 @@ ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verif
 _Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 _RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
-_NAMES = "A checkpoint's name, `newest-good`, or `newest` (good or not)."
+_NAMES = "A checkpoint's name, `final` (of a complete run), `newest-good`, or `newest` (good or not)."
 _VERIFY_CODES = (
     "Exit codes: 0 all are intact; 1 some are damaged, and the run could resume from another; 65 it could from none."
 )
@@ -75,7 +75,9 @@ def verify(
 @ring.command()
 def export(
     run: _RunOrUrl,
-    name: Annotated[str, typer.Argument(help=_NAMES)] = "newest-good",
+    name: Annotated[
+        str | None, typer.Argument(help=f"{_NAMES} Default: `final`, else `newest-good`.", show_default=False)
+    ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("model.safetensors"),
     force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
 ) -> None:
@@ -90,6 +92,8 @@ def export(
 
     with readable(run) as place:
         done = export_model(place, name, output, force=force)
+    if done.notice:
+        say(f"notice: {done.notice}")
     say(f"{output}: {done.tensors} tensors, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
     if done.left_out:
         say(f"notice: left out, since they are not tensors: {', '.join(map(str, done.left_out))}")

@@ -20,6 +20,7 @@ from rollback.events import (
     Concluded,
     Evicted,
     Fetched,
+    Finished,
     Incident,
     PhaseAnnounced,
     Planned,
@@ -79,6 +80,8 @@ class History:
     answers: dict[str, Answered] = field(default_factory=dict)
     first_writes: int | None = None
     """Of the first attempt: see `Attached.writes`."""
+    finished: Finished | None = None
+    """The end that training has come to, until a checkpoint behind it exists or the run goes back."""
     timeline: int = 0
     last_attempt: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
@@ -90,6 +93,11 @@ class History:
     def pending(self) -> Planned | None:
         """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def final(self) -> str | None:
+        """The checkpoint that holds the state at the end of a complete run."""
+        return self.finished.checkpoint if self.finished is not None else None
 
     @property
     def last_plan(self) -> Planned | None:
@@ -137,16 +145,13 @@ def _apply(history: History, record: Record) -> None:
                 history.discarded.update(fact.discards)
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline
-        case Attached() as fact if history.first_writes is None:
-            history.first_writes = fact.writes
+                history.finished = None
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
             _case(history, fact.incident).outcome = fact
-        case Attached() as fact:
-            history.settings, history.structural = fact.settings, None
-        case Stopped() as fact:
-            history.structural = fact if fact.reason == "structural" else None
+        case Attached() | Stopped() | Finished() as fact:
+            _note_course(history, fact)
         case SampleQuarantine() as fact:
             history.quarantine.append(fact)
         case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
@@ -155,10 +160,23 @@ def _apply(history: History, record: Record) -> None:
             pass
 
 
+def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
+    match fact:
+        case Attached():
+            history.settings, history.structural = fact.settings, None
+            if history.first_writes is None:
+                history.first_writes = fact.writes
+        case Stopped():
+            history.structural = fact if fact.reason == "structural" else None
+        case Finished():
+            history.finished = fact
+
+
 def _note_checkpoint(history: History, fact: Committed | BecameGood | Evicted | Quarantined | Fetched) -> None:
     match fact:
         case Committed():
             history.committed[fact.checkpoint] = fact
+            history.finished = None
             if fact.step == 0:
                 history.good.add(fact.checkpoint)
         case BecameGood():

@@ -35,7 +35,8 @@ class ShardRecord(BaseModel):
 
 
 class Manifest(BaseModel):
-    """Content of manifest.json; the fields are those of docs/format.md."""
+    """Content of manifest.json; the fields are those of docs/format.md. over: it was taken behind the last batch of an
+    epoch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
@@ -44,6 +45,7 @@ class Manifest(BaseModel):
     step: int = Field(ge=0)
     batch: int = Field(ge=0)
     epoch: int = Field(ge=0)
+    over: bool = False
     timeline: int = Field(ge=0)
     attempt: int = Field(ge=1)
     created: str

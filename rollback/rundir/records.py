@@ -18,6 +18,10 @@ from rollback.rundir.durable import open_regular, read_small_file, write_file
 _LINE_LIMIT = 64 << 20  # a skipped batch of several million samples; a hostile line is not read into memory
 
 
+LEAVING = "leaving"
+"""What a rank is doing whose guard is closed and whose interpreter ends."""
+
+
 class Metric(BaseModel):
     """A line of metrics/train.jsonl."""
 

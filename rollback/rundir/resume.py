@@ -48,15 +48,22 @@ def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest
     """The checkpoints to try at the start of an attempt, best first.
 
     With a plan pending: the planned one, then older good ones. Else the newest: after a crash nothing speaks against
-    it, and if it carries an unnoticed trouble the sentinel will meet that again.
+    it, and if it carries an unnoticed trouble the sentinel will meet that again. One that was taken because training
+    might have ended, and had not, comes last: behind it the pass that goes on has no batch.
     """
     present = of_present_timeline(history, manifests)
     pending = history.pending
     if pending is None or pending.checkpoint is None:
-        return present[::-1]
+        provisional = [manifest for manifest in present if is_provisional(history, manifest)]
+        return [manifest for manifest in present[::-1] if manifest not in provisional] + provisional[::-1]
     planned = next((m for m in present if m.name == pending.checkpoint), None)
     older = [m for m in present if m.name in history.good and m.step < (pending.step or 0)]
     return ([planned] if planned else []) + older[::-1]
+
+
+def is_provisional(history: History, manifest: Manifest) -> bool:
+    """Whether a checkpoint was taken at the end of an epoch that was not, as far as is known, that of the training."""
+    return manifest.over and manifest.name != history.final and manifest.name not in history.good
 
 
 def next_seq(history: History, on_disk: Iterable[str]) -> int:

@@ -126,14 +126,16 @@ def has_left(place: Located) -> bool:
     return manifest is None or manifest.name != place.name
 
 
-def release(paths: RunPaths, durable: Collection[str]) -> bool:
-    """Give the memory of a run's fast tier back, if the newest of what it holds is among the durable ones.
+def release(paths: RunPaths, durable: Collection[str], final: str | None) -> bool:
+    """Give the memory of a run's fast tier back, if the newest of what it holds is among the durable ones, or the final
+    state of a complete run is in the run directory: then nobody goes on from anything else.
 
     Called when no rank runs any more. Whether it was given back. Raises OSError.
     """
     tier, places = fast_tier_of(paths), in_slots(paths)
     newest = max(places, key=lambda place: place.manifest.seq, default=None)
-    if tier is None or (newest is not None and newest.name not in durable):
+    complete = final is not None and paths.checkpoint(final).exists()
+    if tier is None or not (complete or newest is None or newest.name in durable):
         return False
     slots.remove(tier)
     return True

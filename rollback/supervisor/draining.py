@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable
 from rollback.config import Settings
 from rollback.events import Attached, Record
 from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
+from rollback.rundir.drain.helper import drained
+from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.store import Store
 from rollback.supervisor.ledger import Ledger
@@ -69,6 +71,12 @@ class Draining:
                 drainer.give_up()
                 drainer.wait(Phase.FINISHED, _LAST_WORDS)
                 return
+
+    def has(self, name: str | None) -> bool:
+        """Whether a checkpoint is where a reboot leaves it: in the run directory, or at the ring's URL."""
+        if name is None or self._paths.checkpoint(name).exists():
+            return True
+        return name in drained(read_journal(self._paths.supervisor_journal).records)
 
     def close(self) -> None:
         """Bring the record there up to date, behind the last fact of this run, and end."""

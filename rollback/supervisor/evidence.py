@@ -8,7 +8,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from rollback.events import Attached, Committed, Finished, Hung, Record, Stopped
+from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Hung, Record, ScriptLeft, Stopped
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail
@@ -18,6 +18,7 @@ from rollback.supervisor.classify import RankEnd
 from rollback.supervisor.outcome import Evidence, Failures, Left, Refusal
 
 _Left = TypeVar("_Left", bound=BaseModel)
+_Fact = TypeVar("_Fact", bound=Fact)
 
 
 class TrainJournal:
@@ -39,7 +40,9 @@ class TrainJournal:
 def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | None = None) -> int | None:
     """The furthest step that facts and signs of life know of, of one attempt, with its last words, if it is given."""
     steps = [
-        record.fact.step for record in records if isinstance(record.fact, Attached | Committed | Finished | Stopped)
+        record.fact.step
+        for record in records
+        if isinstance(record.fact, Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped)
     ]
     steps += [beat.step for beat in read_heartbeats(paths.ranks).values() if attempt in (None, beat.attempt)]
     if attempt is not None:
@@ -78,13 +81,26 @@ def gather(
         told_to_stop=told_to_stop,
         attached=any(isinstance(record.fact, Attached) for record in records),
         refusal=left.refusal,
-        stopped=next((record.fact for record in reversed(records) if isinstance(record.fact, Stopped)), None),
+        stopped=_last(records, Stopped),
+        finished=_last(records, Finished),
+        final_state_lost=_last(records, FinalStateLost),
         failures=left.failures,
         lost_nodes=left.lost_nodes,
         step=furthest_step(paths, records, attempt),
         hung=hung,
         guarded=left.guarded,
     )
+
+
+def _last(records: Iterable[Record], kind: type[_Fact]) -> _Fact | None:
+    """The last fact of that kind since ranks attached: one process may train several times."""
+    found = None
+    for record in records:
+        if isinstance(record.fact, Attached):
+            found = None
+        elif isinstance(record.fact, kind):
+            found = record.fact
+    return found
 
 
 def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:

@@ -10,6 +10,9 @@ code moved; evaluation, compilation and data loading do. The limit, unless the u
 | fewer than 3 steps done, or a rank saves, rewinds, or ends   | 30 minutes: compilation, slow disks            |
 | training                                                     | 5 minutes, or 10 times a step if that is longer |
 
+Ranks that have all closed their guards and left Python, and are not gone 20 seconds later, are ended at once: what they
+were to do is done.
+
 Ranks that fetch a checkpoint from a URL do not stall (`HangLimits.stall`): where nothing comes they give up by
 themselves.
 
@@ -27,13 +30,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from rollback.rundir.records import Heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat
 
 GONE = "X"  # the state of a process that is not there any more; /proc has this letter for one that is about to go
 FLOOR = 300.0
 SLOW_FLOOR = 1800.0
 STEPS_BEFORE_TRUST = 3
 TIMES_A_STEP = 10.0
+AT_EXIT = 20.0
 _REMEMBERED_STEPS = 101
 _OUR_OWN_ABSENCE = 5.0  # a supervisor that was stopped itself has not seen the others move
 _THREADS_SILENT = 3.0  # heartbeats are looked at twice a second
@@ -94,6 +98,17 @@ class HangWatch:
         if self.limits.stall is not None and idle >= self.limits.stall:
             return Silence(idle, self.limits.stall, True, mute)
         return None
+
+    def stuck_at_exit(self, now: float) -> float | None:
+        """Seconds since the last rank was heard of, if all of them had left Python by then and that is too long ago.
+
+        While handlers of others run at the exit, ranks are heard of. One that says no more and is still there waits for
+        something below Python, for which nobody will ever come.
+        """
+        if not self._ranks or any(seen.beat.doing != LEAVING for seen in self._ranks.values()):
+            return None
+        silent = now - max(seen.looked for seen in self._ranks.values())
+        return silent if silent >= AT_EXIT else None
 
     @property
     def trains(self) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from rollback.events import Hung
+from rollback.events import Hung, StuckAtExit
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
@@ -29,16 +29,20 @@ class Lookout:
         """Whether the attempt has got as far as doing steps."""
         return self._watch.trains
 
-    def look(self) -> Hung | None:
-        """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had."""
+    def look(self) -> Hung | StuckAtExit | None:
+        """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had. Or that they
+        have done all they had to do, and do not end."""
         now = time.monotonic()
         if now < self._next:
             return None
         self._next = now + _EVERY
         attempt = self._running.attempt
         beats = {rank: beat for rank, beat in read_heartbeats(self._paths.ranks).items() if beat.attempt == attempt}
-        states = self._nodes.states() | self._running.look()
+        here = self._running.look()
+        states = self._nodes.states() | here
         silence = self._watch.look(now, beats)
+        if (silent := self._watch.stuck_at_exit(now)) is not None:
+            return StuckAtExit(ranks=tuple(sorted(here)), silent=round(silent, 3))
         if silence is None:
             return None
         records = in_order_of_blame(read_failures(self._paths.failures(attempt)).values())

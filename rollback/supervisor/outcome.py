@@ -2,18 +2,23 @@
 
 A status tells next to nothing (torchrun exits with 1 whatever a rank did), so what the ranks wrote comes first.
 
-| refusal | stopped    | told to stop | torchrun's status | outcome                        |
-|---------|------------|--------------|-------------------|--------------------------------|
-| yes     |            |              |                   | refused, with its exit code    |
-| no guard was made    | yes          |                   | ended: 1, as torchrun          |
-|         | structural |              |                   | structural (76)                |
-|         | preempted  | yes          |                   | resumable (75)                 |
-|         | preempted  | no           | 0                 | resumable (75)                 |
-|         |            |              | 0                 | done (0)                       |
-|         |            | yes          | not 0             | resumable (75)                 |
-|         | preempted  | no           | not 0             | failed: another attempt, or 1  |
-|         |            | no           | not 0             | failed: another attempt, or 1  |
+| refusal | stopped    | told to stop | torchrun's status | training           | outcome                       |
+|---------|------------|--------------|-------------------|--------------------|-------------------------------|
+| yes     |            |              |                   |                    | refused, with its exit code   |
+| no guard was made    | yes          |                   |                    | ended: 1, as torchrun         |
+|         | structural |              |                   |                    | structural (76)               |
+|         | preempted  | yes          |                   |                    | resumable (75)                |
+|         | preempted  | no           | 0                 |                    | resumable (75)                |
+|         |            |              | 0                 | final state lost   | unkept (74)                   |
+|         |            |              | 0                 | finished           | done (0)                      |
+|         |            |              | 0                 | without a guard    | done (0)                      |
+|         |            | yes          | 0                 | not finished       | resumable (75)                |
+|         |            | no           | 0                 | not finished       | left (1)                      |
+|         |            | yes          | not 0             |                    | resumable (75)                |
+|         | preempted  | no           | not 0             |                    | failed: another attempt, or 1 |
+|         |            | no           | not 0             |                    | failed: another attempt, or 1 |
 
+Left: a script that ends in the middle of its loop as if all were well would do so again, so it is not started again.
 The last but one: ranks whose torchrun died are ended by the supervisor with SIGTERM and may save on the way out.
 Nobody asked the job to stop, so it goes on.
 """
@@ -27,15 +32,17 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from rollback.errors import ExitCode, RollbackError
-from rollback.events import Hung, Stopped
+from rollback.events import FinalStateLost, Finished, Hung, Stopped
 
-Ending = Literal["refused", "ended", "structural", "resumable", "done", "failed"]
+Ending = Literal["refused", "ended", "structural", "resumable", "unkept", "done", "left", "failed"]
 
 EXIT_CODES: dict[Ending, ExitCode] = {
     "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
     "resumable": ExitCode.RESUMABLE,
+    "unkept": ExitCode.IO,
     "done": ExitCode.DONE,
+    "left": ExitCode.FAILED,
     "failed": ExitCode.FAILED,
 }
 
@@ -99,7 +106,8 @@ class Evidence:
     """What is known of an attempt once all its processes are gone.
 
     status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
-    attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together.
+    attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together. finished: it,
+    if training came to its end; final_state_lost: if that could not be kept.
     step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
     lost_nodes: nodes that fell silent or were started anew while the attempt ran. guarded: the script is known to have
     a guard; one that has none runs as under torchrun.
@@ -115,6 +123,8 @@ class Evidence:
     hung: Hung | None = None
     lost_nodes: tuple[str, ...] = ()
     guarded: bool = True
+    finished: Finished | None = None
+    final_state_lost: FinalStateLost | None = None
 
     @property
     def killed(self) -> bool:
@@ -140,6 +150,29 @@ def ending(evidence: Evidence) -> Ending:
         return "structural"
     if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):
         return "resumable"
-    if evidence.status == 0:
+    if evidence.status == 0 and evidence.final_state_lost is not None:
+        return "unkept"
+    if evidence.status == 0 and (evidence.finished is not None or not evidence.attached):
         return "done"
+    if evidence.status == 0 and not evidence.told_to_stop:
+        return "left"
     return "resumable" if evidence.told_to_stop else "failed"
+
+
+def account_of(end: Ending, evidence: Evidence) -> str | None:
+    """For people: how a job ended by itself; None where it did not."""
+    at = "" if evidence.step is None else f" at step {evidence.step}"
+    match end:
+        case "done" if evidence.finished is None:
+            return "the job ended by itself"
+        case "done":
+            return f"training is complete{at}"
+        case "unkept" if evidence.final_state_lost is not None:
+            lost = evidence.final_state_lost
+            return f"training is complete{at}, but its last {lost.steps} updates are in no checkpoint: {lost.reason}"
+        case "unkept":
+            return f"training is complete{at}, but its final state is in memory only; the lines above say why"
+        case "left":
+            return f"the script ended{at} as if all were done, but its loop over the guard was not over"
+        case _:
+            return None

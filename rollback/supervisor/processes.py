@@ -20,7 +20,7 @@ import psutil
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, read_heartbeats
+from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats
 from rollback.supervisor.nursery import NURSERY
 
 _PR_SET_CHILD_SUBREAPER = 36
@@ -82,7 +82,7 @@ def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
         rank
         for rank, heartbeat in read_heartbeats(paths.ranks).items()
         if (heartbeat.attempt, heartbeat.host) == (attempt, socket.gethostname())
-        and heartbeat.doing != "ended"
+        and heartbeat.doing not in ("ended", LEAVING)
         and _process_of(heartbeat) is None
     ]
 

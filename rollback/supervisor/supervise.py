@@ -11,73 +11,32 @@ Order matters in three places:
 from __future__ import annotations
 
 import os
-import signal
-import socket
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
-from rollback.config import ENV_NO_RUN, Settings
+from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse
-from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
-from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.fetch import fetch
 from rollback.rundir.remote.store import Store
-from rollback.supervisor.asked import StopRequests
-from rollback.supervisor.blame import blame
-from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
-from rollback.supervisor.claim import Claim, Past, claim_or_stand_in, read_past
-from rollback.supervisor.classify import FirstCause, cause, first_cause
-from rollback.supervisor.command import Job
-from rollback.supervisor.draining import Draining, reach
-from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
-from rollback.supervisor.hang import HangLimits
-from rollback.supervisor.host import Host, Running
+from rollback.supervisor.attempts import Attempts, Order, Result
+from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
+from rollback.supervisor.complete import nothing_left
+from rollback.supervisor.draining import reach
+from rollback.supervisor.host import Host
 from rollback.supervisor.ledger import Ledger
-from rollback.supervisor.lookout import Lookout
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
-from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Membership, Place, place_among_nodes
+from rollback.supervisor.nodes.membership import Membership, Place, place_among_nodes
 from rollback.supervisor.nodes.protocol import Verdict
-from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, Refusal, ending
+from rollback.supervisor.outcome import Refusal
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.start_conditions import differences, redacted
 
 _POLL = 0.1
-
-
-@dataclass(frozen=True)
-class Order:
-    """What `rollback launch` was asked to do.
-
-    restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
-    hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
-    preload: see `rollback.supervisor.nursery`. expects_guard: what was asked for concerns a guard, so there is one.
-    """
-
-    paths: RunPaths
-    job: Job
-    settings: Settings
-    restart_budget: int
-    grace: float
-    hang: HangLimits
-    node_timeout: float = NODE_TIMEOUT
-    preload: bool = True
-    expects_guard: bool = False
-
-
-@dataclass(frozen=True)
-class Result:
-    """How a run ended: what `rollback launch` exits with, and why, in words. recorded: in a run directory."""
-
-    exit_code: ExitCode
-    reason: str
-    recorded: bool = True
 
 
 def supervise(order: Order, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
@@ -147,7 +106,10 @@ def _lead(
                 if store is not None:
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
-                result = _Supervisor(order, place, say, host, ledger, signals, nodes).run(past)
+                if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
+                    verdict = Verdict(exit_code=ExitCode.DONE, reason=told)
+                    return Result(ExitCode.DONE, told)
+                result = Attempts(order, place, say, host, ledger, signals, nodes).run(past)
                 verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
                 return result
             except RollbackError as error:
@@ -168,238 +130,3 @@ def _all_nodes(paths: RunPaths, place: Place | None, say: Callable[[str], None])
         return
     with Membership(paths, place):
         yield Leader(paths, place, say)
-
-
-class _Supervisor:
-    """One launch: from the first attempt that it starts to the last."""
-
-    def __init__(
-        self,
-        order: Order,
-        place: Place | None,
-        say: Callable[[str], None],
-        host: Host,
-        ledger: Ledger,
-        signals: StopSignals,
-        nodes: Nodes,
-    ) -> None:
-        self._order = order
-        self._elastic = place is not None and place.elastic
-        self._paths = order.paths
-        self._say = say
-        self._host = host
-        self._ledger = ledger
-        self._signals = signals
-        self._nodes = nodes
-        self._requests = StopRequests(order.paths)
-        self._stop_signals: list[signal.Signals] = []
-        self._last_start: AttemptStarted | None = None
-        self._journal = TrainJournal(order.paths.train_journal)
-        self._draining = Draining(order.paths, ledger, say)
-
-    def run(self, past: Past) -> Result:
-        self._last_start = past.last_start
-        self._host.end_leftovers(self._say)
-        best = furthest_step(self._paths, self._journal.records())
-        budget = Budget.full(self._order.restart_budget)
-        attempt = past.last_attempt
-        while True:
-            attempt += 1
-            if not self._gather(attempt):
-                return self._end(ExitCode.RESUMABLE, "told to stop while nodes were waited for")
-            evidence, first = self._attempt(attempt)
-            end, output = ending(evidence), self._host.output
-            if end != "failed" or first is None or first.rank == output.held_of:
-                output.release()  # what it raised is the account itself
-            if evidence.refusal is not None:
-                if evidence.attached:
-                    self._begin_record()
-                raise self._refused(evidence)
-            if evidence.guarded:
-                self._begin_record()
-            if end != "failed":
-                return self._finish(end, evidence, first)
-            progressed = got_further(self._journal.records(attempt), evidence.step, best)
-            best = max((step for step in (best, evidence.step) if step is not None), default=None)
-            blamed = self._blame(first, attempt)
-            decision: Restart | GiveUp
-            if evidence.guarded or evidence.hung is not None:
-                budget, decision = budget.after_failure(
-                    progressed=progressed, attached=evidence.attached, killed=evidence.killed, blamed=blamed
-                )
-            else:
-                decision = after_unguarded(attempt - past.last_attempt - 1, self._order.job.max_restarts)
-            why = cause(evidence, first)
-            if isinstance(decision, GiveUp):
-                self._tell_failure(evidence, why)
-                return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
-            self._ledger.note(
-                RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
-            )
-            when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
-            left = f"; {budget.left} of {budget.limit} restarts left" if evidence.guarded else ""
-            self._tell_failure(evidence, f"{why}; starting another {when} ({decision.reason}{left})")
-            if self._stopped_while_waiting(decision.delay):
-                return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
-
-    def _gather(self, attempt: int) -> bool:
-        """Wait for all nodes; False if told to stop meanwhile."""
-        try:
-            if self._nodes.gather(attempt, lambda: bool(self._signals.received)):
-                return True
-        except RollbackError as error:
-            if self._ledger.opened:
-                self._end(error.exit_code, error.message)
-            raise
-        self._hear_signals()
-        return False
-
-    def _attempt(self, attempt: int) -> tuple[Evidence, FirstCause | None]:
-        """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
-        self._ledger.attempt = attempt
-        began = time.monotonic()
-        with self._host.attempt(attempt, len(self._nodes.names) if self._elastic else None) as running:
-            self._note_start(running)
-            status, hung = self._watch(running)
-        left = self._nodes.left(self._host.left(status, running))
-        self._hear_signals()
-        told = bool(self._stop_signals)
-        evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
-        first = first_cause(evidence, rank_ends(self._paths, attempt, left))
-        record = first.record if first else None
-        self._ledger.note(
-            AttemptEnded(
-                status=left.status,
-                cause=cause(evidence, first),
-                step=evidence.step,
-                seconds=time.monotonic() - began,
-                why=first.why if first else None,
-                rank=first.rank if first else None,
-                batch=record.batch if record else None,
-                followed=first.followed if first else (),
-                fingerprint=record.fingerprint if record else None,
-                samples=tuple(record.unreadable or record.samples) if record else (),
-                host=first.host if first else None,
-            )
-        )
-        return evidence, first
-
-    def _note_start(self, running: Running) -> None:
-        """Journal the attempt, and say what is not as at the last start."""
-        started = AttemptStarted(
-            command=redacted(running.command), host=socket.gethostname(), pid=running.pid, nodes=self._nodes.names,
-            **self._host.conditions(),
-        )  # fmt: skip
-        started = started.model_copy(update={"changed": differences(self._last_start, started)})
-        self._last_start = started
-        self._ledger.note(started)
-        if started.changed:
-            told = "; ".join(started.changed)
-            self._say(f"attempt {running.attempt}: other than at the last start: {told}")
-
-    def _watch(self, running: Running) -> tuple[int, Hung | None]:
-        """Torchrun's status once the attempt has ended on all nodes, by itself or because we ended it: told to stop and
-        its time is up, it failed on another node, or the ranks hang."""
-        deadline: float | None = None
-        hung: Hung | None = None
-        lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
-        while (move := self._nodes.move(running.poll())) != "settled":
-            if not self._ledger.opened and self._journal.has_attached(running.attempt):
-                self._begin_record()
-            if self._ledger.opened:
-                self._draining.look(self._journal.records)
-            for name in self._hear_signals():
-                if deadline is None:
-                    deadline = time.monotonic() + self._order.grace
-                    self._nodes.stop()
-                    self._say(f"{name}: telling the ranks to stop and save (again to end now)")
-            if move == "end":
-                running.kill()
-            elif running.poll() is not None:
-                pass  # other nodes have not ended yet
-            elif deadline is not None:
-                told = running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
-                insistent = self._signals.insistent or self._nodes.insistent
-                if not told or insistent or time.monotonic() > deadline:
-                    running.kill()
-            elif (hung := lookout.look()) is not None:
-                self._ledger.note(hung)
-                self._say(f"hang: {hung.reason}; nothing moved for {hung.silent:.0f} s; ending all ranks")
-                running.kill(hopeless=True)
-            elif lookout.trains:
-                self._host.keep_spare()
-            if running.poll() is None or self._nodes.names:
-                time.sleep(_POLL)
-        status = running.poll()
-        assert status is not None
-        return status, hung
-
-    def _hear_signals(self) -> list[str]:
-        """Stop signals that came since the last call, here or on other nodes, by name."""
-        facts = [Signalled(signal=signum.name) for signum in self._signals.take()]
-        facts += [Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
-        facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
-        for fact in facts:
-            self._ledger.note(fact)
-        self._stop_signals += [signal.Signals.__members__.get(fact.signal, signal.SIGTERM) for fact in facts]
-        return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in facts]
-
-    def _begin_record(self) -> None:
-        """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
-        self._ledger.open()
-        self._draining.follow(self._journal.records())
-        self._host.output.keep()
-
-    def _tell_failure(self, evidence: Evidence, account: str) -> None:
-        self._say(f"attempt {self._ledger.attempt} failed: {account}")
-        if evidence.failures and evidence.failures.failures:
-            words = self._host.output.last_words(evidence.failures.failures[0].rank)
-            if words is not None:
-                self._say(words)
-        self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
-
-    def _blame(self, first: FirstCause | None, attempt: int) -> bool:
-        """Journal the batch that is to blame, if any: the next attempt reads that and passes over it."""
-        found = blame(first, attempt, read_journal(self._paths.supervisor_journal).records)
-        if found is None:
-            return False
-        self._ledger.note(found)
-        self._say(f"the same exception again, at batch {found.batch}: {found.answer}")
-        return True
-
-    def _stopped_while_waiting(self, delay: float) -> bool:
-        """Wait before another attempt; True, at once, if a stop signal comes or has come."""
-        until = time.monotonic() + delay
-        while not self._hear_signals() and not self._stop_signals and time.monotonic() < until:
-            time.sleep(_POLL)
-        return bool(self._stop_signals)
-
-    def _refused(self, evidence: Evidence) -> RollbackError:
-        """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""
-        assert evidence.refusal is not None
-        error = RollbackError(evidence.refusal.message, hint=evidence.refusal.hint)
-        error.exit_code = ExitCode(evidence.refusal.exit_code)
-        if self._ledger.opened:
-            self._end(error.exit_code, evidence.refusal.message)
-        return error
-
-    def _finish(self, end: Ending, evidence: Evidence, first: FirstCause | None) -> Result:
-        """End a run whose last attempt did not fail."""
-        if end == "done":
-            return self._end(EXIT_CODES[end], "training ended by itself")
-        if end == "ended":
-            return self._end(EXIT_CODES[end], f"told to stop; {cause(evidence, first)}")
-        if evidence.stopped is not None:
-            return self._end(EXIT_CODES[end], evidence.stopped.account)
-        return self._end(EXIT_CODES[end], cause(evidence, first))
-
-    def _end(self, exit_code: ExitCode, reason: str) -> Result:
-        self._draining.finish(self._out_of_time)
-        self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))
-        self._draining.close()
-        return Result(exit_code, reason, recorded=self._ledger.opened)
-
-    def _out_of_time(self) -> bool:
-        """Whether who told us to stop waits no longer: what is left of the grace is for the durable ring."""
-        since = self._signals.since
-        return self._signals.insistent or (since is not None and time.monotonic() > since + self._order.grace)

@@ -88,6 +88,18 @@ def whole_number(value: Any, what: str) -> int:
     return number
 
 
+def sentinel_for(settings: Settings) -> Sentinel:
+    """The run's sentinel. Raises UsageError where a checkpoint could be good before the trouble in it is called."""
+    sentinel = Sentinel(settings.sensitivity)
+    if settings.probation <= sentinel.patience:
+        raise UsageError(
+            f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "
+            "steps: a checkpoint could be called good before the trouble in it is called",
+            hint=f"set probation to {sentinel.patience + 1} or more",
+        )
+    return sentinel
+
+
 def scalar(value: Tensor | float, what: str) -> Tensor:
     """The number that the script has observed, without its graph. Raises UsageError where it is none."""
     if not isinstance(value, Tensor):

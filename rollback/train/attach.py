@@ -30,7 +30,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.resume import candidates, next_seq, of_present_timeline
+from rollback.rundir.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.going_on import leaves_out, left_out_by_order, require_a_change
@@ -253,14 +253,17 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             tier=source.tier if source else None,
             writes=traces.writes,
         ),
-        f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})" if chosen else None,
+        _where(history, chosen) if chosen else None,
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)
     if chosen is not None:
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
-    held = of_present_timeline(history, sound)
+    held = [
+        manifest for manifest in of_present_timeline(history, sound)
+        if manifest == chosen or not is_provisional(history, manifest)
+    ]  # fmt: skip
     if ranks.first:
         cut_off = [m.name for m in sound if m not in held and m.name in reading.in_ring]
         _evict_what_was_cut_off(paths, cut_off, record)
@@ -280,6 +283,16 @@ def _leave_out_what_is_new(history: History, reading: Reading, settings: Setting
         if added.window not in [known.window for known in history.added]:
             history.added.append(added)
             record.note(added)
+
+
+def _where(history: History, chosen: Manifest) -> str:
+    """For people: where the run goes on."""
+    end = history.finished
+    if end is None or chosen.name != end.checkpoint:
+        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
+    by = f", by {end.by}" if end.by else ""
+    lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
+    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
 
 
 def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:
@@ -338,7 +351,7 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -
             say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
             continue
         if evicted:
-            record.note(Evicted(checkpoint=name, reason="beyond a restored checkpoint"))
+            record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))
 
 
 def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Record) -> None:

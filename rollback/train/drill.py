@@ -91,8 +91,8 @@ class _Part:
         def take_and_strike() -> Any:
             return self._handed_out(take())
 
-        def end_for_good(*, final: bool) -> None:
-            end_pass(final=final)
+        def end_for_good(by: str, *, final: bool = False) -> None:
+            end_pass(by, final=final)
             if final:
                 self._leave()
 

@@ -12,14 +12,13 @@ from torch import nn
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
-from rollback.events import Finished, Stopped
 from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
-from rollback.sentinel import Hint, Sentinel
+from rollback.sentinel import Hint
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
-from rollback.train.arguments import check_run, check_trained, settings_and_objects, whole_number
+from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
 from rollback.train.batches import Batches
 from rollback.train.choices import open_tier
 from rollback.train.cursor import cursor_for
@@ -43,6 +42,7 @@ from rollback.train.skips import SkipList
 from rollback.train.snapshots import Snapshots
 from rollback.train.state import Stateful, TrainingState
 from rollback.train.stopping import StopRequest, end_with_supervisor
+from rollback.train.training_end import TrainingEnd
 from rollback.train.updates import Updates
 from rollback.train.watch import Attend, Decision, Halt, Rewind, Watch
 
@@ -110,7 +110,7 @@ class Guard(ScriptSide):
         settings: Settings,
         run: str | os.PathLike[str] | None,
     ) -> None:
-        ranks, sentinel, cursor = self._ranks, Sentinel(settings.sensitivity), cursor_for(loader)
+        ranks, sentinel, cursor = self._ranks, sentinel_for(settings), cursor_for(loader)
         self._settings, self._loader = settings, loader
         self._paths = attaching.run_paths(run)
         self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
@@ -127,29 +127,19 @@ class Guard(ScriptSide):
         self._life = SignsOfLife(self._paths, ranks, attached.attempt, cursor)
         tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
         self._drainer = start_draining(self._paths, settings, self._record, ranks)
-        self._snapshots = Snapshots(
-            self._paths, ranks, attached.next_seq, attached.attempt, fast_tier(tier[0], ranks, attached.slots)
-        )
+        slots = fast_tier(tier[0], ranks, attached.slots)
+        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, slots)
         self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
         self._skips.announce(cursor)
         self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
         holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
         away = elsewhere_of(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
         self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away)
+        pulse = Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._watch = Watch(
-            ranks,
-            settings,
-            Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu"))),
-            sentinel,
-            self._keeper,
-            self._snapshots,
-            self._record,
-            self._evidence,
-            attached.history,
-            cursor.batch,
-            Advisor(self._state.model, optimizer),
-            self._skips,
-        )
+            ranks, settings, pulse, sentinel, self._keeper, self._snapshots, self._record, self._evidence,
+            attached.history, cursor.batch, Advisor(self._state.model, optimizer), self._skips,
+        )  # fmt: skip
         afresh = settings.accept_data_change or attached.ranks_before is not None
         self._batches = Batches(self._paths, ranks, cursor, self._skips, self._record, afresh=afresh)
         self._prefetch = PrefetchWatch(model, optimizer, self._updates.telltale)
@@ -165,9 +155,13 @@ class Guard(ScriptSide):
             settings, ranks, self._state, self._snapshots, self._keeper, self._record, tier,
             attached.restored.step if attached.restored else None,
         )  # fmt: skip
+        self._end = TrainingEnd(
+            self._state, self._saver, self._keeper, self._watch, self._record, attached.history, attached.restored,
+            keeps=settings.snapshot_every != 0,
+        )  # fmt: skip
         self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
         if attached.restored is not None:
-            self._passes.resume()
+            self._passes.resume(left=self._state.counters.epoch_left)
 
     # What the script uses ------------------------------------------------------------------------------------------
 
@@ -178,7 +172,7 @@ class Guard(ScriptSide):
         epoch's start goes back to that epoch's body, so that what the script does between epochs is done again as well.
         Raises UsageError where `count` is no whole number, and where a body did not iterate over the guard.
         """
-        return self._passes.epochs(whole_number(count, "guard.epochs got count"))
+        return self._passes.epochs(whole_number(count, "guard.epochs got count"), self._end_epochs)
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from where the run stands. All ranks alike.
@@ -215,18 +209,19 @@ class Guard(ScriptSide):
         while not self._passes.interrupted:
             if self._max_steps is not None and self.step >= self._max_steps:
                 if self._all_is_well():
-                    self._end_pass(final=True)
+                    self._end_pass(f"max_steps={self._max_steps}", final=True)
                     break
                 continue
             try:
-                self._hand.epoch_began |= self._batches.open_epoch()
+                if self._batches.open_epoch():
+                    self._state.counters.epoch_left, self._hand.epoch_began = False, True
                 if not self._snapshot_due() or self._take_snapshot():
                     return self._take_batch()
             except StopIteration:
                 if not self._all_is_well():
                     continue
                 if not self._passes.replaying:
-                    self._end_pass(final=False)
+                    self._end_pass("the end of the data")
                     break
                 self._passes.cross()
         raise StopIteration
@@ -236,6 +231,10 @@ class Guard(ScriptSide):
         if self._closed or os.getpid() != self._process:
             return  # a loader worker, forked with all that is to be done at exit, is not the rank that ends
         self._closed = True
+        if not self._life.raised:
+            changed = self._updates.happened or self._updates.dropped_by_scaler
+            self._end.close(changed=changed, judge=None if self._ranks.distributed else self._end_step)
+        self._watch.end_pulse()
         self._life.end()
         self._snapshots.close()
         self._watch.close()
@@ -255,6 +254,7 @@ class Guard(ScriptSide):
 
         batch = self._batches.next(self.step, self._watch.timeline, lambda position: show("reading", position))
         position = self.batch
+        self._end.passed()
         self._prefetch.handed_out()
         hand.take(position)
         show("training", position)
@@ -292,7 +292,7 @@ class Guard(ScriptSide):
         """The step that has just ended does not count: go back, and take it again."""
         self._rehearsing = False
         self._rewinder.restore_again()
-        self._passes.rewound()
+        self._passes.rewound(left=self._state.counters.epoch_left)
         self._forget_step()
 
     def _forget_step(self, phase: str | None = None) -> None:
@@ -344,26 +344,28 @@ class Guard(ScriptSide):
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
-    def _end_pass(self, *, final: bool) -> None:
-        self._keeper.settle()
+    def _end_pass(self, by: str, *, final: bool = False) -> None:
+        self._life.show("saving", self.step, self.batch, now=True)
+        self._end.come(by, left_over=self._hand.batches)
         self._passes.end(final=final)
         if final:
             self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
-        self._record.note(Finished(step=self.step, batch=self._state.cursor.batch))
+            self._end.tell()
+        self._life.turn_to("training")
+
+    def _end_epochs(self, count: int) -> bool:
+        """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
+        if self._act(self._end_step()) or not self._all_is_well():
+            return False
+        left, left_over = self._passes.leave_broken_epoch(), self._hand.batches
+        self._end.come(f"guard.epochs({count})", left_over=left_over, left=left)
+        self._end.tell()
+        return True
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
             self._life.show("saving", self.step, self.batch, now=True)
-            self._saver.take_now(self._watch.timeline)
-        newest = self._keeper.newest()
-        stopped = Stopped(
-            reason="structural" if halt.structural else "preempted",
-            step=self.step,
-            batch=self._state.cursor.batch,
-            checkpoint=newest.name if newest else None,
-            account=halt.account,
-        )
-        self._record.note(stopped, f"stopped at step {self.step}: {halt.account}")
+        self._end.stop(halt)
         self._requests.note_stop(self.step)
         self._ranks.barrier()
         self.close()

@@ -50,9 +50,9 @@ class Keeper:
         self._elsewhere = elsewhere
         self._away: set[str] = set()  # what was last offered of it
 
-    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int) -> None:
-        """Copy the state and start writing it; when `Snapshots.ready`."""
-        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline)
+    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> None:
+        """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
+        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over)
         self._holdings.begin(name)
 
     def advance(self, beat: Beat) -> None:
@@ -142,8 +142,12 @@ class Keeper:
         """Remove what lies beyond the restored checkpoint."""
         for name in plan.discards:
             if name not in self._away:  # that is the drainer's
-                self._holdings.drop(name)
-                self._evict(name, "beyond a restored checkpoint")
+                self.let_go(name, "beyond a restored checkpoint")
+
+    def let_go(self, name: str, reason: str) -> None:
+        """A checkpoint is of no use any more."""
+        self._holdings.drop(name)
+        self._evict(name, reason)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
@@ -188,7 +192,8 @@ class Keeper:
         )
         if self._holdings.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
-        self._evict_surplus()
+        if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
+            self._evict_surplus()
 
     def _evict_surplus(self) -> None:
         """Each tier has its own capacity."""

@@ -52,10 +52,13 @@ class LastWords:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
         self._cursor = cursor
         self._pid = os.getpid()
+        self.spoken = False
+        """Whether an exception that nobody caught has come by."""
         self._before = sys.excepthook
         sys.excepthook = self._on_error
 
     def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.spoken |= os.getpid() == self._pid
         try:
             if isinstance(error, Exception) and os.getpid() == self._pid:  # not in a process that the script forked
                 write_failure(self._path, self._account(error))

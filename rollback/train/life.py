@@ -19,7 +19,7 @@ import psutil
 from rollback.config import STACKS_SIGNAL
 from rollback.events import Window
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.train.cursor import Cursor
 from rollback.train.last_words import LastWords, Standing
 from rollback.train.movement import Movement
@@ -43,19 +43,20 @@ class SignsOfLife:
         self._created = psutil.Process().create_time()
         self._movement = Movement()
         self._moved = time.monotonic()
-        self._failing = self._ended = False
+        self._failing = self._ended = self._leaving = False
         self._lock = threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
         self._write()
-        LastWords(paths.failure(attempt, ranks.rank), ranks.rank, attempt, lambda: self.standing, cursor)
+        failure = paths.failure(attempt, ranks.rank)
+        self._last_words = LastWords(failure, ranks.rank, attempt, lambda: self.standing, cursor)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where
         if SignsOfLife._present is not None:
             SignsOfLife._present._over.set()
         SignsOfLife._present = self
-        atexit.register(self._over.set)
+        atexit.register(self._leave)
         threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
@@ -74,6 +75,18 @@ class SignsOfLife:
         self._ended, self._moved = True, time.monotonic()
         self._write()
 
+    @property
+    def raised(self) -> bool:
+        """Whether an exception that nobody caught has ended the script."""
+        return self._last_words.spoken
+
+    def _leave(self) -> None:
+        """The interpreter ends. The thread goes on: it says so for as long as handlers of others run at the exit, and
+        falls silent when no Python code can run any more. Where the process is still there then, it is stuck."""
+        if SignsOfLife._present is self and os.getpid() == self._pid:
+            self._leaving = self._ended and not self.raised
+            self._write()
+
     def take(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
         """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
         first = batch if first is None else first
@@ -89,16 +102,17 @@ class SignsOfLife:
     def _write(self) -> None:
         with self._lock:
             standing = self.standing
+            doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
+            # Not into torch any more: a thread that comes back from C++ into an ending interpreter aborts the process.
+            begun = None if self._ended else self._ranks.collectives_begun()
             beat = Heartbeat.model_construct(
                 pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
-                doing="ended" if self._ended else standing.doing, monotonic=self._moved, created=self._created,
-                looked=time.monotonic(),
-                collectives=self._ranks.collectives_begun(),
+                doing=doing, monotonic=self._moved, created=self._created, looked=time.monotonic(), collectives=begun,
             )  # fmt: skip
             try:
                 write_heartbeat(self._path, beat)
             except OSError as error:
-                if not self._failing:
+                if not self._failing and not self._ended:
                     say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
                 self._failing = True
             else:

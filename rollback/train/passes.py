@@ -8,13 +8,15 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Three things distur
   epoch, crosses the start of its own epoch once more, and repeats the learning-rate steps that the script made there.
   Other things that a script does between epochs are not repeated; `guard.epochs()` is for scripts that do them.
 
-No checkpoint stands behind the last batch of an epoch (see `Guard`), so every pass that a restored run goes on in has
-at least one batch, and the code after its loop finds what it expects.
+No checkpoint that a run goes on from stands behind the last batch of an epoch (see `Guard`), so every pass that a
+restored run goes on in has at least one batch, and the code after its loop finds what it expects. The one exception is
+the end of a complete run of which more is asked: its last pass begins once more and is over at once, so that the script
+does behind it what it does behind every pass, and the next one begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any
 
@@ -41,9 +43,10 @@ class Passes:
         self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
         self._announced: int | None = None
         self._target: int | None = None
+        self._target_is_over = False
         self._strayed = False
         self._finished = False
-        self._by_epochs = False
+        self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
         self.begun = 0
@@ -58,9 +61,10 @@ class Passes:
         """Whether the script loops over epochs by itself: a resumed run must walk through those that are over."""
         self._own_epoch: int | None = None  # what the script says that its first pass is, where it loops by itself
 
-    def resume(self) -> None:
-        """The cursor was put where an earlier attempt was."""
-        self._target = self._cursor.epoch
+    def resume(self, *, left: bool = False) -> None:
+        """The cursor was put where an earlier attempt was. left: behind an epoch, and the script was through there."""
+        self._target_is_over = self._stands_behind_an_epoch() and not left
+        self._target = self._cursor.epoch - self._target_is_over
 
     def begin(self) -> Again:
         """A `for batch in guard` begins."""
@@ -75,10 +79,11 @@ class Passes:
             return Again.NOTHING
         self.epoch, self.over = number, False
         if self._target is None:
-            self._leave_broken_epoch(number)
+            self.leave_broken_epoch(number)
             return Again.NOTHING
         again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
-        self._target, self._strayed = None, False
+        self.over = self._target_is_over
+        self._target, self._target_is_over, self._strayed = None, False, False
         return again
 
     def advice(self) -> Iterator[tuple[str, str]]:
@@ -94,10 +99,14 @@ class Passes:
     def note_end(self) -> None:
         self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
 
-    def rewound(self) -> None:
-        """A rollback has put the cursor back, perhaps into an earlier epoch."""
-        if self._by_epochs and self._cursor.epoch < self.epoch:
-            self._target, self._strayed, self.interrupted = self._cursor.epoch, True, True
+    def rewound(self, *, left: bool = False) -> None:
+        """A rollback has put the cursor back, perhaps into an earlier epoch. left: as in `resume`."""
+        behind = self._stands_behind_an_epoch() and not left
+        if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):
+            self._target, self._target_is_over = self._cursor.epoch - behind, behind
+            self._strayed, self.interrupted = True, True
+        elif behind:
+            self.cross()
 
     @property
     def replaying(self) -> bool:
@@ -112,14 +121,18 @@ class Passes:
             for _ in range(count):
                 scheduler.step()
 
-    def epochs(self, count: int) -> Iterator[int]:
-        """See `Guard.epochs`."""
+    def epochs(self, count: int, end: Callable[[int], bool] = lambda count: True) -> Iterator[int]:
+        """See `Guard.epochs`. end: called when there is none left; False if training stands elsewhere since."""
         self._by_epochs = True
         try:
             while not self._finished:
                 number = self._cursor.epoch + self._in_broken_epoch() if self._target is None else self._target
                 if number >= count:
-                    return
+                    self._between = True
+                    if end(count):
+                        return
+                    self._between = False
+                    continue
                 self._announced = number
                 yield number
                 if self._announced is not None:
@@ -128,7 +141,7 @@ class Passes:
                         hint="write `for epoch in guard.epochs(n):` and inside it `for batch in guard:`",
                     )
         finally:
-            self._by_epochs = False
+            self._by_epochs = self._between = False
 
     def _note_boundary(self, number: int) -> None:
         if self._steps_at_end is not None:
@@ -138,10 +151,16 @@ class Passes:
             ]
         self._steps_at_end = None
 
+    def _stands_behind_an_epoch(self) -> bool:
+        return not self._cursor.opened and self._cursor.batch > 0
+
     def _in_broken_epoch(self) -> bool:
         """Whether the script broke off its last pass within an epoch that has an end."""
         return self._cursor.opened and self._cursor.offset > 0 and self._cursor.has_epochs and not self.interrupted
 
-    def _leave_broken_epoch(self, number: int) -> None:
-        if self._in_broken_epoch() and number > self._cursor.epoch:
+    def leave_broken_epoch(self, number: int | None = None) -> bool:
+        """A pass begins, or none follows. Whether the one before it was broken off: its epoch is over now."""
+        broken = self._in_broken_epoch() and (number is None or number > self._cursor.epoch)
+        if broken:
             self._cursor.end_epoch()
+        return broken

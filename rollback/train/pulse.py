@@ -12,6 +12,7 @@ all others, so a code or a word of a letter arrives exactly: whole numbers below
 from __future__ import annotations
 
 import math
+import time
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollback.train.ranks import Ranks
+from rollback.train.ranks import Handed, Ranks
 
 
 class Slot(IntEnum):
@@ -52,6 +53,9 @@ class Slot(IntEnum):
 
 LETTER = 5
 """Words of a letter."""
+
+
+_PATIENCE, _POLL = 2.0, 0.001
 
 
 class Ailment(IntFlag):
@@ -200,6 +204,7 @@ class Pulse:
         self._weights = torch.tensor([1.0, 4.0], dtype=torch.float64, device=self._device)
         self._work: dist.Work | None = None
         self._vector: Tensor | None = None
+        self._handed: Handed | None = None  # the last one that a collective was given
 
     @property
     def under_way(self) -> bool:
@@ -210,6 +215,7 @@ class Pulse:
         compose = self._compose_on_device if self._cuda else self._compose_on_host
         self._vector = compose(loss, grad_norm, signs, gauges)
         if self._ranks.distributed:
+            self._handed = Handed(self._vector)
             self._work = dist.all_reduce(self._vector, async_op=True)
         if self._side is not None and self._arrived is not None:
             self._side.wait_stream(torch.cuda.current_stream(self._device))
@@ -233,6 +239,20 @@ class Pulse:
         vector = self._host[: len(self._vector)].tolist()
         self._work = self._vector = None
         return _beat(vector, self._ranks.world_size)
+
+    def close(self) -> None:
+        """Nothing of a beat is under way any more, nor held by the backend's threads. Not collective.
+
+        A thread of gloo that lets go of a tensor needs the interpreter's lock for it. An interpreter that ends holds
+        that lock for good, and waits for the thread. So what is left is waited for here, for as long as peers may
+        take to send their part; where they do not, they have died, and their connections with them.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
+            time.sleep(_POLL)
+        self._work = self._vector = None
+        if self._handed is not None:
+            self._handed.take_back()
 
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,24 @@ from torch import Tensor
 from rollback.errors import UsageError
 
 _PARCEL = 32 << 20  # bytes that go to the others at once: small tensors together, large ones in parts
+_PATIENCE, _MOMENT = 2.0, 0.0002  # seconds
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+class Handed:
+    """Tensors on their way through a collective. Make it before they are handed over."""
+
+    def __init__(self, *tensors: Tensor) -> None:
+        self._tensors = [(tensor, tensor._use_count()) for tensor in tensors]  # type: ignore[attr-defined]
+
+    def take_back(self) -> None:
+        """Wait until the backend's threads have let go of them, which may be a moment after the collective is over.
+
+        They need the interpreter's lock to do so. At the interpreter's end they would never get it.
+        """
+        deadline = time.monotonic() + _PATIENCE
+        while any(tensor._use_count() > count for tensor, count in self._tensors) and time.monotonic() < deadline:  # type: ignore[attr-defined]
+            time.sleep(_MOMENT)
 
 
 class Ranks:
@@ -86,7 +104,9 @@ class Ranks:
         if not self.distributed:
             return condition
         flag = torch.tensor([int(condition)], dtype=torch.int32, device=self.device)
+        handed = Handed(flag)
         dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        handed.take_back()
         return bool(flag.item())
 
     def first_fault(self, fault: str | None) -> str | None:
@@ -127,18 +147,25 @@ class Ranks:
         body = text.encode()
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
-        dist.all_gather(sizes, size)
+        self._gather(sizes, size)
         room = max(1, *(int(item.item()) for item in sizes))
         mine = torch.frombuffer(bytearray(body.ljust(room)), dtype=torch.uint8).to(self.device)
         all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
-        dist.all_gather(all_of_them, mine)
+        self._gather(all_of_them, mine)
         return [
             bytes(item.cpu().numpy())[: int(length.item())].decode()
             for item, length in zip(all_of_them, sizes, strict=True)
         ]
 
+    def _gather(self, to: list[Tensor], mine: Tensor) -> None:
+        handed = Handed(*to, mine)
+        dist.all_gather(to, mine)
+        handed.take_back()
+
     def _broadcast(self, buffer: Tensor, source: int) -> None:
+        handed = Handed(buffer)
         dist.broadcast(buffer, src=source)
+        handed.take_back()
 
 
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:

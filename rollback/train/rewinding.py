@@ -88,7 +88,7 @@ class Rewinder:
         self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
         self._watch.rewound(Case(decision.incident, plan, restored), target.step)
         self.source = target
-        self._passes.rewound()
+        self._passes.rewound(left=self._state.counters.epoch_left)
         return target
 
     def restore_again(self) -> None:

@@ -50,7 +50,7 @@ class Saver:
         self._record = record
         self._tier = tier
         self.wanted = False
-        self._taken_at = began_at
+        self._taken_at = self._taken_before_end = began_at
         self._measured = False
         self._pace = Pace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
@@ -106,7 +106,8 @@ class Saver:
         if not self._snapshots.ready:
             return  # there is no memory for a copy; it was said
         self._measured = self._measured or self._taken_at is not None
-        self._keeper.begin(image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline)
+        over = not cursor.opened
+        self._keeper.begin(image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over)
         self._taken_at, self.wanted = step, False
         self._snapshots.stalled = time.perf_counter() - began
 
@@ -116,6 +117,41 @@ class Saver:
         if self._taken_at != self._state.counters.step and self._settings.snapshot_every:
             self.take(timeline)
             self._keeper.settle()
+
+    def take_end(self, timeline: int) -> str | None:
+        """The checkpoint of this very state, which may be that at the end of training; None where none could be had.
+
+        Nothing comes behind it, so it is waited for, and where the fast tier does not take it, the run directory does.
+        """
+        self._keeper.settle()
+        self._taken_before_end = self._taken_at
+        if (kept := self._kept()) is None and self._settings.snapshot_every:
+            self.take(timeline)
+            self._keeper.settle()
+            if (kept := self._kept()) is None and self._snapshots.tier == "fast":
+                self._leave_fast_tier("it did not take the state at the end of an epoch")
+                self.take(timeline)
+                self._keeper.settle()
+                kept = self._kept()
+        return kept
+
+    def go_on(self, end: str) -> None:
+        """What was taken as the end of training was not."""
+        if self._taken_before_end != self._taken_at:
+            self._taken_at = self._taken_before_end
+            self._keeper.let_go(end, "training went on behind the end of an epoch")
+
+    def _kept(self) -> str | None:
+        """The checkpoint of the present state, if there is one."""
+        newest, here = self._keeper.newest(), (self._state.counters.step, self._state.cursor.batch)
+        return newest.name if newest is not None and (newest.step, newest.batch) == here else None
+
+    def _leave_fast_tier(self, reason: str) -> None:
+        self._snapshots.use(0)
+        self._record.note(
+            Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=reason),
+            f"the fast tier: {reason}; checkpoints are written to the run directory from now on",
+        )
 
     def restored(self, step: int) -> None:
         """Training goes on at an earlier step."""

@@ -141,7 +141,7 @@ class Snapshots:
 
     # The flight ----------------------------------------------------------------------------------------------------
 
-    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int) -> str:
+    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> str:
         """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
 
         Returns the name that the checkpoint will have.
@@ -151,7 +151,7 @@ class Snapshots:
         began = time.perf_counter()
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         manifest = Manifest(
-            name=checkpoint_name(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, timeline=timeline,
+            name=checkpoint_name(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over, timeline=timeline,
             attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(),
         )  # fmt: skip

@@ -35,12 +35,14 @@ class Stateful(Protocol):
 
 @dataclass
 class Counters:
-    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far."""
+    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far.
+    epoch_left: behind an epoch, that the script has done there what it does between two."""
 
     step: int = 0
     batches_per_step: int = 1
     learning_rate: float | None = None
     highest_rate: float | None = None
+    epoch_left: bool = False
 
     def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
         """An update had so many batches. The last one of an epoch may have fewer than a whole one: what was left."""

@@ -179,6 +179,15 @@ class Watch:
             return None
         return self._judge(self._pulse.read(), self._marks[-1])
 
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether a step's beat is under way."""
+        return self._pulse.under_way
+
+    def end_pulse(self) -> None:
+        """No collective of ours is under way any more. Not collective."""
+        self._pulse.close()
+
     def rewound(self, case: Case, step: int) -> None:
         """A plan was carried out; `step` is where training stands now."""
         assert case.plan is not None

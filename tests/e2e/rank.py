@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 
 from rollback.config import guard_mark
-from rollback.events import Attached, Committed, Fact, Stopped, Window
+from rollback.events import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.supervisor.processes import dead_ranks
 
 RANK = int(os.environ["RANK"])
@@ -34,7 +34,7 @@ def tell(fact: Fact) -> None:
         journal.close()
 
 
-def beat(step: int) -> None:
+def beat(step: int, doing: str = "step") -> None:
     PATHS.ranks.mkdir(parents=True, exist_ok=True)
     heartbeat = Heartbeat(
         pid=os.getpid(),
@@ -42,8 +42,9 @@ def beat(step: int) -> None:
         attempt=ATTEMPT,
         step=step,
         batch=step,
-        doing="step",
+        doing=doing,
         monotonic=time.monotonic(),
+        looked=time.monotonic(),
         created=psutil.Process().create_time(),
     )
     write_heartbeat(PATHS.heartbeat(RANK), heartbeat)
@@ -183,6 +184,29 @@ def structural() -> None:
     tell(Stopped(reason="structural", step=9, batch=9, checkpoint=None, account="three rollbacks did not help"))
 
 
+def leave() -> None:
+    """End as if all were well, in the middle of the training."""
+    attach()
+    beat(4)
+
+
+def be_stuck_at_exit() -> None:
+    """Training is over, and Python left, but the process is still there."""
+    attach()
+    tell(Finished(step=9, batch=9))
+    beat(9, LEAVING)
+    time.sleep(60)
+
+
+def work_on() -> None:
+    """Guards are closed; the script goes on, and so do handlers at the exit."""
+    attach()
+    for number in range(50):
+        beat(9, "ended" if number < 25 else LEAVING)
+        time.sleep(0.1)
+    Path(os.environ["NOTES"], "worked-on").touch()
+
+
 def refuse() -> None:
     if RANK == 0:
         body = {"exit_code": 78, "message": "another model", "hint": "another run directory"}
@@ -213,3 +237,5 @@ def sleep() -> None:
 
 if __name__ == "__main__":
     globals()[sys.argv[1]]()
+    if sys.argv[1] not in ("stop_when_told", "structural", "refuse", "leave"):
+        tell(Finished(step=9, batch=9))

@@ -142,7 +142,7 @@ def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(jo
     assert is_gone(rank)
     assert is_gone(torchrun)
     assert is_gone(worker)
-    assert [record.attempt for record in read_journal(job.paths.train_journal).records] == [1, 2]
+    assert [record.attempt for record in read_journal(job.paths.train_journal).records] == [1, 2, 2]
 
 
 def test_a_killed_supervisor_ends_ranks_that_hold_no_guard(job: Launch) -> None:

@@ -20,8 +20,8 @@ from rollback.errors import ExitCode, RunDirectoryError, UsageError
 from rollback.events import SkipAdded, Window
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.flags import FLAGS
-from rollback.supervisor.supervise import Order, Result
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.rundir.records import Heartbeat
-from rollback.supervisor.hang import FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
+from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.supervisor.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
@@ -183,3 +183,24 @@ def test_the_suspect(beats, states, raised, mute, rank, reason) -> None:  # type
     found = suspect(beats, states, raised, mute)
     assert found.rank == rank
     assert found.reason.startswith(reason)
+
+
+class TestStuckAtExit:
+    def told(self, *doings: str, silent: float, beating: bool = False) -> float | None:
+        """What is said of ranks that do that, of which nothing is heard for so long, but of the last if `beating`."""
+        watch = HangWatch(AUTO, began=0.0)
+        for now in range(int(silent) + 1):
+            heard = [0.0] * (len(doings) - 1) + [float(now) if beating else 0.0]
+            watch.look(now, {rank: beat(9, looked=heard[rank], doing=doing) for rank, doing in enumerate(doings)})
+        return watch.stuck_at_exit(int(silent))
+
+    def test_ranks_that_have_all_left_python_and_are_silent_are_stuck(self) -> None:
+        assert self.told(LEAVING, LEAVING, silent=AT_EXIT - 1) is None
+        assert self.told(LEAVING, LEAVING, silent=AT_EXIT) == AT_EXIT
+
+    @pytest.mark.parametrize("other", ["ended", "training", "saving"])
+    def test_where_one_is_still_in_its_script_nobody_is(self, other: str) -> None:
+        assert self.told(LEAVING, other, silent=AT_EXIT + 60) is None
+
+    def test_where_one_is_heard_of_nobody_is(self) -> None:
+        assert self.told(LEAVING, LEAVING, silent=AT_EXIT + 60, beating=True) is None

@@ -100,6 +100,53 @@ def test_a_finished_run_has_no_more_batches_and_no_more_epochs() -> None:
     assert passes.over
 
 
+def behind(epoch: int) -> Cursor:
+    """Where the state at the end of training stands: behind an epoch's last batch."""
+    cursor = at(epoch, 1)
+    cursor.end_epoch()
+    return cursor
+
+
+def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one_has_batches() -> None:
+    passes = Passes(behind(1), [])
+    passes.resume()
+    assert passes.begin() is Again.NOTHING
+    assert passes.begin() is Again.EVERYTHING, "what the script does behind that epoch is done on the restored state"
+    assert (passes.epoch, passes.over) == (1, True)
+    assert passes.begin() is Again.NOTHING
+    assert (passes.epoch, passes.over) == (2, False)
+
+
+def test_behind_an_epoch_at_which_the_script_was_through_the_next_one_begins() -> None:
+    passes = Passes(behind(1), [])
+    passes.resume(left=True)
+    assert next(passes.epochs(4)) == 2
+    assert passes.begin() is Again.RANDOM_STATES
+    assert not passes.over
+
+
+def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
+    cursor = at(1, 3)
+    passes = Passes(cursor, [])
+    passes.resume()
+    asked: list[int] = []
+
+    def end(count: int) -> bool:
+        asked.append(count)
+        if len(asked) == 1:
+            cursor.load_state_dict(at(1, 2).state_dict())
+            passes.rewound()
+        return len(asked) == 2
+
+    epochs = passes.epochs(2, end)
+    assert next(epochs) == 1
+    passes.begin()
+    assert next(epochs) == 1, "the last update was judged to demand a return into this epoch"
+    passes.begin()
+    assert list(epochs) == []
+    assert asked == [2, 2]
+
+
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:
     epochs = Passes(at(0), []).epochs(3)
     next(epochs)

@@ -8,6 +8,8 @@ import os
 import socket
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -92,6 +94,53 @@ def test_one_process_reads_its_own_beat() -> None:
     beat = pulse.read()
     assert (beat.loss, beat.grad_norm, beat.stop, beat.ailing) == (2.0, None, True, ())
     assert not pulse.under_way
+
+
+class _Backend:
+    """In place of a backend: a thread that lets go of a tensor a moment after its collective is over, as gloo's may."""
+
+    def __init__(self, done_after: float, held_for: float) -> None:
+        self.done_after, self.held_for = done_after, held_for
+        self.threads: list[threading.Thread] = []
+        self.done = threading.Event()
+        self.released = threading.Event()
+
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> _Backend:
+        assert async_op
+        held = [tensor.view(-1)]  # its base holds the tensor below Python
+
+        def work() -> None:
+            time.sleep(self.done_after)
+            self.done.set()
+            time.sleep(self.held_for)
+            self.released.set()
+            held.clear()
+
+        self.threads.append(threading.Thread(target=work))
+        self.threads[-1].start()
+        return self
+
+    def is_completed(self) -> bool:
+        return self.done.is_set()
+
+    def wait(self) -> None:
+        self.done.wait()
+
+
+@pytest.mark.parametrize("read", [False, True])
+def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, ranks = _Backend(0.05, 0.1), Ranks()
+    ranks.distributed = True
+    monkeypatch.setattr("rollback.train.pulse.dist.all_reduce", backend.all_reduce)
+    pulse = Pulse(ranks, torch.device("cpu"))
+    pulse.send(torch.tensor(2.0), None, Signs())
+    if read:
+        pulse.read()
+    pulse.close()
+    assert backend.released.is_set(), "an interpreter that ends now would wait for this thread for ever"
+    assert not pulse.under_way
+    pulse.close()
+    backend.threads[0].join()
 
 
 RANK = """

@@ -6,7 +6,7 @@ import pytest
 
 from checkpoints import manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.events import BecameGood, Committed, Evicted, Fact, Record, Restored
+from rollback.events import BecameGood, Committed, Evicted, Fact, Finished, Record, Restored
 from rollback.rundir.history import History, fold
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.resume import candidates, next_seq, of_present_timeline
@@ -94,3 +94,19 @@ def test_sequence_numbers_never_come_back() -> None:
     assert next_seq(history_of(), []) == 4
     evicted = Evicted(checkpoint="c000009-s00000180", reason="beyond a restored checkpoint")
     assert next_seq(history_of(evicted), NAMES[:2]) == 10
+
+
+def test_what_was_taken_behind_an_epoch_comes_last_unless_training_ended_there() -> None:
+    end = RING[3].model_copy(update={"over": True})
+    manifests = [*RING[:3], end]
+    assert names(candidates(history_of(), manifests)) == [NAMES[2], NAMES[1], NAMES[0], NAMES[3]]
+    finished = Finished(step=60, batch=120, checkpoint=NAMES[3])
+    assert names(candidates(history_of(finished), manifests)) == NAMES[::-1]
+
+
+def test_a_run_is_complete_until_it_goes_on_or_back() -> None:
+    finished = Finished(step=60, batch=120, checkpoint=NAMES[3])
+    later = Committed(checkpoint="c000004-s00000080", step=80, batch=160, timeline=0, bytes=1, seconds=0.1)
+    assert history_of(finished).final == NAMES[3]
+    assert history_of(finished, later).final is None
+    assert history_of(finished, incident(1, 45, 49), plan_to(2)).final is None

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.events import Attached, Committed, Fact, Record, Stopped
+from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Record, Stopped
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import got_further
@@ -22,6 +22,7 @@ from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun import Instructions
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
 
 
@@ -32,11 +33,16 @@ def evidence(
     refusal: Refusal | None = None,
     stopped: Stopped | None = None,
     failures: Failures | None = None,
+    finished: bool = False,
+    lost: bool = False,
+    attached: bool = True,
 ) -> Evidence:
     return Evidence(
         status=status,
         told_to_stop=told,
-        attached=True,
+        attached=attached,
+        finished=Finished(step=9, batch=9, checkpoint="c000001-s00000009") if finished else None,
+        final_state_lost=LOST if lost else None,
         refusal=refusal,
         stopped=stopped,
         failures=failures,
@@ -53,8 +59,8 @@ class TestEnding:
             (PREEMPTED, True, 0, "resumable"),
             (PREEMPTED, True, -9, "resumable"),
             (PREEMPTED, False, 0, "resumable"),
-            (None, False, 0, "done"),
-            (None, True, 0, "done"),
+            (None, False, 0, "left"),
+            (None, True, 0, "resumable"),
             (None, True, 1, "resumable"),
             (PREEMPTED, False, -9, "failed"),
             (None, False, 1, "failed"),
@@ -70,6 +76,13 @@ class TestEnding:
     )
     def test_a_script_without_a_guard_is_never_resumable(self, told: bool, status: int, expected: str) -> None:
         assert ending(replace(evidence(told=told, status=status), guarded=False)) == expected
+
+    @pytest.mark.parametrize("told", [False, True])
+    def test_done_is_who_was_trained_to_the_end_with_the_final_state_kept_or_holds_no_guard(self, told: bool) -> None:
+        assert ending(evidence(finished=True, told=told)) == "done"
+        assert ending(evidence(attached=False, told=told)) == "done"
+        assert ending(evidence(lost=True, told=told)) == "unkept"
+        assert ending(evidence(finished=True, status=1)) == "failed", "the script failed behind its training"
 
     @given(st.sampled_from([None, PREEMPTED, STRUCTURAL]), st.booleans(), st.sampled_from([0, 1, -9]))
     def test_a_refusal_comes_first(self, stopped: Stopped | None, told: bool, status: int) -> None:

@@ -81,9 +81,10 @@ def drainer_for(
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
     others = Others(paths, settings.ring, say)
-    ring = RingInRun(paths, others) if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
+    in_run = RingInRun(paths, others)
+    ring = in_run if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
-    return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say)
+    return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say, in_run)
 
 
 def lower_priority() -> None:
@@ -96,6 +97,7 @@ class Drainer:
     """Copies checkpoints of a run to its durable ring, from `start` to `close`.
 
     keep: capacity of the durable ring. note, say: a fact for the journal, a line for people; called from the thread.
+    in_run: where the final state of a complete run goes as well, if `ring` is another one; None: nowhere.
     """
 
     def __init__(
@@ -106,7 +108,9 @@ class Drainer:
         keep: int,
         note: Callable[[Fact], None],
         say: Callable[[str], None],
+        in_run: RingInRun | None = None,
     ) -> None:
+        self._in_run = in_run
         self._paths, self._ring, self._pace, self._keep = paths, ring, pace, keep
         self._note, self._say = note, say
         self._tail = JournalTail(paths.train_journal)
@@ -206,8 +210,21 @@ class Drainer:
             self._ring.keep_record()
             self._record_kept()
             self._recover()
+        if phase is Phase.FINISHING:
+            self._bring_home()
         if phase is Phase.CLOSING:
-            tiers.release(self._paths, self._ring.held())
+            tiers.release(self._paths, self._ring.held(), self._history.final)
+
+    def _bring_home(self) -> None:
+        """The final state of a complete run is to be found in the run directory, wherever else it is."""
+        final = self._history.final
+        if final is None or self._in_run is None or self._paths.checkpoint(final).exists():
+            return
+        place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
+        if place is not None:
+            self._in_run.open()
+            with tiers.held(place):
+                self._in_run.put(place.manifest, place.directory)
 
     def _situation(self, ending: bool) -> Situation:
         held, pinned = self._ring.held(), frozenset(pins.pinned(self._paths))

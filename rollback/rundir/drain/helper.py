@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import os
 import threading
 import time
@@ -11,12 +10,13 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
-from rollback.events import Attached, Drained, Finished, LeftDurableRing, Record, Stopped
+from rollback.events import Attached, Drained, FinalStateLost, Finished, LeftDurableRing, Record, ScriptLeft, Stopped
 from rollback.rundir import tiers
 from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.drain.drainer import lower_priority
 from rollback.rundir.drain.hosts import Part, Wanted, tidy
 from rollback.rundir.drain.in_run import copy_shard
+from rollback.rundir.history import fold
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths
@@ -60,7 +60,7 @@ class Helper:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
             for record in tail.new():
-                if isinstance(record.fact, Attached | Finished | Stopped):
+                if isinstance(record.fact, Attached | Finished | FinalStateLost | ScriptLeft | Stopped):
                     ended = not isinstance(record.fact, Attached)
             time.sleep(_POLL)
 
@@ -72,10 +72,10 @@ class Helper:
         self._thread.join()
         if over:
             try:
-                records = [
+                ranks, supervisor = (
                     read_journal(path).records for path in (self._paths.train_journal, self._paths.supervisor_journal)
-                ]
-                tiers.release(self._paths, drained(itertools.chain(*records)))
+                )
+                tiers.release(self._paths, drained([*ranks, *supervisor]), fold(ranks).final)
             except (RollbackError, OSError) as error:
                 self._say(f"giving back the memory of this host's fast tier failed: {error}")
         tidy(self._paths)

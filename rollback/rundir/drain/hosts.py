@@ -85,9 +85,11 @@ class Others:
             self._beacon = Beacon(self._paths.wanted, Wanted(), self._say)
 
     @contextlib.contextmanager
-    def copying(self, manifest: Manifest, directory: Path) -> Iterator[tuple[ShardRecord, ...]]:
+    def copying(
+        self, manifest: Manifest, directory: Path, *, into_run: bool = False
+    ) -> Iterator[tuple[ShardRecord, ...]]:
         """The other hosts copy what they have of a checkpoint while the body copies what it is given: the shards that
-        lie here. Behind the body all of them are where they are to go.
+        lie here. Behind the body all of them are where they are to go: the ring that is filled, or that in the run.
 
         Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where that may pass.
         """
@@ -98,7 +100,8 @@ class Others:
             yield manifest.shards
             return
         order = next(self._orders)
-        self._beacon.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=self._ring)
+        ring = None if into_run else self._ring
+        self._beacon.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=ring)
         try:
             yield tuple(manifest.shards[number] for number in sorted(here))
             self._wait(order, manifest.name, wanted)

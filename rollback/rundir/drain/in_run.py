@@ -50,7 +50,7 @@ class RingInRun:
         arriving = self._paths.draining(manifest.name)
         arriving.mkdir(parents=True)
         try:
-            with self._others.copying(manifest, directory) as own:
+            with self._others.copying(manifest, directory, into_run=True) as own:
                 for shard in own:
                     if self._given_up.is_set():
                         raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")

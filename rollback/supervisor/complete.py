@@ -1,0 +1,110 @@
+"""A run that has been trained to its end: is there anything left to start?
+
+The same command on it has nothing to do, and torchrun is not even started. With another one the ranks decide: they go
+on from the end if the script asks for more.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import xxhash
+
+from rollback.config import Settings
+from rollback.errors import RollbackError
+from rollback.events import AttemptStarted, Finished, RunEnded
+from rollback.rundir import ring
+from rollback.rundir.history import fold
+from rollback.rundir.manifest import read_manifest
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import Inbox
+from rollback.supervisor.claim import Past
+from rollback.supervisor.command import Job, torchrun_command
+from rollback.supervisor.start_conditions import redacted
+from rollback.supervisor.torchrun import MODULE
+
+_ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
+_READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
+
+
+def fingerprint(job: Job, settings: Settings) -> str:
+    """A hash over what the user asked for: script, arguments, settings, and the content of the files among them."""
+    words = [job.script, *job.arguments]
+    flags = {name: value for name, value in job.flags.items() if name in _ASKED}
+    asked = [words, flags, settings.model_dump(mode="json", exclude_unset=True)]
+    found = xxhash.xxh3_128(json.dumps(asked, sort_keys=True).encode())
+    for word in words:
+        found.update(_content(Path(word.rpartition("=")[2])))
+    return found.hexdigest()
+
+
+def _content(path: Path) -> bytes:
+    try:
+        status = os.stat(path)
+        if path.is_file() and status.st_size <= _READ:
+            return path.read_bytes()
+        return f"{status.st_size} {status.st_mtime_ns}".encode() if path.is_file() else b""
+    except OSError:
+        return b""
+
+
+def nothing_left(
+    paths: RunPaths,
+    past: Past,
+    job: Job,
+    settings: Settings,
+    say: Callable[[str], None],
+) -> str | None:
+    """Why nothing is to be started, in words; None where something may be. What differs on a complete run is said."""
+    end = _completed(paths, past)
+    if end is None:
+        return None
+    told = f"the run is complete: trained to step {end.step}, final state {end.checkpoint}"
+    different = _difference(past, fingerprint(job, settings), redacted(torchrun_command(job)))
+    if different is not None:
+        say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
+        return None
+    say(f"{told}; this command has nothing left to do. To go on, ask for more steps or epochs")
+    return told
+
+
+def _completed(paths: RunPaths, past: Past) -> Finished | None:
+    """The end of a run that a supervisor has seen through to it, to which nothing has happened since, and which nobody
+    has asked to be changed."""
+    history = fold(past.train)
+    last = past.supervisor[-1] if past.supervisor else None
+    if last is None or not isinstance(last.fact, RunEnded) or last.fact.exit_code != 0 or history.final is None:
+        return None
+    later = any(record.attempt > last.attempt for record in past.train)
+    if later or not _is_there(paths.checkpoint(history.final)) or Inbox(paths, history.answers).open(now=True):
+        return None
+    return history.finished
+
+
+def _is_there(checkpoint: Path) -> bool:
+    try:
+        ring.require_sizes(read_manifest(checkpoint), checkpoint)
+    except (RollbackError, OSError):
+        return False
+    return True
+
+
+def _difference(past: Past, job: str, command: Sequence[str]) -> str | None:
+    """What is asked for otherwise than when the run was completed; None where nothing is."""
+    started = [record.fact for record in past.supervisor if isinstance(record.fact, AttemptStarted)]
+    if started and started[-1].job == job:
+        return None
+    before, now = _words(started[-1].command if started else ()), _words(command)
+    gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
+    if gone or new:
+        return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"
+    return "the same, with another setting, or with a file that is not what it was"
+
+
+def _words(command: Sequence[str]) -> list[str]:
+    """What of torchrun's command line the user has said."""
+    words = list(command)
+    return words[words.index(MODULE) + 1 :] if MODULE in words else words

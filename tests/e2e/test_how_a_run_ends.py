@@ -1,0 +1,318 @@
+"""How a run ends: the state at the end of training is kept, the run knows that it is complete, more can be asked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from attempts import Forker
+from launching import Launch, launching
+from safetensors.torch import load_file
+from toy import Toy, facts, require_same, train, weights
+
+import rollback
+from rollback.audit.at_url import readable
+from rollback.audit.export import export
+from rollback.errors import ExitCode
+from rollback.events import (
+    Attached,
+    AttemptStarted,
+    Committed,
+    Evicted,
+    FinalStateLost,
+    Finished,
+    RunEnded,
+    Saving,
+    ScriptLeft,
+    StuckAtExit,
+)
+from rollback.rundir import ring, slots, tiers
+from rollback.rundir.history import fold
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.remote.fetch import fetch
+from rollback.rundir.remote.store import Store
+
+TINY = Path(__file__).parent / "jobs" / "tiny.py"
+EPOCHS = Toy(samples=120, epochs=2)  # of 30 steps each
+JOBS = {
+    "range": EPOCHS.but(between=True),
+    "epochs": EPOCHS.but(loop="epochs", between=True),
+    "a list": EPOCHS.but(loader="list"),
+    "a stateful loader": EPOCHS.but(loader="stateful"),
+    "epochs broken off": EPOCHS.but(loop="epochs", between=True, leave_after=17),
+    "max_steps": EPOCHS.but(max_steps=43),
+    "max_steps at an epoch's end": EPOCHS.but(max_steps=30),
+    "a callable": Toy(loader="drawn", max_steps=43),
+}
+
+
+@pytest.fixture(scope="module")
+def forker() -> Iterator[Forker]:
+    with Forker() as started:
+        yield started
+
+
+def state(portrait: dict[str, str]) -> dict[str, str]:
+    """All but what was consumed, which an attempt knows of itself only."""
+    return {name: text for name, text in portrait.items() if not name.startswith("/consumed")}
+
+
+def more(toy: Toy) -> Toy:
+    return toy.but(max_steps=70) if toy.max_steps else toy.but(epochs=4)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_the_state_at_the_end_is_kept_and_the_same_script_has_nothing_left_to_do(
+    tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    toy, run = JOBS[kind], tmp_path / "run"
+    train(toy, run)
+    (finished,) = facts(run, Finished)
+    newest = facts(run, Committed)[-1]
+    assert (finished.checkpoint, finished.step, finished.batch) == (newest.checkpoint, newest.step, newest.batch)
+    handed_out: list[int] = []
+    again = train(toy, run, hook=lambda _, position: handed_out.append(position))
+    assert handed_out == []
+    assert facts(run, Attached)[-1].checkpoint == newest.checkpoint
+    assert facts(run, Finished)[-1] == finished
+    assert facts(run, Committed)[-1] == newest
+    assert "nothing was left to train" in capsys.readouterr().err
+    require_same(weights(again), weights(train(toy, tmp_path / "once more")), kind)
+
+
+@pytest.mark.parametrize("kind", JOBS)
+def test_where_more_is_asked_for_it_goes_on_from_the_end_bit_for_bit(tmp_path: Path, kind: str) -> None:
+    toy, run = JOBS[kind], tmp_path / "run"
+    train(toy, run)
+    at = facts(run, Finished)[0].step
+    extended = train(more(toy), run)
+    assert [fact.step for fact in facts(run, Attached)] == [0, at]
+    require_same(state(extended), state(train(more(toy), tmp_path / "at once")), kind)
+
+
+def test_a_rollback_behind_the_end_of_a_complete_run_may_go_back_to_that_end(tmp_path: Path) -> None:
+    for loop in ("range", "epochs"):
+        toy, run = EPOCHS.but(loop=loop, between=True), tmp_path / loop
+        train(toy, run)
+        bad = toy.but(epochs=4, nan=(80,)).with_settings(policy="surgical", skip_after=0, rewind=0, snapshot_every=50)
+        ended = train(bad, run)
+        fresh = train(bad.but(nan=()).with_settings(skip=[{"first": 80, "last": 80}]), tmp_path / f"{loop}-fresh")
+        assert [fact.step for fact in facts(run, rollback.events.Restored)] == [60]
+        names = [name for name in weights(fresh) if loop == "epochs" or name.startswith("/optimizer/param_groups")]
+        require_same({n: ended[n] for n in names}, {n: fresh[n] for n in names}, loop)
+
+
+def test_what_is_kept_behind_an_epoch_that_was_not_the_last_is_let_go_of(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(EPOCHS.but(epochs=3).with_settings(fast_tier="off"), run)
+    kept = {fact.step: fact.checkpoint for fact in facts(run, Committed)}
+    gone = {fact.checkpoint for fact in facts(run, Evicted)}
+    assert {kept[30], kept[60]} <= gone
+    assert kept[90] in ring.names(RunPaths(run))
+
+
+def test_a_crash_between_two_epochs_goes_on_in_a_pass_that_has_a_batch(tmp_path: Path, forker: Forker) -> None:
+    run, log = tmp_path / "run", tmp_path / "log"
+    toy = EPOCHS.but(epochs=3, loop="epochs", between=True)
+    assert forker.status(toy, run, log=str(log), die=["after", "committed", 4]) != 0
+    assert facts(run, Committed)[-1].step == 30, "behind the first epoch"
+    ended = forker.finish(toy, run, log=log)
+    assert facts(run, Attached)[-1].step == 20
+    require_same(ended, train(toy, tmp_path / "undisturbed"), "after the crash")
+
+
+def test_the_last_step_of_a_script_that_breaks_off_is_judged_where_that_needs_no_peer_and_it_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    train(EPOCHS.but(epochs=1, leave_after=17), run)
+    assert not facts(run, Finished)
+    (left,) = facts(run, ScriptLeft)
+    assert (left.step, left.unjudged) == (17, 0)
+    judged = [json.loads(line)["step"] for line in RunPaths(run).metrics.read_text().splitlines()]
+    assert judged == list(range(17))
+    assert "has left its loop over the guard, at step 17" in capsys.readouterr().err
+
+
+def test_an_exception_in_mid_run_is_no_end(tmp_path: Path) -> None:
+    def raise_at_40(_: object, position: int) -> None:
+        if position == 40:
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        train(EPOCHS, tmp_path / "run", hook=raise_at_40)
+    assert not facts(tmp_path / "run", Finished, ScriptLeft)
+
+
+def test_where_the_state_at_the_end_cannot_be_kept_that_is_said_with_what_is_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run, commit = tmp_path / "run", ring.commit
+
+    def full(paths: RunPaths, manifest: object) -> None:
+        if getattr(manifest, "step", 0) > 55:
+            raise OSError(28, "No space left on device")
+        commit(paths, manifest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("rollback.rundir.ring.commit", full)
+    toy = EPOCHS.with_settings(fast_tier="off")
+    train(toy, run)
+    assert not facts(run, Finished)
+    (lost,) = facts(run, FinalStateLost)
+    assert (lost.step, lost.steps) == (60, 10)
+    assert "the last 10 updates are in no checkpoint" in capsys.readouterr().err
+    monkeypatch.undo()
+    again = train(toy, run)
+    assert facts(run, Finished)[-1].step == 60, "once there is room, the same script trains them again"
+    require_same(weights(again), weights(train(toy, tmp_path / "fresh")), "trained again")
+
+
+def test_where_memory_does_not_take_the_state_at_the_end_the_run_directory_does(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, commit = tmp_path / "run", slots.commit
+    (tmp_path / "memory").mkdir()
+
+    def full(paths: slots.SlotPaths, number: int, manifest: object) -> None:
+        if getattr(manifest, "step", 0) > 55:
+            raise OSError(28, "No space left on device")
+        commit(paths, number, manifest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("rollback.rundir.slots.commit", full)
+    train(EPOCHS.with_settings(fast_tier=str(tmp_path / "memory")), run)
+    (finished,) = facts(run, Finished)
+    assert facts(run, Committed)[-1].tier == "durable"
+    assert finished.checkpoint in ring.names(RunPaths(run))
+    assert facts(run, Saving)[-1].slots == 0
+
+
+@pytest.mark.parametrize("where", ["run directory", "url"])
+def test_a_complete_run_leaves_nothing_in_memory_whatever_attempt_made_it(tmp_path: Path, where: str) -> None:
+    """A crash between a slot's commit and its line in the journal leaves one that nobody would ever copy."""
+    run, base, url = tmp_path / "run", tmp_path / "memory", tmp_path / "bucket"
+    base.mkdir()
+    toy = EPOCHS.with_settings(fast_tier=str(base), **({"ring": f"file://{url}"} if where == "url" else {}))
+
+    def commit_unseen(guard: rollback.Guard | None, position: int) -> None:
+        if position == 59:
+            (tier,) = slots.tiers_on_host(base)
+            newest = max(tiers.in_slots(RunPaths(run)), key=lambda place: place.manifest.seq)
+            unseen = newest.directory.with_name("slot-77")
+            shutil.copytree(newest.directory, unseen)
+            manifest = newest.manifest.model_copy(update={"seq": 999, "name": f"c000999-s{newest.manifest.step:08d}"})
+            (unseen / "manifest.json").write_bytes(manifest.to_json())
+            assert tier
+
+    train(toy, run, hook=commit_unseen)
+    (finished,) = facts(run, Finished)
+    assert finished.checkpoint in ring.names(RunPaths(run)), "all that is worth keeping"
+    assert not any(base.iterdir())
+    if where == "url":
+        elsewhere = RunPaths(tmp_path / "elsewhere")
+        elsewhere.root.mkdir()
+        fetch(Store(f"file://{url}"), elsewhere, print)
+        assert fold(read_journal(elsewhere.train_journal).records).final == finished.checkpoint
+        assert finished.checkpoint in ring.names(elsewhere)
+        with readable(f"file://{url}") as place:
+            assert export(place, None, tmp_path / "model.safetensors").checkpoint == finished.checkpoint
+
+
+def test_export_takes_the_final_state_of_a_complete_run(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    seen: list[torch.Tensor] = []
+
+    def see(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        seen[:] = [guard._state.model.state_dict()["0.weight"]]  # the live tensor
+
+    train(EPOCHS, run, hook=see)
+    done = export(run, None, tmp_path / "model.safetensors")
+    assert (done.step, done.checkpoint) == (60, facts(run, Finished)[0].checkpoint)
+    assert torch.equal(load_file(tmp_path / "model.safetensors")["0.weight"], seen[0])
+    assert export(run, "newest-good", tmp_path / "good.safetensors").step < 60
+
+
+# Under a supervisor ----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Iterator[Launch]:
+    with launching(tmp_path, with_torchrun=False, script=TINY) as launch:
+        yield launch
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Iterator[Launch]:
+    with launching(tmp_path, with_torchrun=False) as launch:
+        yield launch
+
+
+def test_the_same_command_on_a_complete_run_says_so_and_starts_nothing(tiny: Launch) -> None:
+    assert tiny.finish("")[0] == ExitCode.DONE
+    assert tiny.facts(RunEnded)[-1].reason == "training is complete at step 6"
+    code, output = tiny.finish("")
+    assert code == ExitCode.DONE
+    assert "the run is complete: trained to step 6" in output
+    assert "nothing left to do" in output
+    assert len(tiny.facts(AttemptStarted)) == 1
+    code, output = tiny.finish("--keep 5")
+    assert code == ExitCode.DONE
+    assert "--keep 5 instead of" in output
+    assert "nothing was left to train behind step 6" in output
+    assert len(tiny.facts(AttemptStarted)) == 2
+    assert len(facts(tiny.run, Committed)) == len({fact.step for fact in facts(tiny.run, Committed)})
+
+
+def test_a_script_that_leaves_in_mid_run_as_if_all_were_well_is_not_done(rank: Launch) -> None:
+    code, output = rank.finish("leave")
+    assert code == ExitCode.FAILED, output
+    assert "the script ended at step 4 as if all were done, but its loop over the guard was not over" in output
+    assert len(rank.facts(AttemptStarted)) == 1, "it would do so again"
+
+
+@pytest.mark.parametrize("how", ["sys.exit(0)", "os._exit(0)", "raise ZeroDivisionError"])
+def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str) -> None:
+    script = tmp_path / "leaving.py"
+    text = TINY.read_text().replace("    loss = (model", f"    if batch == 3:\n        {how}\n    loss = (model")
+    script.write_text(f"import sys\n{text}".replace("from __future__ import annotations\n", ""))
+    with launching(tmp_path, with_torchrun=False, script=script) as job:
+        code, output = job.finish("", "--restart-budget", "0")
+        assert code == ExitCode.FAILED, output
+        assert not facts(job.run, Finished)
+
+
+def test_ranks_that_are_through_and_do_not_end_are_ended_and_the_run_is_done(rank: Launch) -> None:
+    rank.program[1] = "from rollback.supervisor import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
+    supervisor = rank.start("be_stuck_at_exit")
+    (process,) = rank.wait_for_heartbeats(1)
+    output, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.DONE, output
+    (stuck,) = rank.facts(StuckAtExit)
+    assert stuck.ranks == (0,)
+    assert not process.is_running() or process.status() == "zombie"
+
+
+def test_a_rank_that_works_on_behind_its_training_is_left_alone(rank: Launch) -> None:
+    """Its guard is closed, and its signs of life go on, in its script and then in what others do at the exit."""
+    rank.program[1] = "from rollback.supervisor import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
+    code, output = rank.finish("work_on")
+    assert code == ExitCode.DONE, output
+    assert not rank.facts(StuckAtExit)
+    assert (rank.folder / "worked-on").exists()
+
+
+def test_a_stop_is_no_end(tiny: Launch) -> None:
+    supervisor = tiny.start("--hold")
+    tiny.wait_for(lambda: tiny.paths.train_journal.exists() and facts(tiny.run, Attached))
+    supervisor.send_signal(signal.SIGTERM)
+    output, _ = supervisor.communicate(timeout=60)
+    assert supervisor.returncode == ExitCode.RESUMABLE, output
+    assert not facts(tiny.run, Finished)
+    assert tiny.finish("--hold")[0] == ExitCode.DONE
+    assert facts(tiny.run, Finished)[-1].step == 6
