@@ -88,7 +88,7 @@ class Phase(enum.IntEnum):
 
 @pytest.mark.parametrize(
     "value", [torch.zeros(3), {1, 2}, object(), [print], {"deep": torch.zeros(2)}, b"raw", {(1, 2): 3}, Phase.WARM],
-    ids=str,
+    ids=lambda value: type(value).__name__,
 )  # fmt: skip
 def test_what_cannot_be_kept_is_refused_where_it_is_said(value: Any) -> None:
     memory = Memory()
