@@ -80,6 +80,12 @@ def digest_of_indices(indices: Any) -> int | None:
     return Digest(entries).value
 
 
+def hex_digest_of(indices: Any) -> str | None:
+    """The same, in a form that JSON can hold."""
+    digest = digest_of_indices(indices)
+    return None if digest is None else f"{digest:016x}"
+
+
 class _Leaves:
     """The tensors and the plain values of a batch, in order."""
 

@@ -64,10 +64,14 @@ class Feed:
 
     def peek(self, ahead: int = 0) -> Any:
         """The indices of the batch `ahead` of the position. StopIteration where the epoch has no such batch."""
+        return self.neighbours.instead(self.drawn(ahead), self._batch + ahead)
+
+    def drawn(self, ahead: int = 0) -> Any:
+        """The same as the sampler gave them, with nothing in the place of samples that are left out."""
         assert self._order is not None
         if ahead == len(self._pending):
             self._pending.append(self._order.take())
-        return self.neighbours.instead(self._pending[ahead], self._batch + ahead)
+        return self._pending[ahead]
 
     def pop(self) -> Any:
         """Moves the position past the first pending batch, and gives its indices."""

@@ -23,13 +23,14 @@ from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import DataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train import rng
 from rollback.train.cursor.base import Cursor, Indices, Witness
 from rollback.train.cursor.clone import clone_of
-from rollback.train.cursor.digest import Digest, digest_of_indices
+from rollback.train.cursor.description import description_of, length_of, samplers_of
+from rollback.train.cursor.digest import Digest, digest_of_indices, hex_digest_of
 from rollback.train.cursor.epochs import EpochSetters
 from rollback.train.cursor.feed import Feed
 from rollback.train.cursor.generators import Generators
@@ -51,7 +52,7 @@ class MapStyleCursor(Cursor):
         super().__init__()
         self._loader = loader
         self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
-        self._generators = Generators(loader.generator, *_samplers(self._index_sampler))
+        self._generators = Generators(loader.generator, *samplers_of(self._index_sampler))
         self._epoch_setters = EpochSetters(loader)
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
@@ -61,6 +62,8 @@ class MapStyleCursor(Cursor):
         """Whether this process has read nothing yet."""
         self._unproven = False
         """Whether the batch before the position is to be read again, to see that the data are what they were."""
+        self._before_epoch: list[int] | None = None
+        """The last batch of indices of the epoch before, as long as this one has none."""
         self._unfit: RunDoesNotFit | None = None
         """What was found wrong with a position, where the script's next `set_epoch` may yet put it right."""
         self._feed = Feed()
@@ -96,21 +99,11 @@ class MapStyleCursor(Cursor):
 
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
         if list(listed) != self._feed.neighbours.listed:
-            self._feed.neighbours = Neighbours(listed, _length(self._loader.dataset) or 0)
+            self._feed.neighbours = Neighbours(listed, length_of(self._loader.dataset) or 0)
             self._reader = None  # it may be reading what is now to be left out
 
     def describe(self) -> dict[str, Any]:
-        batching = self._loader.batch_sampler
-        sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
-        return {
-            "kind": self.kind,
-            "length": _length(self._loader.dataset),
-            "batch_size": getattr(batching, "batch_size", None),
-            "drop_last": getattr(batching, "drop_last", None),
-            "sampler": type(sampler).__name__,
-            "batches": _length(self._loader),
-            **_subset(self._loader.dataset),
-        }
+        return {"kind": self.kind, **description_of(self._loader)}
 
     @property
     def told_epoch(self) -> int | None:
@@ -160,8 +153,15 @@ class MapStyleCursor(Cursor):
             self._generators.restore(self._opening["generators"])
             return drawn
 
+    def _next_indices(self) -> str | None:
+        if not self.opened or self._unfit is not None or self._feed.is_over():
+            return None
+        return hex_digest_of(self._feed.drawn())
+
     def _end_epoch(self) -> None:
         super()._end_epoch()
+        indices = _as_indices(self._feed.last)
+        self._before_epoch = None if indices is None else list(indices)
         self._end_workers_of_epoch()
 
     def _end_workers_of_epoch(self) -> None:
@@ -203,8 +203,10 @@ class MapStyleCursor(Cursor):
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
             "data_generators": Generators(self._loader.dataset).states() if self._loader.num_workers == 0 else [],
-            "last_indices": _hex(digest_of_indices(self._feed.last)) if self.offset else None,
-            "length": _length(self._loader.dataset),
+            "last_indices": hex_digest_of(self._feed.last) if self.offset else None,
+            "next_indices": self._next_indices(),
+            "before_epoch": self._before_epoch if self.opened and not self.offset else None,
+            "length": length_of(self._loader.dataset),
             "share": share_of(self._index_sampler),
         }
 
@@ -227,8 +229,10 @@ class MapStyleCursor(Cursor):
         Generators(self._loader.dataset).restore(state["data_generators"])
         self._unproven = self._unproven or self._fresh
         self._fresh = False
+        self._before_epoch = state["before_epoch"]
         try:
             self._begin(order, self._move_to_position(order, state))
+            self._compare_next(state)
         except RunDoesNotFit as error:
             if self._epoch_setters.all_read:
                 raise
@@ -244,8 +248,8 @@ class MapStyleCursor(Cursor):
         Where the data set is of another length by intent, there is nothing to compare with.
         """
         if not self.offset:
-            return None
-        other_data = self.accepts_other_length and state["length"] != _length(self._loader.dataset)
+            return self._before_epoch if self._loader.num_workers == 0 else None
+        other_data = self.accepts_other_length and state["length"] != length_of(self._loader.dataset)
         order.seek(self.offset - 1)
         try:
             last = order.take()
@@ -255,9 +259,15 @@ class MapStyleCursor(Cursor):
             raise self._does_not_fit("fewer batches come") from None
         if not other_data:
             checked = last if state["share"] == share_of(self._index_sampler) else self._last_of(state["share"])
-            if _hex(digest_of_indices(checked)) != state["last_indices"]:
+            if hex_digest_of(checked) != state["last_indices"]:
                 raise self._does_not_fit("other indices come before it")
         return last
+
+    def _compare_next(self, state: dict[str, Any]) -> None:
+        """A sampler whose order depends on what it was shown may give another batch next, and no other before."""
+        same = state["length"] == length_of(self._loader.dataset) and state["share"] == share_of(self._index_sampler)
+        if same and state["next_indices"] is not None and self._next_indices() != state["next_indices"]:
+            raise self._does_not_fit("other indices come next")
 
     def _last_of(self, share: list[int | None] | None) -> Any:
         """What another share of the same data has before the position."""
@@ -294,7 +304,8 @@ class MapStyleCursor(Cursor):
         if self._clone is None:
             self._clone = clone_of(self._loader, self._feed, self._seeding)
             self._clone_epoch = self.epoch
-        if self._unproven and self.offset and self.witness is not None and self.witness.knows(self.batch - 1):
+        proof = self._feed.last is not None and self.witness is not None and self.witness.knows(self.batch - 1)
+        if self._unproven and proof and self.witness is not None:
             self._unproven = False
             self._read_last_again(self.witness)
         if self._reader is not None:
@@ -308,7 +319,8 @@ class MapStyleCursor(Cursor):
         """A resumed process: see whether the batch before the position is the one that it was.
 
         A worker reads it under the random states that it had then. In this process those are not known, so it is read
-        under two others, and says nothing where these make a difference.
+        under two others, and says nothing where these make a difference. Data that are not the same twice under the
+        same ones depend on what nobody can put back.
         """
         assert self._clone is not None
         if self._loader.num_workers > 0:
@@ -320,13 +332,21 @@ class MapStyleCursor(Cursor):
         states = generators.states()
         read: list[Any] = []
         with rng.preserved():
-            for key in ("one", "other"):
+            for key in ("one", "one", "other"):
                 rng.seed_all(key)
                 generators.seed(key)
                 self._feed.repeat_last()
                 read.append(next(iter(self._clone)))
         generators.restore(states)
-        if Digest(read[0]).value == Digest(read[1]).value:
+        first, again, other = (Digest(data).value for data in read)
+        if first != again:
+            raise RunDoesNotFit(
+                f"cannot go on at batch {self.batch} of the data: read twice under the same random states, the batch "
+                "before it is not the same, so the data set depends on something that does not come back",
+                hint="let it draw from the global random states, or from a generator that is one of its attributes; or "
+                "go on with the data as they are now by --accept-data-change",
+            )
+        if first == other:
             witness.check(self.batch - 1, read[0])
 
     def _does_not_fit(self, difference: str) -> RunDoesNotFit:
@@ -338,39 +358,10 @@ class MapStyleCursor(Cursor):
         )
 
 
-def _samplers(index_sampler: Any) -> list[Any]:
-    """The sampler and those that it wraps, outermost first."""
-    found: list[Any] = []
-    pending = [index_sampler]
-    while pending:
-        sampler = pending.pop()
-        if sampler is None or any(sampler is known for known in found):
-            continue
-        found.append(sampler)
-        pending += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
-    return found
-
-
 def _as_indices(batch: Any) -> Indices:
     """What a sampler gave for one batch as plain integers; None where it is anything else."""
     entries = batch if isinstance(batch, (list, tuple)) else [batch]
     try:
         return tuple(operator.index(entry) for entry in entries)
     except TypeError:
-        return None
-
-
-def _hex(digest: int | None) -> str | None:
-    return None if digest is None else f"{digest:016x}"
-
-
-def _subset(dataset: Any) -> dict[str, Any]:
-    """Which samples a subset (`random_split`) has of its data set, as a hash: a split without a seed is another one."""
-    return {"subset": _hex(digest_of_indices(list(dataset.indices)))} if isinstance(dataset, Subset) else {}
-
-
-def _length(sized: Any) -> int | None:
-    try:
-        return len(sized)
-    except (TypeError, NotImplementedError):
         return None
