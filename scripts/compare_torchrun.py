@@ -171,7 +171,7 @@ USES = [
     Use("--log-dir and -t", "--nproc-per-node=2 --log-dir=logs -t 3 probe.py"),
     Use("--log-dir over restarts", "--log-dir=logs -r 3 --max-restarts=1 probe.py exit-7", differs=OWN_FOLDERS),
     Use("--local-ranks-filter", "--nproc-per-node=2 --local-ranks-filter=1 -t 3 probe.py"),
-    Use("--duplicate-stdout-filters", "--nproc=2 --log-dir=logs -r 3 --duplicate-stdout-filters=out,x probe.py"),
+    Use("--duplicate-stdout-filters", "--nproc-per=2 --log-dir=logs -r 3 --duplicate-stdout-filters=out,x probe.py"),
     Use("SIGTERM", "--nproc-per-node=2 probe.py wait", send=signal.SIGTERM, ranks=2),
     Use("SIGINT", "--nproc-per-node=2 probe.py wait", send=signal.SIGINT, ranks=2),
     Use("SIGHUP", "probe.py wait", send=signal.SIGHUP),
