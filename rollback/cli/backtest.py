@@ -40,7 +40,8 @@ def backtest(
     if plot is not None and len(logs) > 1:
         raise UsageError(f"--plot draws one log, and {len(logs)} were given", hint="name one log")
     overrides = Overrides(loss=loss, step=step, grad_norm=grad_norm, lr=lr)
-    settings = Settings(sensitivity=sensitivity, policy=policy)
+    # A log does not tell how long the run was to be, so no share of it can be held against what would be skipped.
+    settings = Settings(sensitivity=sensitivity, policy=policy, max_skipped="100%")
     failed = False
     for path, result in zip(logs, replay_all(logs, overrides, settings), strict=True):
         if isinstance(result, UsageError):

@@ -12,12 +12,14 @@ from a register that every fork enters itself into.
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
@@ -129,6 +131,8 @@ def _become(
     stderr: Any,
 ) -> int:
     """In the child: be the Python that was asked for, until it ends; its exit status."""
+    atexit._clear()  # what the parent is to do at its end
+    threading._threading_atexits.clear()  # type: ignore[attr-defined]
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -181,18 +185,27 @@ def _run_python(arguments: list[str]) -> None:
 
 
 def _exit_status(program: Callable[[], None]) -> int:
+    status = _status_of(program)
+    for end in (threading._shutdown, atexit._run_exitfuncs):  # type: ignore[attr-defined]
+        try:  # what the interpreter does at its end, and os._exit does not
+            end()
+        except BaseException:  # noqa: BLE001 - as it would
+            traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return status
+
+
+def _status_of(program: Callable[[], None]) -> int:
     try:
         program()
     except SystemExit as end:
         if isinstance(end.code, str):
             print(end.code, file=sys.stderr)
         return end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001 - as the interpreter would, and the child must not run on in its parent's loop
-        traceback.print_exc()
+    except BaseException as error:  # noqa: BLE001 - the child must not run on in its parent's loop
+        sys.excepthook(type(error), error, error.__traceback__)  # as the interpreter would
         return 1
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
     return 0
 
 
