@@ -49,7 +49,8 @@ class Batches:
         position = cursor.batch
         reading(position)
         data = cursor.next()
-        self._log.check(position, cursor.order_digest(), data, self._skips.past_of(position))
+        past, opening = self._skips.past_of(position), cursor.opening_digest()
+        self._log.check(position, cursor.order_digest(), data, past, opening)
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data

@@ -6,9 +6,11 @@ meanwhile) gives other ones then, and the run would go on with samples trained o
 each batch leaves two hashes in a small file of its rank, and the first difference ends the run before that batch is
 trained on.
 
-`order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. What a batch
-holds may depend on how many random numbers were drawn before it (augmentation in the process that trains), and so on
-which batches were skipped before it: `past` is a hash of those, and content is compared only where it is the same.
+`order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. `opening` is one
+of the random states under which the epoch was opened: an epoch that is opened anew under others is another one, and
+nothing is compared. What a batch holds may depend on how many random numbers were drawn before it (augmentation in the
+process that trains), and so on which batches were skipped before it: `past` is a hash of those, and content is compared
+only where it is the same.
 
 Entry i of the file is of the last batch whose number is i modulo the number of entries. See docs/format.md.
 """
@@ -27,13 +29,14 @@ from rollback.train.cursor.digest import Digest
 from rollback.train.record import say
 
 ENTRIES = 4096
-_ENTRY = struct.Struct("<QQQQQ")  # batch, order, content, past, check
+_ENTRY = struct.Struct("<QQQQQQ")  # batch, opening, order, content, past, check
 
 
 class Drawn(NamedTuple):
     """What is kept of one batch. 0: not known."""
 
     batch: int
+    opening: int
     order: int
     content: int
     past: int
@@ -60,15 +63,15 @@ class DrawLog:
         except OSError as error:
             self._complain(error)
 
-    def check(self, batch: int, order: int | None, data: Any, past: int) -> None:
+    def check(self, batch: int, order: int | None, data: Any, past: int, opening: int = 0) -> None:
         """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
 
         order: hash of its data set indices. past: of what was left out before it (`SkipList.past_of`). Waits for the
-        device only where there is something to compare with.
+        device only where there is something to compare with. opening: see the module.
         """
         self._settle()
         digest = Digest(data)
-        drawn = Drawn(batch, order or 0, 0, past)
+        drawn = Drawn(batch, opening, order or 0, 0, past)
         if (known := self._known(batch)) is not None:
             _compare(known, drawn._replace(content=digest.value or 0))
         self._open_one = drawn, digest
@@ -83,7 +86,7 @@ class DrawLog:
     def compare(self, batch: int, data: Any, past: int) -> None:
         """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
         if (known := self._known(batch)) is not None:
-            _compare(known, Drawn(batch, 0, Digest(data).value or 0, past))
+            _compare(known, Drawn(batch, known.opening, 0, Digest(data).value or 0, past))
 
     def _known(self, batch: int) -> Drawn | None:
         known = self._entries.get(batch % ENTRIES)
@@ -122,6 +125,8 @@ class DrawLog:
 
 
 def _compare(before: Drawn, now: Drawn) -> None:
+    if before.opening != now.opening:
+        return
     if before.order and now.order and before.order != now.order:
         what = "its samples are other ones (the sampler gives other indices)"
     elif before.content and now.content and before.past == now.past and before.content != now.content:
@@ -147,7 +152,7 @@ def _read(raw: bytes) -> dict[int, Drawn]:
     found = {}
     for slot in range(len(raw) // _ENTRY.size):
         entry = raw[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]
-        drawn = Drawn(*_ENTRY.unpack(entry)[:4])
+        drawn = Drawn(*_ENTRY.unpack(entry)[:5])
         if drawn.batch % ENTRIES == slot and entry == _packed(drawn):
             found[slot] = drawn
     return found

@@ -151,6 +151,15 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     return other
 
 
+def digest_of(state: dict[str, Any]) -> int:
+    """A hash of the CPU states in what `capture` gave; 64 bits, never 0."""
+    digest = hashlib.sha256(state["torch"].numpy().tobytes())
+    for library in ("python", "numpy"):
+        if state[library] is not None:
+            digest.update(state[library]["words"].numpy().tobytes() + str(state[library].get("position")).encode())
+    return int.from_bytes(digest.digest()[:8], "little") or 1
+
+
 def seed_all(key: str) -> None:
     """Seeds the CPU random states as a pure function of `key`, the same in every process and on every platform."""
     source = random.Random(key)

@@ -49,6 +49,14 @@ def test_what_was_drawn_before_is_compared_in_the_same_process_too(tmp_path: Pat
         present.check(5, None, torch.tensor([2.0]), NOTHING)
 
 
+def test_an_epoch_that_was_opened_under_other_random_states_is_another_one(tmp_path: Path) -> None:
+    present = log(tmp_path)
+    present.check(2, 102, torch.tensor([2]), NOTHING, 1)
+    present.check(2, 7, torch.tensor([9]), NOTHING, 2)
+    with pytest.raises(RunDoesNotFit, match="other indices"):
+        present.check(2, 102, torch.tensor([2]), NOTHING, 2)
+
+
 def test_where_other_batches_were_skipped_before_it_only_indices_are_compared(tmp_path: Path) -> None:
     written(tmp_path)
     again = log(tmp_path)
@@ -70,7 +78,7 @@ def test_the_last_batches_of_a_long_run_are_remembered(tmp_path: Path) -> None:
     again.check(2, 7, None, NOTHING)  # long gone: batch 4098 is in its place
     with pytest.raises(RunDoesNotFit):
         again.check(ENTRIES, 7, None, NOTHING)
-    assert (tmp_path / "draws" / "rank-00000.bin").stat().st_size == ENTRIES * 40
+    assert (tmp_path / "draws" / "rank-00000.bin").stat().st_size == ENTRIES * 48
 
 
 @pytest.mark.parametrize("damage", ["torn", "flipped", "longer", "zeros"])
@@ -82,7 +90,7 @@ def test_a_damaged_log_forgets_and_harms_nobody(tmp_path: Path, damage: str) -> 
         case "torn":
             body = body[:90]
         case "flipped":
-            body[2 * 40 + 9] ^= 1
+            body[2 * 48 + 9] ^= 1
         case "longer":
             body += b"x" * (ENTRIES * 50)
         case "zeros":

@@ -164,6 +164,14 @@ class Cursor(ABC):
         """The dataset indices of the batch last returned by `next`, where the loader has any."""
         return None
 
+    def opening_digest(self) -> int:
+        """A hash of the random states under which the epoch was opened; 0 where the data do not depend on them.
+
+        An epoch that is opened under others has another order, and that is nobody's fault: after a rollback over its
+        start in a plain loop, what the script drew between the epochs is not drawn again.
+        """
+        return 0
+
     def order_digest(self) -> int | None:
         """A hash of what the sampler gave for the batch last returned by `next`, where there is a sampler."""
         return None

@@ -34,6 +34,9 @@ class ReiteratedCursor(InOrderCursor):
         self._stream: rng.Stream | None = None
         self._left: Iterator[Any] | None = None
 
+    def opening_digest(self) -> int:
+        return rng.digest_of(self._opening["rng"]) if self._opening else 0
+
     def _open(self) -> None:
         if self.batch == 0:
             self._refuse_hidden_state()

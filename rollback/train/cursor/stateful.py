@@ -38,6 +38,9 @@ class StatefulCursor(InOrderCursor):
     def loader_state(self) -> Any:
         return self._loader.state_dict() if self._to_load is None else self._to_load
 
+    def opening_digest(self) -> int:
+        return rng.digest_of(self._opening["rng"]) if self._opening else 0
+
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)
         self._ahead = None
