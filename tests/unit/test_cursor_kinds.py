@@ -78,7 +78,7 @@ LOADERS: dict[str, tuple[str, Callable[[], Any]]] = {
     ),
     "stateful reader": ("stateful", Reader),
     "StatefulDataLoader": ("map-style", lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True)),  # type: ignore[arg-type]
-    "StatefulDataLoader, iterable": ("stateful", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
+    "StatefulDataLoader, iterable": ("re-iterated", lambda: StatefulDataLoader(InOrder(), batch_size=3)),
     "StatefulDataLoader, worker": (
         "map-style",
         lambda: StatefulDataLoader(range(14), batch_size=3, shuffle=True, num_workers=1),  # type: ignore[arg-type]

@@ -36,6 +36,8 @@ def cursor_for(loader: Any) -> Cursor:
         )
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)
+    if _is_torchdata_without_state(loader):
+        return ReiteratedCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulCursor(loader)
     if _is_plain_map_style(loader):
@@ -65,11 +67,19 @@ def _is_torchdata_map_style(loader: Any) -> bool:
     It reads by index in torch's way then, and sought by index it is exact where its own state is not: its workers'
     random states, a generator that was handed to it.
     """
-    kind = type(loader)
-    if kind.__name__ != "StatefulDataLoader" or not kind.__module__.startswith("torchdata."):
+    if not _is_torchdata_loader(loader):
         return False
     samplers = [loader.batch_sampler, loader.sampler]
     own = [item for item in samplers if type(item).__module__.partition(".")[0] not in ("torch", "torchdata")]
     return not isinstance(loader.dataset, (IterableDataset, MapDataPipe)) and not any(
         hasattr(item, "state_dict") for item in [loader.dataset, *own]
     )
+
+
+def _is_torchdata_without_state(loader: Any) -> bool:
+    """Whether it is that loader over a data set that keeps no state: it iterates that anew and drops what was read."""
+    return _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict")
+
+
+def _is_torchdata_loader(loader: Any) -> bool:
+    return type(loader).__name__ == "StatefulDataLoader" and type(loader).__module__.startswith("torchdata.")

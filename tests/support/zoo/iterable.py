@@ -104,7 +104,7 @@ def _(again: bool) -> Any:
     return Fed(DataLoader(data, batch_size=SIZE), at_epoch=data.set_epoch)
 
 
-@kind("iterable that counts its own epochs", REFUSED, alone=EXACT)
+@kind("iterable that counts its own epochs", REFUSED)
 def _(again: bool) -> Any:
     class Counting(Stream):
         passes = 0
@@ -117,7 +117,7 @@ def _(again: bool) -> Any:
     return DataLoader(Counting(), batch_size=SIZE)
 
 
-@kind("iterable that goes on where it was", REFUSED, alone=EXACT)
+@kind("iterable that goes on where it was", REFUSED)
 def _(again: bool) -> Any:
     class GoesOn(Stream):
         at = 0
@@ -130,7 +130,7 @@ def _(again: bool) -> Any:
     return DataLoader(GoesOn(), batch_size=SIZE)
 
 
-@kind("iterable with own generator", REFUSED, alone=EXACT)
+@kind("iterable with own generator")
 def _(again: bool) -> Any:
     class OwnOrder(Stream):
         def __init__(self) -> None:
@@ -183,7 +183,7 @@ def _(again: bool) -> Any:
     return Fed(Wrapper(loader), at_epoch=sampler.set_epoch)
 
 
-@kind("wrapper over DistributedSampler, plain range loop", alone=IDS, retried=REFUSED)
+@kind("wrapper over DistributedSampler, plain range loop", alone=IDS)
 def _(again: bool) -> Any:
     sampler = shared()
     loader = DataLoader(Samples(2 * COUNT), batch_size=SIZE, sampler=sampler)
@@ -202,7 +202,7 @@ def _(again: bool) -> Any:
     return Unsized(DataLoader(DATA, batch_size=SIZE, shuffle=True))
 
 
-@kind("wrapper that counts its own epochs", REFUSED, alone=IDS)
+@kind("wrapper that counts its own epochs", REFUSED)
 def _(again: bool) -> Any:
     class Counting(Wrapper):
         def __init__(self) -> None:
@@ -249,7 +249,7 @@ def _(again: bool) -> Any:
     return Both()
 
 
-@kind("endless: yield next(self.iterator)", alone=APART, skipped=REFUSED, retried=REFUSED)
+@kind("endless: yield next(self.iterator)", REFUSED)
 def _(again: bool) -> Any:
     class Endless:
         def __init__(self) -> None:
@@ -310,7 +310,7 @@ def _(again: bool) -> Any:
     return batches_in_order()[::-1] if again else batches_in_order()
 
 
-@kind("list, shuffled by the script each epoch", REFUSED, alone=EXACT, skipped=EXACT)
+@kind("list, shuffled by the script each epoch", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     batches = batches_in_order()
     return Fed(batches, at_epoch=lambda _: random.shuffle(batches))
@@ -398,7 +398,7 @@ def _(again: bool) -> Any:
     return Fed(walk, steps=STEPS, read=Opaque.tensors)
 
 
-@kind("opaque objects from a callable", REFUSED)
+@kind("opaque objects from a callable", alone=APART)
 def _(again: bool) -> Any:
     return Fed(lambda: Opaque(torch.randint(COUNT, (SIZE,)).tolist()), steps=STEPS, read=Opaque.tensors)
 

@@ -191,7 +191,7 @@ def _(again: bool) -> Any:
     return Fed(DataLoader(DATA, batch_size=SIZE, sampler=sampler), at_epoch=sampler.set_epoch)
 
 
-@kind("sampler that keeps set_epoch as _epoch, plain range loop", retried=REFUSED)
+@kind("sampler that keeps set_epoch as _epoch, plain range loop")
 def _(again: bool) -> Any:
     sampler = ByEpoch()
     return Fed(DataLoader(DATA, batch_size=SIZE, sampler=sampler), at_epoch=sampler.set_epoch, counted=True)
@@ -362,7 +362,7 @@ def _(again: bool) -> Any:
     return keyed([divmod(number, 10) for number in range(COUNT)])
 
 
-@kind("sampler is a list, shuffled by the script each epoch", REFUSED, alone=EXACT, skipped=EXACT)
+@kind("sampler is a list, shuffled by the script each epoch", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     order = list(range(COUNT))
     return Fed(DataLoader(DATA, batch_size=SIZE, sampler=order), at_epoch=lambda _: random.shuffle(order))

@@ -57,13 +57,13 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True)
 
 
-@kind("StatefulDataLoader, augmented in workers", REFUSED, trials=("stopped", "retried"))
+@kind("StatefulDataLoader, augmented in workers", trials=("stopped", "retried"))
 def _(again: bool) -> Any:
     """torchdata does not keep the workers' random states."""
     return StatefulDataLoader(Augmented(), batch_size=SIZE, shuffle=True, num_workers=1)
 
 
-@kind("StatefulDataLoader, other number of workers at resume", REFUSED, trials=RESUMED)
+@kind("StatefulDataLoader, other number of workers at resume", trials=RESUMED)
 def _(again: bool) -> Any:
     return StatefulDataLoader(DATA, batch_size=SIZE, shuffle=True, num_workers=1 if again else 2)
 
@@ -139,7 +139,7 @@ def _(again: bool) -> Any:
     return StatefulDataLoader(Remembering(), batch_size=SIZE, num_workers=2, snapshot_every_n_steps=4)
 
 
-@kind("StatefulDataLoader, iterable that counts its own epochs", REFUSED, alone=EXACT)
+@kind("StatefulDataLoader, iterable that counts its own epochs", REFUSED)
 def _(again: bool) -> Any:
     class Counting(Stream):
         passes = 0
