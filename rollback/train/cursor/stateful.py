@@ -96,11 +96,11 @@ class StatefulCursor(InOrderCursor):
     def _resume(self) -> None:
         assert self._opening is not None
         self._epoch_setters.give(self.epoch, self._opening["epochs"])
-        self._load()
         at_position = self.generators.states()
+        self.generators.restore(self._opening["generators"])
+        self._load()  # which has its own word about those that its state tells
         with rng.preserved():
             rng.restore(self._opening["rng"])
-            self.generators.restore(self._opening["generators"])
             self._iterator = iter(self._loader)
         self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
         if not self._unbegun:
