@@ -75,7 +75,8 @@ class TestEnding:
         [(True, 0, "ended"), (True, 1, "ended"), (False, 0, "done"), (False, 1, "failed"), (False, -9, "failed")],
     )
     def test_a_script_without_a_guard_is_never_resumable(self, told: bool, status: int, expected: str) -> None:
-        assert ending(replace(evidence(told=told, status=status), guarded=False)) == expected
+        without = replace(evidence(told=told, status=status), guarded=False, attached=False)
+        assert ending(without) == expected
 
     @pytest.mark.parametrize("told", [False, True])
     def test_done_is_who_was_trained_to_the_end_with_the_final_state_kept_or_holds_no_guard(self, told: bool) -> None:
