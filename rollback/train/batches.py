@@ -45,12 +45,16 @@ class Batches:
         reading: called with the batch's position before it is read.
         """
         cursor = self._cursor
-        self._skips.pass_over(cursor, step, timeline)
-        position = cursor.batch
-        reading(position)
-        data = cursor.next()
-        past, opening = self._skips.past_of(position), cursor.opening_digest()
-        self._log.check(position, cursor.order_digest(), data, past, opening)
+        opening = cursor.opening_digest()
+        try:
+            self._skips.pass_over(cursor, step, timeline)
+            position = cursor.batch
+            reading(position)
+            data = cursor.next()
+        except StopIteration:
+            self._log.check_end(cursor.batch, opening)
+            raise
+        self._check(position, data)
         for code, text in cursor.remarks():
             self._record.advise(code, text)
         return data
@@ -72,7 +76,14 @@ class Batches:
         if not self._cursor.opened:
             return False
         more = not self._cursor.at_end
+        if self._cursor.ahead is not None:
+            self._check(self._cursor.batch, self._cursor.ahead)
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
+
+    def _check(self, position: int, data: Any) -> None:
+        """Hold a batch that was read against the draw log, and note it there."""
+        past, opening = self._skips.past_of(position), self._cursor.opening_digest()
+        self._log.check(position, self._cursor.order_digest(), data, past, opening)
 
     def close(self) -> None:
         self._log.close()

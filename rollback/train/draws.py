@@ -7,10 +7,10 @@ each batch leaves two hashes in a small file of its rank, and the first differen
 trained on.
 
 `order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. `opening` is one
-of the random states under which the epoch was opened: an epoch that is opened anew under others is another one, and
-nothing is compared. What a batch holds may depend on how many random numbers were drawn before it (augmentation in the
-process that trains), and so on which batches were skipped before it: `past` is a hash of those, and content is compared
-only where it is the same.
+of the epoch's number and the random states under which it was opened: an epoch that is opened anew under others is
+another one, and nothing is compared. What a batch holds may depend on how many random numbers were drawn before it
+(augmentation in the process that trains), and so on which batches were skipped before it: `past` is a hash of those,
+and content is compared only where it is the same.
 
 Entry i of the file is of the last batch whose number is i modulo the number of entries. See docs/format.md.
 """
@@ -83,6 +83,12 @@ class DrawLog:
         known = self._known(batch)
         return known is not None and bool(known.content) and known.past == past
 
+    def check_end(self, batch: int, opening: int) -> None:
+        """The epoch has no batch number `batch`. RunDoesNotFit where it had one when it was drawn before."""
+        known = self._known(batch)
+        if known is not None and opening and known.opening == opening:
+            raise _other_data(batch, "its epoch ends before it")
+
     def compare(self, batch: int, data: Any, past: int) -> None:
         """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
         if (known := self._known(batch)) is not None:
@@ -133,8 +139,12 @@ def _compare(before: Drawn, now: Drawn) -> None:
         what = "it holds other data" + (" (the sampler gives the same indices)" if now.order else "")
     else:
         return
-    raise RunDoesNotFit(
-        f"batch {now.batch} has been drawn before in this run, and now that it is drawn again {what}: going on would "
+    raise _other_data(now.batch, what)
+
+
+def _other_data(batch: int, what: str) -> RunDoesNotFit:
+    return RunDoesNotFit(
+        f"batch {batch} has been drawn before in this run, and now that it is drawn again {what}: going on would "
         "train on some samples twice and on others never. It was not trained on",
         hint="the loader, or what it reads, depends on something that does not come back after a restart: a data set "
         "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "

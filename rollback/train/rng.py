@@ -136,14 +136,10 @@ class Stream:
 
 def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     """Other random states, in the form of `capture`: a pure function of these and of `key`. Draws nothing."""
-    digest = hashlib.sha256(state["torch"].numpy().tobytes())
-    for library in ("python", "numpy"):
-        if state[library] is not None:
-            digest.update(state[library]["words"].numpy().tobytes() + str(state[library].get("position")).encode())
     if state["numpy"] is not None:
         importlib.import_module("numpy")  # seeding leaves out a library that nobody has imported yet
     with preserved():
-        seed_all(f"{digest.hexdigest()}/{key}")
+        seed_all(f"{_sha256_of(state)}/{key}")
         other = capture(cuda=False)
         seed = int(torch.empty((), dtype=torch.int64).random_().item())
     other["numpy"] = other["numpy"] if state["numpy"] is not None else None
@@ -151,13 +147,17 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
     return other
 
 
-def digest_of(state: dict[str, Any]) -> int:
-    """A hash of the CPU states in what `capture` gave; 64 bits, never 0."""
+def digest_of(state: dict[str, Any], number: int) -> int:
+    """A hash of a number and the CPU states in what `capture` gave; 64 bits, never 0."""
+    return int(hashlib.sha256(f"{_sha256_of(state)}/{number}".encode()).hexdigest()[:16], 16) or 1
+
+
+def _sha256_of(state: dict[str, Any]) -> str:
     digest = hashlib.sha256(state["torch"].numpy().tobytes())
     for library in ("python", "numpy"):
         if state[library] is not None:
             digest.update(state[library]["words"].numpy().tobytes() + str(state[library].get("position")).encode())
-    return int.from_bytes(digest.digest()[:8], "little") or 1
+    return digest.hexdigest()
 
 
 def seed_all(key: str) -> None:

@@ -57,6 +57,15 @@ def test_an_epoch_that_was_opened_under_other_random_states_is_another_one(tmp_p
         present.check(2, 102, torch.tensor([2]), NOTHING, 2)
 
 
+def test_an_epoch_does_not_end_before_a_batch_that_it_had(tmp_path: Path) -> None:
+    present = log(tmp_path)
+    present.check(4, None, torch.tensor([1.0]), NOTHING, opening=3)
+    present.check_end(5, opening=3)
+    present.check_end(4, opening=7)
+    with pytest.raises(RunDoesNotFit, match=r"batch 4 .*its epoch ends before it"):
+        present.check_end(4, opening=3)
+
+
 def test_where_other_batches_were_skipped_before_it_only_indices_are_compared(tmp_path: Path) -> None:
     written(tmp_path)
     again = log(tmp_path)

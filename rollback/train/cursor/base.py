@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence, Set
 from typing import Any, ClassVar, Protocol
 
 from rollback.errors import RunDoesNotFit
+from rollback.train import rng
 
 Indices = tuple[int, ...] | None
 """The dataset indices of one batch on this rank, in order; None where the loader has none."""
@@ -63,6 +64,9 @@ class Cursor(ABC):
         self._sought: dict[str, Any] | None = None
         """The state that was gone to, until a batch is handed out or passed over from there."""
         self._batches_per_epoch: Any = _UNKNOWN
+        self._opening: dict[str, Any] | None = None
+        """The random states (`rng`) under which the epoch was opened, for kinds whose data depend on them."""
+        self._opening_digest: tuple[Any, int] = (None, 0)
 
     def open_epoch(self) -> None:
         """Begins `epoch` at its first batch, after the user's own `set_epoch` for it.
@@ -165,12 +169,20 @@ class Cursor(ABC):
         return None
 
     def opening_digest(self) -> int:
-        """A hash of the random states under which the epoch was opened; 0 where the data do not depend on them.
+        """A hash of the epoch and the random states under which it was opened; 0 where nothing depends on them.
 
         An epoch that is opened under others has another order, and that is nobody's fault: after a rollback over its
         start in a plain loop, what the script drew between the epochs is not drawn again.
         """
-        return 0
+        if self._opening_digest[0] is not self._opening:
+            digest = rng.digest_of(self._opening["rng"], self.epoch) if self._opening is not None else 0
+            self._opening_digest = self._opening, digest
+        return self._opening_digest[1]
+
+    @property
+    def ahead(self) -> Any:
+        """The batch at the position where it was read before it was asked for; None where none was."""
+        return None
 
     def order_digest(self) -> int | None:
         """A hash of what the sampler gave for the batch last returned by `next`, where there is a sampler."""

@@ -25,7 +25,8 @@ class InOrderCursor(Cursor):
     Such a loader may have no length, or one that is an estimate. A checkpoint behind an epoch's last batch would resume
     in an epoch that is over, and a loader that begins the next epoch when it is loaded there would have that one taken
     for the old. So where `at_end` is asked, one batch is read ahead; it is handed out next, and the position, the
-    loader's state and the random states of the process are until then those before it was read.
+    loader's state and the random states of the process are until then those before it was read. What a checkpoint's
+    next batch was is thus on record before anybody resumes from it.
     """
 
     def __init__(self, loader: Any) -> None:
@@ -48,6 +49,10 @@ class InOrderCursor(Cursor):
         if self._ahead is None:
             self._ahead = _Ahead(self)
         return isinstance(self._ahead.error, StopIteration)
+
+    @property
+    def ahead(self) -> Any:
+        return self._ahead.data if self._ahead is not None else None
 
     @property
     def told_epoch(self) -> int | None:
@@ -80,7 +85,9 @@ class InOrderCursor(Cursor):
         return self.read() if ahead is None else ahead.take()
 
     def _pass_over(self) -> Indices:
-        self._fetch()
+        data = self._fetch()
+        if self.witness is not None:
+            self.witness.check(self.batch, data)
         return None
 
     def _let_go(self, iterator: Iterator[Any] | None) -> None:
@@ -102,11 +109,11 @@ class _Ahead:
     def __init__(self, cursor: InOrderCursor) -> None:
         self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
         self.error: BaseException | None = None
-        self._data: Any = None
+        self.data: Any = None
         self._stream = rng.Stream.of_process()
         try:
             with self._stream:
-                self._data = cursor.read()
+                self.data = cursor.read()
         except (Exception, StopIteration) as error:  # noqa: BLE001 - raised where the batch is asked for
             self.error = error
 
@@ -114,4 +121,4 @@ class _Ahead:
         if self.error is not None:
             raise self.error
         self._stream.hand_over()
-        return self._data
+        return self.data

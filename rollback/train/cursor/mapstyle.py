@@ -75,9 +75,6 @@ class MapStyleCursor(Cursor):
     def indices(self) -> Indices:
         return self._indices
 
-    def opening_digest(self) -> int:
-        return rng.digest_of(self._opening["rng"]) if self._opening else 0
-
     def order_digest(self) -> int | None:
         return digest_of_indices(self._feed.last)
 

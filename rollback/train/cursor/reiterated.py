@@ -30,12 +30,8 @@ class ReiteratedCursor(InOrderCursor):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._opening: dict[str, Any] | None = None
         self._stream: rng.Stream | None = None
         self._left: Iterator[Any] | None = None
-
-    def opening_digest(self) -> int:
-        return rng.digest_of(self._opening["rng"]) if self._opening else 0
 
     def _open(self) -> None:
         if self.batch == 0:

@@ -25,7 +25,6 @@ class StatefulCursor(InOrderCursor):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._opening: dict[str, Any] | None = None
         self._beginning: Any = None
         """The loader's state at the beginning of the first epoch, where this process has seen it."""
         self._to_load: Any = None
@@ -37,9 +36,6 @@ class StatefulCursor(InOrderCursor):
 
     def loader_state(self) -> Any:
         return self._loader.state_dict() if self._to_load is None else self._to_load
-
-    def opening_digest(self) -> int:
-        return rng.digest_of(self._opening["rng"]) if self._opening else 0
 
     def _open(self) -> None:
         epochs = self._epoch_setters.at_opening(self.epoch)

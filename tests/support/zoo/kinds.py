@@ -11,9 +11,6 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 EXACT, REFUSED = "exact", "refused"
-BELIEVED = "WRONG"
-"""A loader whose own state leaves out what decides the next batch, after a stop at a checkpoint: nothing is drawn twice
-there, so nobody can see it. After a kill or a rollback it is refused."""
 IDS = "samples"
 """Of the trial `alone`: the samples are those of a run without a guard, what augmentation draws is not."""
 APART = "apart"

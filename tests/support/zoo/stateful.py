@@ -14,7 +14,7 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
 
 from zoo.iterable import Shards, Stream
-from zoo.kinds import BATCHES, BELIEVED, COUNT, EXACT, FEWER, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind, rows
+from zoo.kinds import BATCHES, COUNT, EXACT, FEWER, REFUSED, RESUMED, SIZE, Fed, Samples, X, kind, rows
 from zoo.mapstyle import DATA, Augmented, seeded
 
 # StatefulDataLoader ---------------------------------------------------------------------------------------------------
@@ -170,7 +170,7 @@ def _(again: bool) -> Any:
     return nodes.Loader(pipeline(RandomSampler(DATA)))
 
 
-@kind("nodes, shuffle, own generator", REFUSED, alone=EXACT, stopped=BELIEVED)
+@kind("nodes, shuffle, own generator", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     """torchdata moves along the sampler anew, with whatever its generator holds by then."""
     return nodes.Loader(pipeline(RandomSampler(DATA, generator=seeded())))
@@ -294,7 +294,7 @@ def _(again: bool) -> Any:
     return Ordered()
 
 
-@kind("hand-written, its generator not in its state", REFUSED, alone=EXACT, stopped=BELIEVED)
+@kind("hand-written, its generator not in its state", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Forgetful(Reader):
         def __init__(self) -> None:
@@ -310,7 +310,7 @@ def _(again: bool) -> Any:
     return Forgetful()
 
 
-@kind("hand-written, reads a batch ahead of its state", REFUSED, alone=EXACT, stopped=BELIEVED)
+@kind("hand-written, reads a batch ahead of its state", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Ahead(Reader):
         def __iter__(self) -> Iterator[Any]:
@@ -324,7 +324,7 @@ def _(again: bool) -> Any:
     return Ahead()
 
 
-@kind("hand-written, its state does nothing", REFUSED, alone=EXACT, stopped=BELIEVED, skipped=BELIEVED)
+@kind("hand-written, its state does nothing", REFUSED, alone=EXACT)
 def _(again: bool) -> Any:
     class Pretending(Reader):
         def load_state_dict(self, state: dict[str, Any]) -> None:
