@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rollback.rundir import files
 from rollback.rundir.durable import read_small_file, write_file
 
 EVERY = 1.0
@@ -38,7 +39,7 @@ class Beacon(Generic[_Record]):
         self._failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
         self._write()
         self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
         self._thread.start()
@@ -61,7 +62,7 @@ class Beacon(Generic[_Record]):
         self._out.set()
         self._thread.join()
         if remove:
-            self._path.unlink(missing_ok=True)
+            files.unlink(self._path)
 
     def _keep_burning(self) -> None:
         while not self._out.wait(EVERY):

@@ -76,7 +76,7 @@ class Folder:
     """Spells the files of one exercise."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = Path(os.path.realpath(root))
 
     @property
     def exercise(self) -> Path:

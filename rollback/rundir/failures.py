@@ -16,6 +16,7 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollback.events import Window
+from rollback.rundir import files
 from rollback.rundir.durable import read_small_file, write_file
 
 _LIMIT = 4 << 20
@@ -58,7 +59,7 @@ class FailureRecord(BaseModel):
 
 def write_failure(path: Path, record: FailureRecord) -> None:
     """Write a rank's last words, durable on return. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     write_file(path, record.model_dump_json().encode())
 
 

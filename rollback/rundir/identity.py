@@ -7,7 +7,7 @@ import uuid
 from datetime import datetime, timezone
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.events import Accepted
@@ -34,7 +34,7 @@ class Identity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int
-    run_id: str
+    run_id: str = Field(pattern=r"^[0-9A-Za-z-]{8,64}$", description="a directory of the fast tier has its name")
     created: str
     job: Job
 

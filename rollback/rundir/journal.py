@@ -17,6 +17,7 @@ from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.events import Fact, Record, parse_fact
+from rollback.rundir import files
 from rollback.rundir.durable import append_line, read_small_file, sync_directory
 
 _GENESIS = "0" * 32
@@ -178,8 +179,8 @@ class Journal:
         self._next = len(reading.records)
         self._backlog: list[bytes] = []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            files.make_directory(path.parent)
+            self._fd = files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             if reading.torn_bytes:
                 os.ftruncate(self._fd, reading.sound_bytes)
             os.fsync(self._fd)

@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from rollback.rundir import files
 from rollback.rundir.durable import open_regular, read_small_file, write_file
 
 _LINE_LIMIT = 64 << 20  # a skipped batch of several million samples; a hostile line is not read into memory
@@ -73,9 +74,10 @@ class LineWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
         _cut_torn_tail(path)
-        self._file: TextIOWrapper = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        descriptor = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file: TextIOWrapper = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1 << 16)
 
     def write(self, line: str) -> None:
         self._file.write(line + "\n")
@@ -92,7 +94,7 @@ class LineWriter:
 def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
-    with open(path, "rb+") as file:
+    with os.fdopen(files.open_file(path, os.O_RDWR), "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
             start = max(0, end - 4096)

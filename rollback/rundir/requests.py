@@ -9,6 +9,7 @@ any other, by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -23,6 +24,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rollback.errors import RunDirectoryError
 from rollback.events import Order, Window
+from rollback.rundir import files
 from rollback.rundir.durable import read_small_file, sync_directory, write_all
 from rollback.rundir.paths import RunPaths
 
@@ -91,9 +93,9 @@ def submit(paths: RunPaths, request: Request) -> str:
     """
     temporary = paths.requests / f".{uuid.uuid4().hex}"
     try:
-        paths.requests.mkdir(exist_ok=True)
+        files.make_directory(paths.requests)
         sync_directory(paths.root)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(fd, request.model_dump_json().encode())
             os.fsync(fd)
@@ -101,7 +103,8 @@ def submit(paths: RunPaths, request: Request) -> str:
             os.close(fd)
         number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
         name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
-        os.link(temporary, paths.request(name))  # unlike a rename it replaces nothing
+        with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
+            os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
         sync_directory(paths.requests)
     except OSError as error:
         raise RunDirectoryError(
@@ -109,7 +112,8 @@ def submit(paths: RunPaths, request: Request) -> str:
             hint="check the permissions and free space of the run directory",
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            files.unlink(temporary)
     return name
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
+from rollback.rundir import files
 from rollback.rundir.durable import open_regular, read_small_file, write_file
 
 _LIMIT = 4 << 20
@@ -33,7 +34,7 @@ _LIST = TypeAdapter(list[ProcessSeen])
 
 def write_processes(path: Path, seen: list[ProcessSeen]) -> None:
     """Durable on return. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     write_file(path, _LIST.dump_json(seen))
 
 

@@ -23,7 +23,7 @@ from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_S
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
-from rollback.rundir import ring, tiers
+from rollback.rundir import files, ring, tiers
 from rollback.rundir.history import History, fold
 from rollback.rundir.identity import Identity, Job, new_identity, read_identity, require_same_job, write_identity
 from rollback.rundir.journal import read_journal
@@ -317,7 +317,7 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
     if ranks.first:
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
-                directory.mkdir(parents=True, exist_ok=True)
+                files.make_directory(directory)
             job = state.job(ranks.world_size)
             if reading.identity is None:
                 write_identity(paths, new_identity(job))

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
-from rollback.rundir import ring, tiers
+from rollback.rundir import files, ring, tiers
 from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.history import fold
 from rollback.rundir.identity import Identity, read_identity
@@ -219,15 +217,14 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
     directory cannot be written; it then does not exist.
     """
     directory = paths.writing(manifest.name)
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    files.remove_directory(directory)
+    files.make_new_directory(directory)
     try:
         download_checkpoint(store, manifest, directory)
     except CheckpointDamaged:
-        shutil.rmtree(directory)
+        files.remove_directory(directory)
         raise
-    os.rename(directory, paths.checkpoint(manifest.name))
+    files.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)
 

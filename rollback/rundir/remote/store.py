@@ -20,6 +20,7 @@ from urllib.parse import urlsplit
 import tenacity
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
+from rollback.rundir import files
 from rollback.rundir.durable import open_regular, sync_directory
 from rollback.rundir.hashing import ShardHash
 from rollback.rundir.shard import Written
@@ -179,7 +180,7 @@ class Store:
             raise CheckpointDamaged(f"{self.url}/{key} {found}")
         require_room(path.parent, expected.size)
         digest = ShardHash()
-        with open(path, "xb") as sink:
+        with os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as sink:
             for start in range(0, expected.size, _PART):
                 part = self._part(key, start, min(expected.size, start + _PART))
                 digest.update(part)
@@ -187,7 +188,7 @@ class Store:
             sink.flush()
             os.fsync(sink.fileno())
         if digest.hexdigest() != expected.digest:
-            path.unlink()
+            files.unlink(path)
             raise CheckpointDamaged(f"{self.url}/{key} has hash {digest.hexdigest()}; {expected.digest} was written")
 
     def _part(self, key: str, start: int, end: int) -> bytes:
