@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import uuid
 from datetime import datetime, timezone
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.events import Accepted
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.small_json import read_json
 
-_LIMIT = 64 << 20
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 
 
@@ -52,7 +51,7 @@ def read_identity(paths: RunPaths) -> Identity | None:
     """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError if it cannot be believed."""
     path = paths.identity
     try:
-        body = json.loads(read_small_file(path, _LIMIT))
+        body = read_json(path)
         if isinstance(body, dict) and body.get("format") != FORMAT:
             raise RunDoesNotFit(
                 f"{path} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
@@ -63,7 +62,7 @@ def read_identity(paths: RunPaths) -> Identity | None:
         return None
     except OSError as error:
         raise RunDirectoryError(f"reading {path}: {error.strerror or error}") from error
-    except (ValueError, ValidationError, RecursionError) as error:
+    except ValueError as error:
         raise RunDirectoryError(
             f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
             hint="restore the file from a copy, or use another run directory",

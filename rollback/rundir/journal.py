@@ -11,17 +11,19 @@ import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.events import Fact, Record, parse_fact
 from rollback.rundir import files
-from rollback.rundir.durable import append_line, read_small_file, sync_directory
+from rollback.rundir.durable import append_line, open_regular, sync_directory
+from rollback.rundir.small_json import parse_json
 
 _GENESIS = "0" * 32
-_LIMIT = 1 << 30  # no journal of a sane run comes near it; a hostile one is not read into memory
+_LIMIT = 1 << 30  # no journal of a sane run comes near it
+_LINE_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,7 @@ class JournalTail:
     def new(self) -> list[Record]:
         """The records behind those of the last call. Raises as `read_journal`; also where the file has become shorter
         than what was read of it, which no writer does to it."""
-        data = _content(self._path, self._read.sound_bytes)
-        self._read = _scan(data, self._read.sound_bytes, self._lines, self._read.chain)
+        self._read = _read(self._path, self._read.sound_bytes, self._lines, self._read.chain)
         if self._read.damage is not None:
             raise _damaged(self._path, self._read.damage)
         self._lines += len(self._read.records)
@@ -102,16 +103,22 @@ def examine_journal(path: Path) -> Reading:
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
     """
-    return _scan(_content(path, 0), 0, 0, _GENESIS)
+    return _read(path, 0, 0, _GENESIS)
 
 
-def _content(path: Path, start: int) -> bytes:
-    """What a journal file holds from a byte on; an absent file holds nothing. Raises as `examine_journal`."""
+def _read(path: Path, start: int, lines: int, chain: str) -> Reading:
+    """What a journal holds from byte `start` on, behind `lines` lines that end with `chain`; an absent file holds
+    nothing. Raises as `examine_journal`."""
     try:
-        return read_small_file(path, _LIMIT, start)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not start <= size <= _LIMIT:
+                raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
+            file.seek(start)
+            return _scan(file, start, size, lines, chain)
     except FileNotFoundError:
         if start == 0:
-            return b""
+            return Reading([], 0, 0, chain)
         raise RunDirectoryError(f"reading the journal {path}: it is gone") from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
@@ -119,34 +126,30 @@ def _content(path: Path, start: int) -> bytes:
         raise JournalDamaged(f"reading the journal: {error}") from error
 
 
-def _scan(data: bytes, start: int, lines: int, chain: str) -> Reading:
-    """The records in `data`, which stands at byte `start` of its file, behind `lines` lines that end with `chain`."""
+def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str) -> Reading:
+    """The records from byte `start` up to `size`, line by line."""
     records: list[Record] = []
-    position = 0
-    while position < len(data):
-        end = data.find(b"\n", position)
-        line = data[position:] if end < 0 else data[position:end]
-        last = end < 0 or end + 1 == len(data)
+    position = start
+    while position < size:
+        line = file.readline(min(_LINE_LIMIT, size - position))
+        last = position + len(line) >= size
         try:
-            if end < 0:
-                raise ValueError("the line has no end")
+            if not line.endswith(b"\n"):
+                raise ValueError("the line has no end" if last else f"it has more than {_LINE_LIMIT} bytes")
             record, chain = _parse(line, lines + len(records), chain)
         except ValueError as error:
-            if last:
-                return Reading(records, start + position, len(data) - position, chain)
-            damage = Damage(lines + len(records) + 1, start + position, str(error))
-            return Reading(records, start + position, 0, chain, damage)
+            if last or not line:
+                return Reading(records, position, size - position, chain)
+            damage = Damage(lines + len(records) + 1, position, str(error))
+            return Reading(records, position, 0, chain, damage)
         records.append(record)
-        position = end + 1
-    return Reading(records, start + position, 0, chain)
+        position += len(line)
+    return Reading(records, position, 0, chain)
 
 
 def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:
     """The record of a line and its chain value. Raises ValueError (also ValidationError, which is one)."""
-    try:
-        body = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+    body = parse_json(line)
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
     stated = body.pop("chain", None)

@@ -16,8 +16,9 @@ import filelock
 
 from rollback.errors import RunDirectoryError, RunInUse
 from rollback.rundir import files
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.small_json import read_json
 
 HOLDER_LIMIT = 1 << 16
 
@@ -66,8 +67,8 @@ class RunLock:
 def read_holder(paths: RunPaths) -> dict[str, object] | None:
     """What holder.json says, or None. It may be out of date: only the lock itself tells whether the holder lives."""
     try:
-        body = json.loads(read_small_file(paths.holder, HOLDER_LIMIT))
-    except (OSError, ValueError, RecursionError):
+        body = read_json(paths.holder, HOLDER_LIMIT)
+    except (OSError, ValueError):
         return None
     return body if isinstance(body, dict) else None
 

@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
 from rollback.rundir.shard import Written
+from rollback.rundir.small_json import parse_json
 
 MANIFEST_LIMIT = 16 << 20
 
@@ -93,14 +94,14 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
 def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
     """The manifest of the checkpoint `name` (None: of any), found at `where`. Raises CheckpointDamaged."""
     try:
-        body = json.loads(data)
+        body = parse_json(data)
         if not isinstance(body, dict):
             raise ValueError("it is not a JSON object")
         stated = body.pop("check", None)
         if stated != _check(body):
             raise ValueError("its check value does not match its content")
         manifest = Manifest.model_validate(body)
-    except (ValueError, ValidationError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
         raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")

@@ -25,8 +25,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from rollback.errors import RunDirectoryError
 from rollback.events import Order, Window
 from rollback.rundir import files
-from rollback.rundir.durable import read_small_file, sync_directory, write_all
+from rollback.rundir.durable import sync_directory, write_all
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.small_json import read_model
 
 _NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
 _LIMIT = 1 << 14
@@ -130,7 +131,7 @@ def names(paths: RunPaths) -> list[str]:
 def read_request(paths: RunPaths, name: str) -> Request:
     """Raises OSError where it cannot be read, ValueError, in words for people, where it is not a request."""
     try:
-        return Request.model_validate_json(read_small_file(paths.request(name), _LIMIT))
+        return read_model(paths.request(name), Request, _LIMIT)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

@@ -23,10 +23,11 @@ from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.rundir import files
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
 from rollback.rundir.region import Region
+from rollback.rundir.small_json import read_json
 
 DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")
@@ -97,7 +98,7 @@ def require_own(directory: Path) -> None:
 def owner_of(slots: SlotPaths) -> Path | None:
     """The run directory whose tier it is; None where that is not written down, or not to be believed."""
     try:
-        body = json.loads(read_small_file(slots.owner, _OWNER_LIMIT))
+        body = read_json(slots.owner, _OWNER_LIMIT)
         return Path(body["run"]) if body["format"] == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -17,11 +17,12 @@ from typing import Literal
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.rundir import files, ring, slots
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.slots import SlotPaths
+from rollback.rundir.small_json import read_json
 
 TierName = Literal["fast", "durable"]
 _POINTER_LIMIT = 1 << 16
@@ -152,7 +153,7 @@ def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) 
 def host_count(paths: RunPaths) -> int:
     """On how many hosts a run's fast tier is: 1 where that is not known."""
     try:
-        return int(json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))["hosts"])
+        return int(read_json(paths.fast_pointer, _POINTER_LIMIT)["hosts"])
     except (OSError, ValueError, TypeError, KeyError):
         return 1
 
@@ -161,7 +162,7 @@ def fast_tier_of(paths: RunPaths) -> SlotPaths | None:
     """The run's fast tier on this host, if it has one and it may be believed: where a tier of this user's and of that
     name is, closed to others, and with this run directory's own `tier.json`."""
     try:
-        body = json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))
+        body = read_json(paths.fast_pointer, _POINTER_LIMIT)
         tier = SlotPaths(Path(body["directory"])) if body["format"] == FORMAT else None
         identity = read_identity(paths)
         if tier is None or identity is None or tier != slots.tier_of(tier.root.parent.parent, identity.run_id):

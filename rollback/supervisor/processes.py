@@ -153,7 +153,7 @@ def _process(pid: int, created: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - created) <= _SAME_START
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):  # also a number that is no pid
         return None
     return process if same and _is_alive(process) else None
 

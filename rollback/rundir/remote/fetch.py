@@ -7,7 +7,7 @@ from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
 from rollback.rundir import files, ring, tiers
-from rollback.rundir.durable import sync_directory, write_file
+from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.history import fold
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
@@ -18,9 +18,9 @@ from rollback.rundir.remote.index import Index, Kept, Piece, checkpoint_key, rea
 from rollback.rundir.remote.record import Relation, read_piece
 from rollback.rundir.remote.store import Store, read_verified
 from rollback.rundir.resume import candidates
+from rollback.rundir.small_json import SIZE, parse_model
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
-_IDENTITY_LIMIT = 64 << 20
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
 
@@ -75,7 +75,10 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         run = index.kept("run.json")
         if run is None:
             raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
-        record.read_kept(store, run, _IDENTITY_LIMIT)  # before anything is written: it is what would be missing
+        try:  # before anything is written: it is what would be missing
+            parse_model(record.read_kept(store, run, SIZE), Identity)
+        except ValueError as error:
+            raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
         say(f"fetching the record of run {index.run_id} from {store.url}")
         for kept in index.record:
             if kept.path != "run.json":
@@ -126,7 +129,10 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
     kept = index.kept(path) or Kept(path=path, pieces=())
     local = paths.root / path
     sound = read_journal(local).sound_bytes
-    content = local.read_bytes()[:sound] if sound else b""
+    content = b""
+    if sound:
+        with open_regular(local) as file:
+            content = file.read(sound)
 
     def read(key: str, piece: Piece) -> bytes:
         return read_piece(store, key, piece)
