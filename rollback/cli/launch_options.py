@@ -162,6 +162,17 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         False,
     ),
     parameter(
+        "secret_args",
+        list[str] | None,
+        typer.Option(
+            "--secret-args",
+            metavar="NAME[,NAME]",
+            help="options of the script whose values are secret too: they are written nowhere",
+            rich_help_panel="The run",
+        ),
+        None,
+    ),
+    parameter(
         "preload",
         bool | None,
         typer.Option(

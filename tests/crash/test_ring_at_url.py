@@ -374,8 +374,8 @@ def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Buc
     with pytest.raises(RingUnavailable, match=r"run\.json is damaged"):
         fetched(tmp_path / "nothing")
     assert list((tmp_path / "nothing").rglob("*.json*")) == []
-    with pytest.raises(RollbackError, match="damaged"), readable(URL) as place:
-        read_listing(place.root)
+    with readable(URL) as place:
+        assert read_listing(place.root).notices
 
     for changes in (
         {"shards": [{**manifest["shards"][0], "file": "../../evil"}, manifest["shards"][1]]},
