@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
-from pydantic import Field
-
 from rollback.fact import Fact, Window, Writer
 
 Why = Literal[
@@ -36,7 +34,7 @@ class AttemptStarted(Fact):
     environment: dict[str, str] | None = None
     changed: tuple[str, ...] = ()
     job: str | None = None
-    salt: str | None = Field(None, pattern=r"^[0-9a-f]{32}$")
+    salt: str | None = None
 
 
 class AttemptEnded(Fact):

@@ -27,6 +27,7 @@ from rollback.live.screen import Screen
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.seal import use
 from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.command import Job
 from rollback.supervisor.flags import FLAGS, read_flags
@@ -53,6 +54,7 @@ def launch(
     node_timeout: float | None,
     no_hangup: bool,
     secret_args: list[str] | None,
+    seal: Path | None,
     preload: bool | None,
     torchrun_flag: list[str] | None,
     **given: Any,
@@ -63,13 +65,15 @@ def launch(
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
+    if seal is not None:
+        use(seal, paths.root)
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
     job = Job(flags, script, arguments or [], torchrun_flag or (), names)
     trackers = _tracker_flags(tensorboard, wandb)
-    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers])
+    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal])
     order = Order(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         preload=preload is not False, expects_guard=expects_guard,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import uuid
 from datetime import datetime, timezone
 from typing import Any
@@ -10,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.events import Accepted
+from rollback.rundir import seal
 from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.small_json import read_json
@@ -36,6 +38,11 @@ class Identity(BaseModel):
     run_id: str = Field(pattern=r"^[0-9A-Za-z-]{8,64}$", description="a directory of the fast tier has its name")
     created: str
     job: Job
+    seal: str | None = None
+
+    def canonical(self) -> str:
+        """What is sealed of it."""
+        return json.dumps(self.model_dump(mode="json", exclude={"seal"}), sort_keys=True, separators=(",", ":"))
 
 
 def new_identity(job: Job) -> Identity:
@@ -44,7 +51,10 @@ def new_identity(job: Job) -> Identity:
 
 
 def write_identity(paths: RunPaths, identity: Identity) -> None:
-    write_file(paths.identity, identity.model_dump_json(indent=1).encode())
+    """Sealed, where there is a key. Raises OSError."""
+    key = seal.present()
+    identity = identity.model_copy(update={"seal": key.of("run", identity.canonical()) if key else None})
+    write_file(paths.identity, identity.model_dump_json(indent=1, exclude_none=True).encode())
 
 
 def read_identity(paths: RunPaths) -> Identity | None:
@@ -57,7 +67,9 @@ def read_identity(paths: RunPaths) -> Identity | None:
                 f"{path} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
                 hint="use the version of rollback that wrote it, or another run directory",
             )
-        return Identity.model_validate(body)
+        identity = Identity.model_validate(body)
+        require_seal(identity, str(path))
+        return identity
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -67,6 +79,32 @@ def read_identity(paths: RunPaths) -> Identity | None:
             f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
             hint="restore the file from a copy, or use another run directory",
         ) from error
+
+
+def require_seal(identity: Identity, where: str) -> None:
+    """Raise RunDoesNotFit where there is a key and run.json does not bear its seal."""
+    key = seal.present()
+    if key is not None and not key.is_on("run", identity.canonical(), identity.seal):
+        fault = "is not sealed" if identity.seal is None else "is not what was sealed, or not with this key"
+        raise RunDoesNotFit(
+            f"{where} {fault}",
+            hint="name the key that the run was begun with; a run that was begun without one goes on without --seal",
+        )
+
+
+def require_key(paths: RunPaths) -> None:
+    """Raise RunDoesNotFit where a run is sealed and its key is not there: nothing may be restored of it then."""
+    identity = read_identity(paths)
+    if identity is not None:
+        require_key_of(identity, str(paths.root))
+
+
+def require_key_of(identity: Identity, where: str) -> None:
+    if identity.seal is not None and seal.present() is None:
+        raise RunDoesNotFit(
+            f"the run {where} is sealed, and without its key nothing is restored of it",
+            hint=f"name the key: --seal KEYFILE, or {seal.ENV_SEAL} in the environment; nothing was changed",
+        )
 
 
 def require_same_job(

@@ -82,4 +82,4 @@ def _hidden(value: str, salt: str | None) -> str:
     if salt is None or value.startswith(_HIDDEN):
         return _HIDDEN
     text = value.encode("utf-8", "surrogatepass")
-    return _HIDDEN + hashlib.pbkdf2_hmac("sha256", text, bytes.fromhex(salt), _ROUNDS, 2).hex()
+    return _HIDDEN + hashlib.pbkdf2_hmac("sha256", text, salt.encode("utf-8", "surrogatepass"), _ROUNDS, 2).hex()

@@ -25,7 +25,15 @@ from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted,
 from rollback.events import Record as JournalRecord
 from rollback.rundir import files, ring, tiers
 from rollback.rundir.history import History, fold
-from rollback.rundir.identity import Identity, Job, new_identity, read_identity, require_same_job, write_identity
+from rollback.rundir.identity import (
+    Identity,
+    Job,
+    new_identity,
+    read_identity,
+    require_key,
+    require_same_job,
+    write_identity,
+)
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
@@ -119,6 +127,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
     accepted: list[Accepted] = []
     if ranks.first:
         try:
+            require_key(paths)
             identity = read_identity(paths)
             if identity is not None:
                 require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
@@ -324,6 +333,7 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
             elif reading.accepted:
                 write_identity(paths, reading.identity.model_copy(update={"job": job}))
             ring.sweep(paths)
+            require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
             record = Record(paths, reading.attempt, first=True, advised=advised)

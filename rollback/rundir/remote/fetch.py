@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
-from rollback.rundir import files, ring, tiers
+from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.rundir import files, ring, seal, tiers
 from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.history import fold
-from rollback.rundir.identity import Identity, read_identity
-from rollback.rundir.journal import read_journal
+from rollback.rundir.identity import Identity, read_identity, require_key_of, require_seal
+from rollback.rundir.journal import read_journal, require_sealed
 from rollback.rundir.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.rundir.remote import record
@@ -76,9 +76,12 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         if run is None:
             raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
         try:  # before anything is written: it is what would be missing
-            parse_model(record.read_kept(store, run, SIZE), Identity)
+            found = parse_model(record.read_kept(store, run, SIZE), Identity)
         except ValueError as error:
             raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
+        require_key_of(found, store.url)
+        require_seal(found, f"run.json at {store.url}")
+        _require_sealed_journals(store, index, _JOURNALS)
         say(f"fetching the record of run {index.run_id} from {store.url}")
         for kept in index.record:
             if kept.path != "run.json":
@@ -95,10 +98,23 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
     behind = [path for path, relation in relations.items() if relation == "behind"]
     if not behind:
         return
+    _require_sealed_journals(store, index, behind)
     say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
     for kept in index.record:
         if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
             record.download(store, kept, paths.root)
+
+
+def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -> None:
+    """Before one of them takes the place of ours. Raises CheckpointDamaged."""
+    if seal.present() is None:
+        return
+    for path in paths:
+        if (kept := index.kept(path)) is not None:
+            try:
+                require_sealed(record.read_kept(store, kept, kept.size), Path(path).stem)
+            except JournalDamaged as error:
+                raise CheckpointDamaged(error.message) from error
 
 
 def is_abandoned(store: Store, index: Index, identity: Identity | None) -> bool:
