@@ -92,15 +92,18 @@ def require_seal(identity: Identity, where: str) -> None:
         )
 
 
-def require_key(paths: RunPaths) -> None:
-    """Raise RunDoesNotFit where a run is sealed and its key is not there: nothing may be restored of it then."""
+def require_key(paths: RunPaths, sealed_lines: int = 0) -> None:
+    """Raise RunDoesNotFit where a run is sealed and its key is not there: nothing may be restored of it then.
+
+    sealed_lines: how many its journals have, where that is known. Raises as `read_identity`, too.
+    """
     identity = read_identity(paths)
-    if identity is not None:
-        require_key_of(identity, str(paths.root))
+    require_key_for(bool(sealed_lines) or (identity is not None and identity.seal is not None), str(paths.root))
 
 
-def require_key_of(identity: Identity, where: str) -> None:
-    if identity.seal is not None and seal.present() is None:
+def require_key_for(is_sealed: bool, where: str) -> None:
+    """As `require_key`, of a run at `where`."""
+    if is_sealed and seal.present() is None:
         raise RunDoesNotFit(
             f"the run {where} is sealed, and without its key nothing is restored of it",
             hint=f"name the key: --seal KEYFILE, or {seal.ENV_SEAL} in the environment; nothing was changed",

@@ -10,7 +10,7 @@ from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.events import AttemptStarted, Record
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
-from rollback.rundir.identity import require_key
+from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
@@ -44,8 +44,10 @@ def read_past(paths: RunPaths) -> Past:
         _require_run_directory(paths)
     except OSError as error:
         raise RunDirectoryError(f"reading the run directory {paths.root}: {error.strerror or error}") from error
-    require_key(paths)
-    return Past(read_journal(paths.train_journal).records, read_journal(paths.supervisor_journal).records)
+    read_identity(paths)
+    train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
+    require_key(paths, train.seals + supervisor.seals)
+    return Past(train.records, supervisor.records)
 
 
 def _require_access(paths: RunPaths) -> None:

@@ -1,4 +1,4 @@
-"""`--seal`: what somebody without the key can do who writes the run directory or the bucket: nothing that is believed."""
+"""`--seal`: what somebody without the key can do who writes the run directory or the bucket: nothing that counts."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError
 from rollback.rundir import files, ring, seal, tiers
 from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.history import fold
-from rollback.rundir.identity import Identity, read_identity, require_key_of, require_seal
+from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
 from rollback.rundir.journal import read_journal, require_sealed
 from rollback.rundir.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
@@ -79,7 +79,7 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
             found = parse_model(record.read_kept(store, run, SIZE), Identity)
         except ValueError as error:
             raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
-        require_key_of(found, store.url)
+        require_key_for(found.seal is not None, store.url)
         require_seal(found, f"run.json at {store.url}")
         _require_sealed_journals(store, index, _JOURNALS)
         say(f"fetching the record of run {index.run_id} from {store.url}")
