@@ -18,8 +18,9 @@ class AttemptStarted(Fact):
 
     `arguments` are the script's, `environment` the variables that matter for what is trained, `script` the first 32 hex
     digits of the SHA-256 of its content (null: it could not be read); what looks like a secret is `***` or left out, in
-    `command` too. `changed` says in words what is not as at the start before. `job`: a hash over the script, its
-    arguments, and the content of the files that these name.
+    `command` too; in `arguments` 16 bits of its PBKDF2 with `salt`, which is the run's, follow on `***`. `changed` says
+    in words what is not as at the start before. `job`: a hash over the script, its arguments, and the content of the
+    files that these name.
     """
 
     writer: ClassVar[Writer] = "supervisor"
@@ -33,6 +34,7 @@ class AttemptStarted(Fact):
     environment: dict[str, str] | None = None
     changed: tuple[str, ...] = ()
     job: str | None = None
+    salt: str | None = None
 
 
 class AttemptEnded(Fact):

@@ -16,7 +16,7 @@ from rollback.audit.material import require_run_directory
 from rollback.errors import CheckpointDamaged, JournalDamaged, NoUsableCheckpoint, RunDirectoryError, UsageError
 from rollback.events import Attached
 from rollback.policy import Held
-from rollback.rundir import ring
+from rollback.rundir import ring, seal
 from rollback.rundir.history import History, fold
 from rollback.rundir.journal import read_journal
 from rollback.rundir.manifest import Manifest, read_manifest
@@ -208,7 +208,10 @@ def _at_url(paths: RunPaths) -> list[Held]:
 
 def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
     try:
-        return fold(read_journal(paths.train_journal).records)
+        reading = read_journal(paths.train_journal)
+        if (told := seal.in_words(reading.seals)) is not None:
+            notices.append(told)
+        return fold(reading.records)
     except JournalDamaged as error:
         notices.append(f"{error.message}; which checkpoints are good cannot be told")
         return None

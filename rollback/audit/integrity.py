@@ -23,6 +23,7 @@ from rollback.audit.material import merge, require_run_directory
 from rollback.audit.terminal import printable
 from rollback.errors import ExitCode, JournalDamaged
 from rollback.events import Attached, PassedOver, Record, Window
+from rollback.rundir import seal
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import examine_journal
@@ -50,6 +51,7 @@ class JournalState(Entry):
     torn_bytes: int = Field(description="of a last line that a crash tore; no damage")
     chain: str = Field(description="the chain's value after the last sound line: note it, and a rewritten past shows")
     broken: Broken | None
+    seal: Literal["none", "sealed", "verified"] = Field(description="of the sound lines; sealed: there is no key here")
 
 
 class Integrity(Entry):
@@ -91,6 +93,7 @@ def check_integrity(root: Path) -> Integrity:
                 torn_bytes=reading.torn_bytes,
                 chain=reading.chain,
                 broken=broken,
+                seal="none" if not reading.seals else "verified" if seal.present() else "sealed",
             )
         )
         records.append(reading.records)

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from rollback.audit.judged import read_last_metrics
 from rollback.errors import RunDirectoryError, UsageError
 from rollback.events import AttemptStarted, Incident, Record
+from rollback.rundir import seal
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
@@ -101,12 +102,15 @@ def read_material(root: Path) -> Material:
 
 def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
     """Facts of both journals in merged order; a torn tail becomes a notice. Raises as `read_journal`."""
-    journals = []
+    journals, seals = [], 0
     for path in (paths.train_journal, paths.supervisor_journal):
         reading = read_journal(path)
         if reading.torn_bytes:
             notices.append(torn_notice(path, reading.torn_bytes))
+        seals += reading.seals
         journals.append(reading.records)
+    if (told := seal.in_words(seals)) is not None:
+        notices.append(told)
     return merge(*journals)
 
 

@@ -27,6 +27,7 @@ from rollback.audit.material import merge, require_run_directory, torn_notice
 from rollback.audit.past import Past
 from rollback.errors import RunDirectoryError
 from rollback.events import Attached, Drained, Record, RestartScheduled, Restored
+from rollback.rundir import seal
 from rollback.rundir.history import History
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
@@ -167,6 +168,7 @@ class StatusReader:
         self._root = root
         self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
         self._past = Past()
+        self._seals = 0
         self._tiers: dict[str, list[TierName]] = {}
         self.news: list[Record] = []
         """What the journals have got since the call before the last one."""
@@ -175,12 +177,15 @@ class StatusReader:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
         news = [self._train.new(), self._supervisor.new()]
+        self._seals += self._train.seals + self._supervisor.seals
         self._past.take_in(*news)
         self.news = merge(*news)
         if self.news:
             self._tiers = _tiers(paths)
         torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
         notices = [torn_notice(path, size) for path, size in torn if size]
+        if (told := seal.in_words(self._seals)) is not None:
+            notices.append(told)
         return _status(self._root, paths, self._past, self._tiers, notices)
 
 

@@ -125,7 +125,7 @@ def _cell(text: str) -> Cell:
 def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     """Rows of a trainer_state.json, of one JSON list, or of JSON lines."""
     try:
-        document = json.loads(text)
+        document = _parse(path, text)
     except json.JSONDecodeError:
         return list(_json_lines(path, text.splitlines()))
     if isinstance(document, dict) and isinstance(document.get("log_history"), list):
@@ -137,12 +137,19 @@ def _json_rows(path: Path, text: str) -> list[dict[str, Any]]:
     return list(document)
 
 
+def _parse(path: Path, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise UsageError(f"{path} is nested too deep for a log", hint=_SUPPORTED) from None
+
+
 def _json_lines(path: Path, lines: list[str]) -> Iterator[dict[str, Any]]:
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            row = json.loads(line)
+            row = _parse(path, line)
         except json.JSONDecodeError as error:
             if number == len(lines):
                 return  # the writer was killed in the middle of its last line

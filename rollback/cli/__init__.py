@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -23,6 +24,7 @@ from rollback.cli.terminal import show_error
 from rollback.cli.track import track
 from rollback.cli.why import why
 from rollback.errors import RollbackError
+from rollback.rundir.seal import use
 
 app = typer.Typer(
     help="Fault-tolerant checkpoint-and-rollback for PyTorch training.",
@@ -57,8 +59,13 @@ def _root(
     version: Annotated[
         bool, typer.Option("--version", help="Show the version and exit.", callback=_show_version, is_eager=True)
     ] = False,
+    key: Annotated[
+        Path | None,
+        typer.Option("--seal", metavar="KEYFILE", help="Verify sealed runs with this key (also: ROLLBACK_SEAL)."),
+    ] = None,
 ) -> None:
-    pass
+    if key is not None:
+        use(key)
 
 
 def main() -> None:

@@ -27,11 +27,13 @@ from rollback.live.screen import Screen
 from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.seal import use
 from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.command import Job
 from rollback.supervisor.flags import FLAGS, read_flags
 from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
+from rollback.supervisor.redaction import redacted
 from rollback.supervisor.supervise import supervise
 from rollback.trackers.beside import Beside
 
@@ -51,6 +53,8 @@ def launch(
     stall_after: float | None,
     node_timeout: float | None,
     no_hangup: bool,
+    secret_args: list[str] | None,
+    seal: Path | None,
     preload: bool | None,
     torchrun_flag: list[str] | None,
     **given: Any,
@@ -61,12 +65,15 @@ def launch(
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
+    if seal is not None:
+        use(seal, paths.root)
     settings = read_settings(given, skips_of)
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
-    job = Job(flags, script, arguments or [], torchrun_flag or ())
+    names = [name for listed in secret_args or [] for name in listed.split(",") if name]
+    job = Job(flags, script, arguments or [], torchrun_flag or (), names)
     trackers = _tracker_flags(tensorboard, wandb)
-    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers])
+    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal])
     order = Order(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         preload=preload is not False, expects_guard=expects_guard,
@@ -76,7 +83,7 @@ def launch(
     occupy_standard_streams()
     with _audience(paths.root) as screen, Beside(paths.root, trackers, screen.say):
         result = supervise(order, screen)
-    say(closing_line(result, paths.root, ["rollback", *sys.argv[1:]]))
+    say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
     raise typer.Exit(result.exit_code)
 
 

@@ -161,6 +161,18 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         typer.Option("--no-hangup", help="go on when the terminal is gone, as under nohup", rich_help_panel="The run"),
         False,
     ),
+    _run_parameter("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),
+    parameter(
+        "secret_args",
+        list[str] | None,
+        typer.Option(
+            "--secret-args",
+            metavar="NAME[,NAME]",
+            help="options of the script whose values are secret too: they are written nowhere",
+            rich_help_panel="The run",
+        ),
+        None,
+    ),
     parameter(
         "preload",
         bool | None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import shutil
@@ -15,6 +16,7 @@ from pathlib import Path
 
 from rollback.audit import Ledger, compile_ledger, read_material
 from rollback.errors import ExitCode, RollbackError
+from rollback.rundir import slots
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
@@ -109,7 +111,8 @@ class Stage:
 
 def _remove_checkpoints(run: RunPaths) -> None:
     if tier := fast_tier_of(run):
-        shutil.rmtree(tier.root, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            slots.remove(tier)
     shutil.rmtree(run.ring, ignore_errors=True)
 
 

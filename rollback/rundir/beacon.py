@@ -13,7 +13,9 @@ from typing import Generic, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from rollback.rundir import files
 from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.small_json import parse_model
 
 EVERY = 1.0
 # Network file systems may show a file as it was some seconds ago.
@@ -38,7 +40,7 @@ class Beacon(Generic[_Record]):
         self._failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
         self._write()
         self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
         self._thread.start()
@@ -61,7 +63,7 @@ class Beacon(Generic[_Record]):
         self._out.set()
         self._thread.join()
         if remove:
-            self._path.unlink(missing_ok=True)
+            files.unlink(self._path)
 
     def _keep_burning(self) -> None:
         while not self._out.wait(EVERY):
@@ -88,7 +90,7 @@ class Watchtower(Generic[_Record]):
         self, directory: Path, pattern: str, model: type[_Record], clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._directory, self._pattern, self._model, self._clock = directory, pattern, model, clock
-        self._seen: dict[str, tuple[str, float]] = {}
+        self._seen: dict[str, tuple[bytes, float]] = {}
 
     def look(self) -> dict[str, _Record]:
         """The readable records by file name, those that have fallen silent left out."""
@@ -96,11 +98,11 @@ class Watchtower(Generic[_Record]):
         # Listing the directory makes a network file system ask its server which files there are.
         for path in sorted(self._directory.glob(self._pattern)) if self._directory.is_dir() else []:
             try:
-                body = read_small_file(path, _LIMIT).decode()
-                record = self._model.model_validate_json(body)
+                body = read_small_file(path, _LIMIT)
+                record = parse_model(body, self._model)
             except (OSError, ValueError, ValidationError):
                 continue  # gone, or being replaced
-            before, since = self._seen.get(path.name, ("", now))
+            before, since = self._seen.get(path.name, (b"", now))
             self._seen[path.name] = (body, now if body != before else since)
             if now - self._seen[path.name][1] < SILENT_AFTER:
                 found[path.name] = record

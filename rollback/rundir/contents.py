@@ -6,7 +6,6 @@ The tags are those of docs/format.md, "Shards". `rollback.train.tree` writes the
 from __future__ import annotations
 
 import base64
-import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.layout import Entry
 from rollback.rundir.shard import ShardReader
+from rollback.rundir.small_json import parse_json
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
@@ -116,7 +116,7 @@ def _read_tree(shard: ShardReader, which: str, source: Mapping[str, ShardReader]
     if which not in shard.metadata:
         raise CheckpointDamaged(f"the shard {shard.path} has no tree {which!r}")
     try:
-        value = decode(json.loads(shard.metadata[which]), fetch, fetch)
+        value = decode(parse_json(shard.metadata[which]), fetch, fetch)
     except (ValueError, TypeError, RecursionError) as error:
         raise CheckpointDamaged(f"the tree {which!r} of {shard.path} cannot be read: {error}") from error
     require_parts(value, which)

@@ -11,6 +11,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from rollback.rundir import files
 from rollback.rundir.durable import write_all
 from rollback.rundir.hashing import ShardHash
 from rollback.rundir.region import address_of
@@ -37,7 +38,7 @@ def write_direct(path: Path, data: memoryview) -> Written:
             _write(fd, chunk)
         os.fsync(fd)
     except BaseException:
-        os.unlink(path)
+        files.unlink(path)
         raise
     finally:
         os.close(fd)
@@ -45,14 +46,14 @@ def write_direct(path: Path, data: memoryview) -> Written:
 
 
 def _create(path: Path) -> int:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        return os.open(path, flags | os.O_DIRECT, 0o644)
+        return files.open_file(path, flags | os.O_DIRECT)
     except OSError as error:
         if error.errno not in _REFUSED:
             raise
-        path.unlink(missing_ok=True)  # some file systems make the file before they refuse
-        return os.open(path, flags, 0o644)
+        files.unlink(path)  # some file systems make the file before they refuse
+        return files.open_file(path, flags)
 
 
 def _write(fd: int, chunk: memoryview) -> None:

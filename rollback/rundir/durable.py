@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
-import stat
 from pathlib import Path
 from typing import BinaryIO
+
+from rollback.rundir import files
 
 __all__ = ["append_line", "open_regular", "read_small_file", "sync_directory", "write_all", "write_file"]
 
 
 def sync_directory(directory: Path) -> None:
     """Make renames and creations in `directory` survive a power loss."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+    with files.directory(directory) as place:
+        fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=place)
     try:
         os.fsync(fd)
     finally:
@@ -29,7 +31,7 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace `path` by rename. With `durable`, content and name survive a power loss once this returns."""
     temporary = path.with_name(f".{path.name}.tmp")  # one writer a file: what a crash left of it is overwritten
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         try:
             write_all(fd, data)
@@ -37,9 +39,9 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.fsync(fd)
         finally:
             os.close(fd)
-        os.replace(temporary, path)
+        files.rename(temporary, path)
     except BaseException:
-        temporary.unlink(missing_ok=True)
+        files.unlink(temporary)
         raise
     if durable:
         sync_directory(path.parent)
@@ -59,18 +61,14 @@ def append_line(fd: int, line: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a regular file for reading. Links, pipes and devices are refused unread, and nothing is waited for.
+    """Open a file for reading, under the rules of `rollback.rundir.files`.
 
-    Raises OSError where it cannot be opened, ValueError where it is not such a file.
+    Raises OSError where it cannot be opened, ValueError where it is not a file that may be believed.
     """
-    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
-            raise ValueError(f"{path} is not a regular file")
-        return os.fdopen(fd, "rb")
-    except BaseException:
-        os.close(fd)
-        raise
+        return os.fdopen(files.open_file(path, os.O_RDONLY), "rb")
+    except files.NotAFileOfOurs as error:
+        raise ValueError(f"{path}: {error.strerror}") from None
 
 
 def read_small_file(path: Path, limit: int, start: int = 0) -> bytes:

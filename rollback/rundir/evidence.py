@@ -7,7 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
+from rollback.rundir.small_json import read_model
 
 _LIMIT = 16 << 20
 
@@ -111,4 +112,4 @@ def write_evidence(path: Path, evidence: RankEvidence) -> None:
 
 def read_evidence(path: Path) -> RankEvidence:
     """A rank's record. Raises OSError, or ValueError (pydantic's included) where it cannot be believed."""
-    return RankEvidence.model_validate_json(read_small_file(path, _LIMIT))
+    return read_model(path, RankEvidence, _LIMIT)

@@ -19,7 +19,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import write_file
+from rollback.rundir.small_json import read_model
 
 ENV_DRILL = "ROLLBACK_DRILL"
 
@@ -76,7 +77,7 @@ class Folder:
     """Spells the files of one exercise."""
 
     def __init__(self, root: Path) -> None:
-        self.root = root
+        self.root = Path(os.path.realpath(root))
 
     @property
     def exercise(self) -> Path:
@@ -107,7 +108,7 @@ class Folder:
 def read_note(path: Path, kind: type[_Note]) -> _Note | None:
     """What a file says, None where there is none or it cannot be read."""
     try:
-        return kind.model_validate_json(read_small_file(path, _LIMIT))
+        return read_model(path, kind, _LIMIT)
     except (OSError, ValueError, ValidationError):
         return None
 

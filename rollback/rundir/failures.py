@@ -16,7 +16,9 @@ import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from rollback.events import Window
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir import files
+from rollback.rundir.durable import write_file
+from rollback.rundir.small_json import read_model
 
 _LIMIT = 4 << 20
 _TEXT_LIMIT = 64 << 10
@@ -58,7 +60,7 @@ class FailureRecord(BaseModel):
 
 def write_failure(path: Path, record: FailureRecord) -> None:
     """Write a rank's last words, durable on return. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     write_file(path, record.model_dump_json().encode())
 
 
@@ -67,7 +69,7 @@ def read_failures(directory: Path) -> dict[int, FailureRecord]:
     found: dict[int, FailureRecord] = {}
     for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
         try:
-            record = FailureRecord.model_validate_json(read_small_file(path, _LIMIT))
+            record = read_model(path, FailureRecord, _LIMIT)
         except (OSError, ValueError, ValidationError):
             continue
         if path.name == f"rank-{record.rank:05d}.json":

@@ -7,14 +7,15 @@ import uuid
 from datetime import datetime, timezone
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.events import Accepted
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir import seal
+from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.small_json import read_json
 
-_LIMIT = 64 << 20
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 
 
@@ -34,9 +35,14 @@ class Identity(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     format: int
-    run_id: str
+    run_id: str = Field(pattern=r"^[0-9A-Za-z-]{8,64}$", description="a directory of the fast tier has its name")
     created: str
     job: Job
+    seal: str | None = None
+
+    def canonical(self) -> str:
+        """What is sealed of it."""
+        return json.dumps(self.model_dump(mode="json", exclude={"seal"}), sort_keys=True, separators=(",", ":"))
 
 
 def new_identity(job: Job) -> Identity:
@@ -45,29 +51,63 @@ def new_identity(job: Job) -> Identity:
 
 
 def write_identity(paths: RunPaths, identity: Identity) -> None:
-    write_file(paths.identity, identity.model_dump_json(indent=1).encode())
+    """Sealed, where there is a key. Raises OSError."""
+    key = seal.present()
+    identity = identity.model_copy(update={"seal": key.of("run", identity.canonical()) if key else None})
+    write_file(paths.identity, identity.model_dump_json(indent=1, exclude_none=True).encode())
 
 
 def read_identity(paths: RunPaths) -> Identity | None:
     """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError if it cannot be believed."""
     path = paths.identity
     try:
-        body = json.loads(read_small_file(path, _LIMIT))
+        body = read_json(path)
         if isinstance(body, dict) and body.get("format") != FORMAT:
             raise RunDoesNotFit(
                 f"{path} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
                 hint="use the version of rollback that wrote it, or another run directory",
             )
-        return Identity.model_validate(body)
+        identity = Identity.model_validate(body)
+        require_seal(identity, str(path))
+        return identity
     except FileNotFoundError:
         return None
     except OSError as error:
         raise RunDirectoryError(f"reading {path}: {error.strerror or error}") from error
-    except (ValueError, ValidationError, RecursionError) as error:
+    except ValueError as error:
         raise RunDirectoryError(
             f"reading {path}: it is damaged ({str(error).splitlines()[0]})",
             hint="restore the file from a copy, or use another run directory",
         ) from error
+
+
+def require_seal(identity: Identity, where: str) -> None:
+    """Raise RunDoesNotFit where there is a key and run.json does not bear its seal."""
+    key = seal.present()
+    if key is not None and not key.is_on("run", identity.canonical(), identity.seal):
+        fault = "is not sealed" if identity.seal is None else "is not what was sealed, or not with this key"
+        raise RunDoesNotFit(
+            f"{where} {fault}",
+            hint="name the key that the run was begun with; a run that was begun without one goes on without --seal",
+        )
+
+
+def require_key(paths: RunPaths, sealed_lines: int = 0) -> None:
+    """Raise RunDoesNotFit where a run is sealed and its key is not there: nothing may be restored of it then.
+
+    sealed_lines: how many its journals have, where that is known. Raises as `read_identity`, too.
+    """
+    identity = read_identity(paths)
+    require_key_for(bool(sealed_lines) or (identity is not None and identity.seal is not None), str(paths.root))
+
+
+def require_key_for(is_sealed: bool, where: str) -> None:
+    """As `require_key`, of a run at `where`."""
+    if is_sealed and seal.present() is None:
+        raise RunDoesNotFit(
+            f"the run {where} is sealed, and without its key nothing is restored of it",
+            hint=f"name the key: --seal KEYFILE, or {seal.ENV_SEAL} in the environment; nothing was changed",
+        )
 
 
 def require_same_job(

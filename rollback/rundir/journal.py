@@ -10,17 +10,21 @@ import json
 import os
 from dataclasses import dataclass
 from datetime import datetime, timezone
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.events import Fact, Record, parse_fact
-from rollback.rundir.durable import append_line, read_small_file, sync_directory
+from rollback.rundir import files, seal
+from rollback.rundir.durable import append_line, open_regular, sync_directory
+from rollback.rundir.small_json import parse_json
 
 _GENESIS = "0" * 32
-_LIMIT = 1 << 30  # no journal of a sane run comes near it; a hostile one is not read into memory
+_LIMIT = 1 << 30  # no journal of a sane run comes near it
+_LINE_LIMIT = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,7 @@ class Reading:
     """What a journal file holds: its records, how many bytes of them, and what a crash left behind them.
 
     damage: where the sound part ends because of something that no crash explains; None in every journal but a damaged
-    one, which only `examine_journal` returns.
+    one, which only `examine_journal` returns. seals: how many lines bear one; where the key is there, it is verified.
     """
 
     records: list[Record]
@@ -45,6 +49,7 @@ class Reading:
     torn_bytes: int
     chain: str
     damage: Damage | None = None
+    seals: int = 0
 
 
 def _chain(previous: str, body: dict[str, Any]) -> str:
@@ -64,6 +69,13 @@ def read_journal(path: Path) -> Reading:
     return reading
 
 
+def require_sealed(content: bytes, what: str) -> None:
+    """Raise JournalDamaged unless each line of a journal, read elsewhere, bears the seal of the present key, if any."""
+    reading = _scan(BytesIO(content), 0, len(content), 0, _GENESIS, what)
+    if seal.present() is not None and (reading.damage is not None or reading.torn_bytes):
+        raise JournalDamaged(f"a line of the {what} journal is not what was written and sealed")
+
+
 class JournalTail:
     """A journal read piece by piece as it grows, by someone who watches it. Each line is read once."""
 
@@ -73,6 +85,11 @@ class JournalTail:
         self._lines = 0
 
     @property
+    def seals(self) -> int:
+        """How many of the lines that the last call read bear a seal."""
+        return self._read.seals
+
+    @property
     def torn_bytes(self) -> int:
         """What stood behind the last whole line: torn by a crash, or being written at that moment."""
         return self._read.torn_bytes
@@ -80,8 +97,7 @@ class JournalTail:
     def new(self) -> list[Record]:
         """The records behind those of the last call. Raises as `read_journal`; also where the file has become shorter
         than what was read of it, which no writer does to it."""
-        data = _content(self._path, self._read.sound_bytes)
-        self._read = _scan(data, self._read.sound_bytes, self._lines, self._read.chain)
+        self._read = _read(self._path, self._read.sound_bytes, self._lines, self._read.chain)
         if self._read.damage is not None:
             raise _damaged(self._path, self._read.damage)
         self._lines += len(self._read.records)
@@ -101,16 +117,22 @@ def examine_journal(path: Path) -> Reading:
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
     """
-    return _scan(_content(path, 0), 0, 0, _GENESIS)
+    return _read(path, 0, 0, _GENESIS)
 
 
-def _content(path: Path, start: int) -> bytes:
-    """What a journal file holds from a byte on; an absent file holds nothing. Raises as `examine_journal`."""
+def _read(path: Path, start: int, lines: int, chain: str) -> Reading:
+    """What a journal holds from byte `start` on, behind `lines` lines that end with `chain`; an absent file holds
+    nothing. Raises as `examine_journal`."""
     try:
-        return read_small_file(path, _LIMIT, start)
+        with open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
+            if not start <= size <= _LIMIT:
+                raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
+            file.seek(start)
+            return _scan(file, start, size, lines, chain, path.stem)
     except FileNotFoundError:
         if start == 0:
-            return b""
+            return Reading([], 0, 0, chain)
         raise RunDirectoryError(f"reading the journal {path}: it is gone") from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
@@ -118,45 +140,52 @@ def _content(path: Path, start: int) -> bytes:
         raise JournalDamaged(f"reading the journal: {error}") from error
 
 
-def _scan(data: bytes, start: int, lines: int, chain: str) -> Reading:
-    """The records in `data`, which stands at byte `start` of its file, behind `lines` lines that end with `chain`."""
+def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str) -> Reading:
+    """The records from byte `start` up to `size`, line by line. what: which journal it is."""
     records: list[Record] = []
-    position = 0
-    while position < len(data):
-        end = data.find(b"\n", position)
-        line = data[position:] if end < 0 else data[position:end]
-        last = end < 0 or end + 1 == len(data)
+    seals, key = 0, seal.present()
+    position = start
+    while position < size:
+        line = file.readline(min(_LINE_LIMIT, size - position))
+        last = position + len(line) >= size
+        chain_before = chain
         try:
-            if end < 0:
-                raise ValueError("the line has no end")
-            record, chain = _parse(line, lines + len(records), chain)
+            if not line.endswith(b"\n"):
+                raise ValueError("the line has no end" if last else f"it has more than {_LINE_LIMIT} bytes")
+            body, chain, stated = _parse(line, lines + len(records), chain)
+            if key is not None and not key.is_on(what, chain, stated):
+                raise ValueError("its seal is missing, or not of this key")
+            record = _record(body)
         except ValueError as error:
-            if last:
-                return Reading(records, start + position, len(data) - position, chain)
-            damage = Damage(lines + len(records) + 1, start + position, str(error))
-            return Reading(records, start + position, 0, chain, damage)
+            if last or not line:
+                return Reading(records, position, size - position, chain_before, seals=seals)
+            damage = Damage(lines + len(records) + 1, position, str(error))
+            return Reading(records, position, 0, chain_before, damage, seals)
         records.append(record)
-        position = end + 1
-    return Reading(records, start + position, 0, chain)
+        seals += stated is not None
+        position += len(line)
+    return Reading(records, position, 0, chain, seals=seals)
 
 
-def _parse(line: bytes, seq: int, chain: str) -> tuple[Record, str]:
-    """The record of a line and its chain value. Raises ValueError (also ValidationError, which is one)."""
-    try:
-        body = json.loads(line)
-    except RecursionError as error:
-        raise ValueError("nested too deep") from error
+def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, object]:
+    """What a line says, its chain value and its seal (None: it has none). Raises ValueError."""
+    body = parse_json(line)
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
-    stated = body.pop("chain", None)
+    stated, on_it = body.pop("chain", None), body.pop("seal", None)
     if body.get("seq") != seq:
         raise ValueError(f"sequence number {body.get('seq')!r} where {seq} should stand")
     expected = _chain(chain, body)
     if stated != expected:
         raise ValueError("the hash chain is broken")
+    return body, expected, on_it
+
+
+def _record(body: dict[str, Any]) -> Record:
+    """Raises ValueError (also ValidationError, which is one)."""
     envelope = {key: body.pop(key, None) for key in ("seq", "at", "attempt")}
     try:
-        return Record(**envelope, fact=parse_fact.validate_python(body)), expected
+        return Record(**envelope, fact=parse_fact.validate_python(body))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -178,8 +207,8 @@ class Journal:
         self._next = len(reading.records)
         self._backlog: list[bytes] = []
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+            files.make_directory(path.parent)
+            self._fd = files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             if reading.torn_bytes:
                 os.ftruncate(self._fd, reading.sound_bytes)
             os.fsync(self._fd)
@@ -200,7 +229,8 @@ class Journal:
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         body = {"seq": self._next, "at": at, "attempt": self.attempt, **json.loads(fact.model_dump_json())}
         self._chain = _chain(self._chain, body)
-        line = json.dumps({**body, "chain": self._chain}, ensure_ascii=True, separators=(",", ":")) + "\n"
+        sealed = {"seal": key.of(self.path.stem, self._chain)} if (key := seal.present()) else {}
+        line = json.dumps({**body, "chain": self._chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
         record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)
         self._next += 1
         self.records.append(record)

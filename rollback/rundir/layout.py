@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from math import prod
 from typing import Any
 
+from rollback.rundir.small_json import parse_json
+
 ITEM_SIZE: Mapping[str, int] = {
     "BOOL": 1, "U8": 1, "I8": 1, "F8_E5M2": 1, "F8_E4M3": 1,
     "I16": 2, "U16": 2, "F16": 2, "BF16": 2,
@@ -28,7 +30,7 @@ DTYPE_NAME: Mapping[str, str] = {
 }  # fmt: skip
 """What torch, and run.json with it, calls the type of a code."""
 _PAGE = 4096
-HEADER_LIMIT = 100 << 20  # the library's own limit
+HEADER_LIMIT = 32 << 20
 
 PADDING = "padding"
 """A tensor that means nothing: it keeps a file of the fast tier at its size, whatever is in it."""
@@ -115,11 +117,11 @@ def _header(entries: Mapping[str, Entry], base: int, metadata: Mapping[str, str]
 def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """Entries and metadata from a header's JSON in a file of `size` bytes.
 
-    Raises ValueError, KeyError, TypeError, AttributeError or RecursionError unless offsets follow from dtypes and
+    Raises ValueError, KeyError, TypeError, or AttributeError unless offsets follow from dtypes and
     shapes and cover the file's data without gaps or overlaps.
     """
     base = 8 + len(text)
-    header = json.loads(text)
+    header = parse_json(text)
     metadata = header.pop("__metadata__", {})
     if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
         raise ValueError("metadata that is not text")

@@ -15,8 +15,12 @@ from datetime import datetime, timezone
 import filelock
 
 from rollback.errors import RunDirectoryError, RunInUse
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir import files
+from rollback.rundir.durable import write_file
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.small_json import read_json
+
+HOLDER_LIMIT = 1 << 16
 
 
 class RunLock:
@@ -28,8 +32,10 @@ class RunLock:
     def __init__(self, paths: RunPaths, role: str) -> None:
         self._paths = paths
         try:
-            paths.root.mkdir(parents=True, exist_ok=True)
-            self._lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
+            files.make_directory(paths.root)
+            for path in (paths.lock, paths.holder):
+                files.require_ours(path)
+            self._lock = filelock.FileLock(paths.lock, timeout=0, mode=files.file_mode(), thread_local=False)
             self._lock.acquire()
         except filelock.Timeout as error:
             raise RunInUse(
@@ -54,15 +60,15 @@ class RunLock:
 
     def release(self) -> None:
         with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts
-            self._paths.holder.unlink(missing_ok=True)
+            files.unlink(self._paths.holder)
         self._lock.release()
 
 
 def read_holder(paths: RunPaths) -> dict[str, object] | None:
     """What holder.json says, or None. It may be out of date: only the lock itself tells whether the holder lives."""
     try:
-        body = json.loads(read_small_file(paths.holder, 1 << 16))
-    except (OSError, ValueError, RecursionError):
+        body = read_json(paths.holder, HOLDER_LIMIT)
+    except (OSError, ValueError):
         return None
     return body if isinstance(body, dict) else None
 

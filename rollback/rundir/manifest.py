@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.rundir import seal
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
 from rollback.rundir.shard import Written
+from rollback.rundir.small_json import parse_json
 
 MANIFEST_LIMIT = 16 << 20
 
@@ -54,6 +56,8 @@ class Manifest(BaseModel):
 
     def to_json(self) -> bytes:
         body = self.model_dump(mode="json")
+        if (key := seal.present()) is not None:
+            body["seal"] = key.of("manifest", _canonical(body))
         return json.dumps({**body, "check": _check(body)}, indent=1).encode()
 
     @property
@@ -67,7 +71,11 @@ class Manifest(BaseModel):
 
 
 def _check(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    return xxhash.xxh3_128(_canonical(body).encode()).hexdigest()
+
+
+def _canonical(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
 
 
 def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
@@ -93,14 +101,17 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
 def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
     """The manifest of the checkpoint `name` (None: of any), found at `where`. Raises CheckpointDamaged."""
     try:
-        body = json.loads(data)
+        body = parse_json(data)
         if not isinstance(body, dict):
             raise ValueError("it is not a JSON object")
         stated = body.pop("check", None)
         if stated != _check(body):
             raise ValueError("its check value does not match its content")
+        on_it, key = body.pop("seal", None), seal.present()
+        if key is not None and not key.is_on("manifest", _canonical(body), on_it):
+            raise ValueError("its seal is missing, or not of this key")
         manifest = Manifest.model_validate(body)
-    except (ValueError, ValidationError, RecursionError) as error:
+    except ValueError as error:
         raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
         raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +16,8 @@ from rollback.rundir.durable import open_regular
 from rollback.rundir.records import Metric
 
 _LINES_AT_ONCE = 1 << 13
-_LINE_LIMIT = 1 << 16
+_LINE_LIMIT = 1 << 12
+_DAMAGED_LIMIT = 1000
 
 Floats = npt.NDArray[np.float64]
 Integers = npt.NDArray[np.int64]
@@ -51,24 +52,31 @@ def read_metric_columns(path: Path, damaged: list[str]) -> MetricColumns:
     number = 0
     try:
         with open_regular(path) as file:
-            lines = iter(lambda: file.readline(_LINE_LIMIT), b"")
+            lines = _whole_lines(file, path, damaged)
             while block := list(itertools.islice(lines, _LINES_AT_ONCE)):
                 rows = [row for row in _rows(block, path, number, damaged) if row is not None]
                 number += len(block)
                 parts.append(_columns(rows))
+                if len(damaged) > _DAMAGED_LIMIT:
+                    break
     except FileNotFoundError:
         pass
     parts = parts or [_columns([])]
     return MetricColumns(*(np.concatenate(column) for column in zip(*parts, strict=True)))
 
 
+def _whole_lines(file: BinaryIO, path: Path, damaged: list[str]) -> Iterator[bytes]:
+    while (line := file.readline(_LINE_LIMIT)).endswith(b"\n"):
+        yield line
+    if len(line) == _LINE_LIMIT:  # a shorter one is torn
+        damaged.append(f"{path}: a line has more than {_LINE_LIMIT} bytes; nothing behind it is read")
+
+
 def _rows(block: list[bytes], path: Path, before: int, damaged: list[str]) -> Iterable[tuple[Any, ...] | None]:
-    if not block[-1].endswith(b"\n"):
-        block.pop()
     try:
         # One call for thousands of lines is several times as fast as a call for each.
         return [_row(body) for body in json.loads(b"[" + b",".join(block) + b"]")]
-    except (ValueError, TypeError, KeyError, OverflowError):
+    except (ValueError, TypeError, KeyError, OverflowError, RecursionError):
         return list(_one_by_one(block, path, before, damaged))
 
 
@@ -93,6 +101,8 @@ def _one_by_one(block: list[bytes], path: Path, before: int, damaged: list[str])
             yield _row(Metric.model_validate_json(line).model_dump())
         except ValueError as error:
             damaged.append(f"{path}: line {place} is damaged: {str(error).splitlines()[0]}")
+            if len(damaged) > _DAMAGED_LIMIT:
+                return
             yield None
 
 

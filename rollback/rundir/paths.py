@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,9 +34,18 @@ WRITING = ".writing-"  # begins the name of a checkpoint in the making
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths of one run directory. Making it touches nothing."""
+    """Paths of one run directory. Making it touches nothing.
+
+    Where the way to it leads over links, `root` is where they lead to: below it none is followed (see `files`).
+    """
 
     root: Path
+
+    def __post_init__(self) -> None:
+        with contextlib.suppress(OSError):  # the working directory is gone
+            real = os.path.realpath(self.root)
+            if real != os.path.abspath(self.root):
+                object.__setattr__(self, "root", Path(real))
 
     @property
     def identity(self) -> Path:

@@ -11,6 +11,7 @@ import os
 from datetime import datetime, timezone
 
 from rollback.errors import UsageError
+from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 
@@ -21,7 +22,7 @@ def pin(paths: RunPaths, name: str) -> None:
     Raises UsageError where there is no such checkpoint, also where it leaves the ring at this very moment, and OSError.
     """
     _require_in_ring(paths, name)
-    paths.pins.mkdir(exist_ok=True)
+    files.make_directory(paths.pins)
     sync_directory(paths.root)
     write_file(paths.pin(name), json.dumps({"at": datetime.now(timezone.utc).isoformat(timespec="seconds")}).encode())
     try:
@@ -37,7 +38,7 @@ def unpin(paths: RunPaths, name: str) -> None:
     """Let a checkpoint leave the ring when its time comes. Raises UsageError where it is not pinned, and OSError."""
     if parse_checkpoint_name(name) is None or not is_pinned(paths, name):
         raise UsageError(f"{name} is not pinned", hint=f"pinned: {', '.join(pinned(paths)) or 'none'}")
-    os.unlink(paths.pin(name))
+    files.unlink(paths.pin(name))
     sync_directory(paths.pins)
 
 

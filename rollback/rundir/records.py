@@ -11,11 +11,14 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
 
-from rollback.rundir.durable import open_regular, read_small_file, write_file
+from rollback.rundir import files
+from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.small_json import parse_model, read_model
 
-_LINE_LIMIT = 64 << 20  # a skipped batch of several million samples; a hostile line is not read into memory
+_LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
+_DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
 
 
 LEAVING = "leaving"
@@ -56,13 +59,13 @@ class Heartbeat(BaseModel):
     model_config = ConfigDict(frozen=True)
     pid: int
     host: str
-    attempt: int
-    step: int
-    batch: int
+    attempt: int = Field(ge=0, lt=1 << 53)
+    step: int = Field(ge=0, lt=1 << 53)
+    batch: int = Field(ge=0, lt=1 << 53)
     doing: str
-    monotonic: float
-    created: float
-    looked: float = 0.0
+    monotonic: FiniteFloat
+    created: FiniteFloat
+    looked: FiniteFloat = 0.0
     collectives: int | None = None
 
 
@@ -73,9 +76,10 @@ class LineWriter:
     """
 
     def __init__(self, path: Path) -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        files.make_directory(path.parent)
         _cut_torn_tail(path)
-        self._file: TextIOWrapper = open(path, "a", encoding="utf-8", buffering=1 << 16)  # noqa: SIM115
+        descriptor = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        self._file: TextIOWrapper = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1 << 16)
 
     def write(self, line: str) -> None:
         self._file.write(line + "\n")
@@ -92,10 +96,10 @@ class LineWriter:
 def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
-    with open(path, "rb+") as file:
+    with os.fdopen(files.open_file(path, os.O_RDWR), "rb+") as file:
         end = file.seek(0, os.SEEK_END)
         while end > 0:
-            start = max(0, end - 4096)
+            start = max(0, end - (1 << 16))
             file.seek(start)
             found = file.read(end - start).rfind(b"\n")
             if found >= 0:
@@ -135,13 +139,20 @@ def _lines(path: Path, model: type[BaseModel], damaged: list[str] | None) -> Ite
         while (line := file.readline(_LINE_LIMIT)).endswith(b"\n"):
             number += 1
             try:
-                yield model.model_validate_json(line)
-            except ValidationError as error:
+                yield parse_model(line, model)
+            except ValueError as error:
                 if damaged is None:
                     raise
-                damaged.append(f"{path}: line {number} is damaged: {error.errors()[0]['msg']}")
+                damaged.append(f"{path}: line {number} is damaged: {first_fault(error)}")
+                if len(damaged) > _DAMAGED_LIMIT:
+                    raise ValueError(f"{path}: more than {_DAMAGED_LIMIT} lines are damaged") from None
         if len(line) == _LINE_LIMIT:
             raise ValueError(f"{path}: line {number + 1} has more than {_LINE_LIMIT} bytes")
+
+
+def first_fault(error: ValueError) -> str:
+    """What is wrong with a line, in words."""
+    return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
 
 
 def read_metrics(path: Path, damaged: list[str] | None = None) -> Iterator[Metric]:
@@ -197,7 +208,7 @@ def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     found: dict[int, Heartbeat] = {}
     for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
         try:
-            found[int(path.stem.removeprefix("rank-"))] = Heartbeat.model_validate_json(read_small_file(path, 1 << 16))
-        except (OSError, ValueError, ValidationError):
+            found[int(path.stem.removeprefix("rank-"))] = read_model(path, Heartbeat, 1 << 16)
+        except (OSError, ValueError):
             continue
     return found

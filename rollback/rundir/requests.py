@@ -9,6 +9,7 @@ any other, by name.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import time
@@ -23,8 +24,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 
 from rollback.errors import RunDirectoryError
 from rollback.events import Order, Window
-from rollback.rundir.durable import read_small_file, sync_directory, write_all
+from rollback.rundir import files
+from rollback.rundir.durable import sync_directory, write_all
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.small_json import read_model
 
 _NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
 _LIMIT = 1 << 14
@@ -91,9 +94,9 @@ def submit(paths: RunPaths, request: Request) -> str:
     """
     temporary = paths.requests / f".{uuid.uuid4().hex}"
     try:
-        paths.requests.mkdir(exist_ok=True)
+        files.make_directory(paths.requests)
         sync_directory(paths.root)
-        fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
         try:
             write_all(fd, request.model_dump_json().encode())
             os.fsync(fd)
@@ -101,7 +104,8 @@ def submit(paths: RunPaths, request: Request) -> str:
             os.close(fd)
         number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
         name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
-        os.link(temporary, paths.request(name))  # unlike a rename it replaces nothing
+        with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
+            os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
         sync_directory(paths.requests)
     except OSError as error:
         raise RunDirectoryError(
@@ -109,7 +113,8 @@ def submit(paths: RunPaths, request: Request) -> str:
             hint="check the permissions and free space of the run directory",
         ) from error
     finally:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            files.unlink(temporary)
     return name
 
 
@@ -126,7 +131,7 @@ def names(paths: RunPaths) -> list[str]:
 def read_request(paths: RunPaths, name: str) -> Request:
     """Raises OSError where it cannot be read, ValueError, in words for people, where it is not a request."""
     try:
-        return Request.model_validate_json(read_small_file(paths.request(name), _LIMIT))
+        return read_model(paths.request(name), Request, _LIMIT)
     except ValidationError as error:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))

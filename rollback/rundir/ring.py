@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged
+from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name
@@ -25,7 +25,7 @@ def begin_writing(paths: RunPaths, name: str) -> Path:
     """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
     directory = paths.writing(name)
     with contextlib.suppress(FileExistsError):  # another rank was first
-        directory.mkdir(parents=True)
+        files.make_new_directory(directory)
     return directory
 
 
@@ -41,7 +41,7 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
     require_sizes(manifest, directory)
     write_file(directory / MANIFEST, manifest.to_json())
     sync_directory(directory)
-    os.rename(directory, paths.checkpoint(manifest.name))
+    files.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)  # the first checkpoint's ring is new itself
 
@@ -56,9 +56,7 @@ def require_sizes(manifest: Manifest, directory: Path) -> None:
 
 def abandon(paths: RunPaths, name: str) -> None:
     """Remove what was written of a checkpoint that will not be committed. Rank 0 only. Raises OSError."""
-    directory = paths.writing(name)
-    if directory.exists():
-        shutil.rmtree(directory)
+    files.remove_directory(paths.writing(name))
 
 
 def names(paths: RunPaths) -> list[str]:
@@ -104,14 +102,14 @@ def evict(paths: RunPaths, name: str) -> bool:
     if is_pinned(paths, name):
         return False
     doomed = paths.evicting(name)
-    os.rename(paths.checkpoint(name), doomed)
+    files.rename(paths.checkpoint(name), doomed)
     sync_directory(paths.ring)
     if is_pinned(paths, name):  # in between, by somebody who then saw that it was still in the ring
-        os.rename(doomed, paths.checkpoint(name))
+        files.rename(doomed, paths.checkpoint(name))
         sync_directory(paths.ring)
         return False
-    (doomed / MANIFEST).unlink(missing_ok=True)  # first: while there is a manifest, nothing is deleted
-    shutil.rmtree(doomed)
+    files.unlink(doomed / MANIFEST)  # first: while there is a manifest, nothing is deleted
+    files.remove_directory(doomed)
     return True
 
 
@@ -122,17 +120,17 @@ def quarantine(paths: RunPaths, name: str) -> None:
     bound quarantine would fill the disk that the ring needs.
     """
     aside = paths.quarantine / name
-    if aside.exists():  # it was fetched once more since
-        shutil.rmtree(aside)
-    paths.quarantine.mkdir(exist_ok=True)
+    files.remove_directory(aside)  # it was fetched once more since
+    files.make_directory(paths.quarantine)
     sync_directory(paths.root)  # before anything is moved into it
-    os.rename(paths.checkpoint(name), aside)
+    files.rename(paths.checkpoint(name), aside)
     sync_directory(paths.quarantine)
     sync_directory(paths.ring)
     others = [(key, path) for path in paths.quarantine.iterdir() if (key := parse_checkpoint_name(path.name))]
     others = sorted(item for item in others if item[1] != aside)
     for _, oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
-        shutil.rmtree(oldest, ignore_errors=True)  # once more the next time
+        with contextlib.suppress(OSError):  # once more the next time
+            files.remove_directory(oldest)
 
 
 def leftovers(paths: RunPaths) -> list[str]:
@@ -153,8 +151,8 @@ def sweep(paths: RunPaths) -> list[str]:
     for leftover in swept:
         directory, name = paths.ring / leftover, leftover.removeprefix(".evicting-")
         if name != leftover and is_pinned(paths, name) and (directory / MANIFEST).exists():
-            os.rename(directory, paths.checkpoint(name))
+            files.rename(directory, paths.checkpoint(name))
             sync_directory(paths.ring)
         else:
-            shutil.rmtree(directory)
+            files.remove_directory(directory)
     return swept

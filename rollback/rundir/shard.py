@@ -10,7 +10,6 @@ an error like any other.
 from __future__ import annotations
 
 import os
-import stat
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from types import TracebackType
 import xxhash
 
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.rundir import files
 from rollback.rundir.durable import write_all
 from rollback.rundir.hashing import ShardHash, hash_of, hash_pieces
 from rollback.rundir.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
@@ -55,7 +55,7 @@ def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]
     kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
     layout = lay_out(kinds, room_for(kinds, metadata))
     digest = ShardHash()
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
+    fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:
         for block in _blocks(layout, named, metadata):
             for chunk in chunks(block, 4 * _CHUNK):
@@ -63,7 +63,7 @@ def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]
                 write_all(fd, chunk)
         os.fsync(fd)
     except BaseException:
-        os.unlink(path)
+        files.unlink(path)
         raise
     finally:
         os.close(fd)
@@ -109,13 +109,13 @@ class ShardReader:
         self.path = path
         self._memory = memory if memory is not None and len(memory) == expected.size else None
         try:
-            self._fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+            self._fd = files.open_file(path, os.O_RDONLY)
+        except files.NotAFileOfOurs as error:
+            raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
         except OSError as error:
             raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
         try:
             status = self._status()
-            if not stat.S_ISREG(status.st_mode):
-                raise CheckpointDamaged(f"the shard {path} is not a regular file")
             if status.st_size != expected.size or expected.size < 8:
                 raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
             self._size = expected.size

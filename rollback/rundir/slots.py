@@ -16,22 +16,24 @@ import fcntl
 import json
 import os
 import re
-import shutil
 import stat
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RunDirectoryError
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir import files
+from rollback.rundir.durable import write_file
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
 from rollback.rundir.region import Region
+from rollback.rundir.small_json import read_json
 
 DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")
 _RUN_ID = re.compile(r"[0-9A-Za-z-]{8,64}")
 _OWNER_LIMIT = 1 << 16
+_OF_A_TIER = re.compile(r"tier\.json|\.tier\.json\.tmp")
 
 
 @dataclass(frozen=True)
@@ -57,7 +59,7 @@ def tier_of(base: Path, run_id: str) -> SlotPaths:
     """Where a run's slots are. Raises RunDirectoryError for a run id that is no name."""
     if not _RUN_ID.fullmatch(run_id):
         raise RunDirectoryError(f"run.json has the run id {run_id!r}, which cannot be a directory's name")
-    return SlotPaths(base / f"rollback-{os.geteuid()}" / run_id)
+    return SlotPaths(Path(os.path.realpath(base)) / f"rollback-{os.geteuid()}" / run_id)
 
 
 def claim(slots: SlotPaths, run: Path) -> None:
@@ -96,7 +98,7 @@ def require_own(directory: Path) -> None:
 def owner_of(slots: SlotPaths) -> Path | None:
     """The run directory whose tier it is; None where that is not written down, or not to be believed."""
     try:
-        body = json.loads(read_small_file(slots.owner, _OWNER_LIMIT))
+        body = read_json(slots.owner, _OWNER_LIMIT)
         return Path(body["run"]) if body["format"] == FORMAT else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -193,17 +195,23 @@ def reading(directory: Path) -> Iterator[Manifest]:
 
 def discard(slots: SlotPaths, number: int) -> None:
     """Give a slot's memory back, after `uncommit`. One rank of each host. Raises OSError."""
-    with contextlib.suppress(FileNotFoundError):
-        shutil.rmtree(slots.slot(number))
+    files.remove_directory(slots.slot(number))
 
 
 def remove(slots: SlotPaths) -> None:
-    """Give the tier's memory back. When no rank uses it any more and nothing in it is needed. Raises OSError."""
+    """Give the tier's memory back. When no rank uses it any more and nothing in it is needed. Raises OSError.
+
+    Raises RunDirectoryError for a directory that says of no run directory that it is its tier.
+    """
     with contextlib.suppress(FileNotFoundError):
         require_own(slots.root)
+        if owner_of(slots) is None:
+            raise RunDirectoryError(f"{slots.root} has no tier.json of ours: it is left alone")
         for number in slots.numbers():
-            (slots.slot(number) / MANIFEST).unlink(missing_ok=True)
-        shutil.rmtree(slots.root)
+            files.unlink(slots.slot(number) / MANIFEST)
+        stay = [number for number in slots.numbers() if not files.remove_directory(slots.slot(number))]
+        if not stay:
+            files.remove_directory(slots.root, _OF_A_TIER)
     with contextlib.suppress(OSError):  # others of this user's runs are in it
         slots.root.parent.rmdir()
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
-from rollback.rundir.durable import open_regular, read_small_file, write_file
+from rollback.rundir import files
+from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.small_json import read_json
 
 _LIMIT = 4 << 20
 _STACK_LIMIT = 1 << 20
@@ -33,13 +35,13 @@ _LIST = TypeAdapter(list[ProcessSeen])
 
 def write_processes(path: Path, seen: list[ProcessSeen]) -> None:
     """Durable on return. Raises OSError."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(path.parent)
     write_file(path, _LIST.dump_json(seen))
 
 
 def read_processes(paths: Iterable[Path]) -> list[ProcessSeen]:
     """Of all nodes, by rank. Raises OSError or ValueError where one cannot be believed."""
-    seen = [item for path in paths for item in _LIST.validate_json(read_small_file(path, _LIMIT))]
+    seen = [item for path in paths for item in _LIST.validate_python(read_json(path, _LIMIT))]
     return sorted(seen, key=lambda item: (item.rank, not item.is_rank, item.pid))
 
 

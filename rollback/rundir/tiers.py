@@ -16,12 +16,13 @@ from typing import Literal
 
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
-from rollback.rundir import ring, slots
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir import files, ring, slots
+from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.slots import SlotPaths
+from rollback.rundir.small_json import read_json
 
 TierName = Literal["fast", "durable"]
 _POINTER_LIMIT = 1 << 16
@@ -144,7 +145,7 @@ def release(paths: RunPaths, durable: Collection[str], final: str | None) -> boo
 def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) -> None:
     """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
     if tier is None:
-        paths.fast_pointer.unlink(missing_ok=True)
+        files.unlink(paths.fast_pointer)
         return
     write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
 
@@ -152,20 +153,23 @@ def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) 
 def host_count(paths: RunPaths) -> int:
     """On how many hosts a run's fast tier is: 1 where that is not known."""
     try:
-        return int(json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))["hosts"])
+        return int(read_json(paths.fast_pointer, _POINTER_LIMIT)["hosts"])
     except (OSError, ValueError, TypeError, KeyError):
         return 1
 
 
 def fast_tier_of(paths: RunPaths) -> SlotPaths | None:
-    """The run's fast tier on this host, if it has one and it may be believed: closed to others, and this run's own."""
+    """The run's fast tier on this host, if it has one and it may be believed: where a tier of this user's and of that
+    name is, closed to others, and with this run directory's own `tier.json`."""
     try:
-        body = json.loads(read_small_file(paths.fast_pointer, _POINTER_LIMIT))
+        body = read_json(paths.fast_pointer, _POINTER_LIMIT)
         tier = SlotPaths(Path(body["directory"])) if body["format"] == FORMAT else None
         identity = read_identity(paths)
-        if tier is None or identity is None or tier.root.name != identity.run_id:
+        if tier is None or identity is None or tier != slots.tier_of(tier.root.parent.parent, identity.run_id):
             return None
-        slots.require_own(tier.root)
+        for directory in (tier.root.parent, tier.root):
+            slots.require_own(directory)
     except (OSError, ValueError, TypeError, KeyError, RunDirectoryError):
         return None
-    return tier if slots.may_be_of(slots.owner_of(tier), paths.root) else None
+    owner = slots.owner_of(tier)
+    return tier if owner is not None and slots.may_be_of(owner, paths.root) else None

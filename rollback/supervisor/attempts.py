@@ -29,8 +29,9 @@ from rollback.supervisor.lookout import Lookout
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Place
 from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, account_of, ending
+from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.start_conditions import differences, redacted
+from rollback.supervisor.start_conditions import differences
 
 _POLL = 0.1
 
@@ -90,10 +91,12 @@ class Attempts:
         self._last_start: AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say)
-        self._job = fingerprint(order.job, order.settings)
+        self._salt = new_salt()
 
     def run(self, past: Past) -> Result:
         self._last_start = past.last_start
+        if self._last_start is not None and self._last_start.salt is not None:
+            self._salt = self._last_start.salt
         self._host.end_leftovers(self._say)
         best = furthest_step(self._paths, self._journal.records())
         budget = Budget.full(self._order.restart_budget)
@@ -184,9 +187,11 @@ class Attempts:
 
     def _note_start(self, running: Running) -> None:
         """Journal the attempt, and say what is not as at the last start."""
+        job = self._order.job
         started = AttemptStarted(
-            command=redacted(running.command), host=socket.gethostname(), pid=running.pid, nodes=self._nodes.names,
-            job=self._job, **self._host.conditions(),
+            command=redacted(running.command, job.secret_args), host=socket.gethostname(), pid=running.pid,
+            nodes=self._nodes.names, job=fingerprint(job, self._order.settings, self._salt),
+            **self._host.conditions(self._salt),
         )  # fmt: skip
         started = started.model_copy(update={"changed": differences(self._last_start, started)})
         self._last_start = started

@@ -8,9 +8,11 @@ from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
 from rollback.events import AttemptStarted, Record
-from rollback.rundir.identity import read_identity
+from rollback.rundir import files
+from rollback.rundir.durable import read_small_file
+from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import read_journal
-from rollback.rundir.lock import RunLock
+from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 
 
@@ -43,7 +45,9 @@ def read_past(paths: RunPaths) -> Past:
     except OSError as error:
         raise RunDirectoryError(f"reading the run directory {paths.root}: {error.strerror or error}") from error
     read_identity(paths)
-    return Past(read_journal(paths.train_journal).records, read_journal(paths.supervisor_journal).records)
+    train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
+    require_key(paths, train.seals + supervisor.seals)
+    return Past(train.records, supervisor.records)
 
 
 def _require_access(paths: RunPaths) -> None:
@@ -105,7 +109,7 @@ class Claim:
         self._paths = paths
         self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
         self._lock_was_there = paths.lock.exists()
-        self._stale_holder = paths.holder.read_bytes() if paths.holder.is_file() else None
+        self._stale_holder = _content(paths.holder)
         try:
             self._lock = RunLock(paths, "rollback launch")
         except RunDirectoryError:
@@ -118,11 +122,12 @@ class Claim:
     def undo(self) -> None:
         if not self._lock_was_there:
             # A contender that waits on the file that vanishes here sees that it is gone and opens the name anew.
-            self._paths.lock.unlink(missing_ok=True)
+            files.unlink(self._paths.lock)
         self._lock.release()
         if self._stale_holder is not None:
             try:
-                with open(self._paths.holder, "xb") as file:
+                flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+                with os.fdopen(files.open_file(self._paths.holder, flags), "wb") as file:
                     file.write(self._stale_holder)
             except FileExistsError:
                 pass  # somebody else holds the directory already and has said so
@@ -134,3 +139,11 @@ class Claim:
                 Path(path).rmdir()
             except OSError:
                 return  # not there, or somebody else uses it by now
+
+
+def _content(holder: Path) -> bytes | None:
+    """None where there is none. What is no file of ours is refused when the lock is taken."""
+    try:
+        return read_small_file(holder, HOLDER_LIMIT)
+    except (OSError, ValueError):
+        return None

@@ -24,12 +24,14 @@ class Job:
     flags: torchrun's flags by name, a text for those that take a value, True for switches that are on; also those that
     torchrun's environment variables stand for. script: a path, or what --module and --no-python make of it. arguments:
     the script's own. other_flags: those that only the installed torchrun knows, as words of its command line.
+    secret_args: options of the script whose values are written nowhere.
     """
 
     flags: Mapping[str, str | bool]
     script: str
     arguments: Sequence[str]
     other_flags: Sequence[str] = ()
+    secret_args: Sequence[str] = ()
 
     @property
     def max_restarts(self) -> int:

@@ -23,18 +23,21 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import Past
 from rollback.supervisor.command import Job, torchrun_command
-from rollback.supervisor.start_conditions import redacted
+from rollback.supervisor.redaction import redacted
 from rollback.supervisor.torchrun import MODULE
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
-def fingerprint(job: Job, settings: Settings) -> str:
-    """A hash over what the user asked for: script, arguments, settings, and the content of the files among them."""
+def fingerprint(job: Job, settings: Settings, salt: str | None) -> str:
+    """A hash over what the user asked for: script, arguments, settings, and the content of the files among them.
+
+    salt: of the run, for what is secret of it.
+    """
     words = [job.script, *job.arguments]
     flags = {name: value for name, value in job.flags.items() if name in _ASKED}
-    asked = [words, flags, settings.model_dump(mode="json", exclude_unset=True)]
+    asked = [redacted(words, job.secret_args, salt), flags, settings.model_dump(mode="json", exclude_unset=True)]
     found = xxhash.xxh3_128(json.dumps(asked, sort_keys=True).encode())
     for word in words:
         found.update(_content(Path(word.rpartition("=")[2])))
@@ -63,7 +66,7 @@ def nothing_left(
     if end is None:
         return None
     told = f"the run is complete: trained to step {end.step}, final state {end.checkpoint}"
-    different = _difference(past, fingerprint(job, settings), redacted(torchrun_command(job)))
+    different = _difference(past, job, settings)
     if different is not None:
         say(f"{told}. Asked for now: {different}; the ranks go on from there if that is more")
         return None
@@ -92,12 +95,15 @@ def _is_there(checkpoint: Path) -> bool:
     return True
 
 
-def _difference(past: Past, job: str, command: Sequence[str]) -> str | None:
+def _difference(past: Past, job: Job, settings: Settings) -> str | None:
     """What is asked for otherwise than when the run was completed; None where nothing is."""
     started = [record.fact for record in past.supervisor if isinstance(record.fact, AttemptStarted)]
-    if started and started[-1].job == job:
+    if started and started[-1].job == fingerprint(job, settings, started[-1].salt):
         return None
-    before, now = _words(started[-1].command if started else ()), _words(command)
+    before, now = (
+        _words(started[-1].command if started else ()),
+        _words(redacted(torchrun_command(job), job.secret_args)),
+    )
     gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
     if gone or new:
         return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"

@@ -9,11 +9,11 @@ from typing import TypeVar
 from pydantic import BaseModel
 
 from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Hung, Record, ScriptLeft, Stopped
-from rollback.rundir.durable import read_small_file
 from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
+from rollback.rundir.small_json import read_model
 from rollback.supervisor.classify import RankEnd
 from rollback.supervisor.outcome import Evidence, Failures, Left, Refusal
 
@@ -134,6 +134,6 @@ def left_on_host(
 def _read(path: Path, model: type[_Left]) -> _Left | None:
     """What a process left in a file of ours; None where that cannot be read: it may have been killed while writing."""
     try:
-        return model.model_validate_json(read_small_file(path, 1 << 20))
+        return read_model(path, model, 1 << 20)
     except (OSError, ValueError):
         return None

@@ -208,9 +208,9 @@ class Host:
                 end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
                 reap()
 
-    def conditions(self) -> dict[str, Any]:
-        """With what attempts are started at this moment: fields of `AttemptStarted`."""
-        return conditions_of(self._job, self._environment)
+    def conditions(self, salt: str) -> dict[str, Any]:
+        """With what attempts are started at this moment: fields of `AttemptStarted`. salt: of the run."""
+        return conditions_of(self._job, self._environment, salt)
 
     def keep_spare(self) -> None:
         """See to it that the next attempt's torchrun waits, its imports done. Call it once this one trains."""

@@ -24,6 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rollback.rundir import files
 from rollback.rundir.durable import write_all
 from rollback.supervisor.command import Job
 from rollback.supervisor.torchrun import LOGS_SPECS
@@ -168,8 +169,9 @@ class Output:
                 before, folder = self.private / f"logs-{attempt}", self.folder_of(attempt)
                 if before.is_dir():
                     with self._counting(f"moving the output of the ranks to {folder}"):
-                        folder.parent.mkdir(parents=True, exist_ok=True)
-                        shutil.copytree(before, folder, dirs_exist_ok=True)
+                        files.make_directory(folder)
+                        for path in before.iterdir():
+                            _append(path, folder / path.name)
                         shutil.rmtree(before)
 
     @property
@@ -298,9 +300,9 @@ class Output:
 
     def _file(self, name: str) -> int:
         if name not in self._files:
-            self._folder().mkdir(parents=True, exist_ok=True)
-            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
-            self._files[name] = os.open(self._folder() / name, flags, 0o644)
+            files.make_directory(self._folder())
+            flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+            self._files[name] = files.open_file(self._folder() / name, flags)
         return self._files[name]
 
     @contextmanager
@@ -323,3 +325,9 @@ class Output:
             for file in self._files.values():
                 os.close(file)
             self._files.clear()
+
+
+def _append(source: Path, target: Path) -> None:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+    with open(source, "rb") as before, os.fdopen(files.open_file(target, flags), "ab") as kept:
+        shutil.copyfileobj(before, kept)

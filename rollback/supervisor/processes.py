@@ -59,11 +59,14 @@ def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Proces
 
 
 def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
-    """The ranks of an attempt that have a heartbeat and run on this host, by rank."""
+    """The ranks of an attempt that have a heartbeat and were started by this process, by rank.
+
+    A heartbeat is a file that others may have written: which process it names is believed of our own descendants only.
+    """
     found = {}
     for rank, heartbeat in read_heartbeats(paths.ranks).items():
         process = _process_of(heartbeat)
-        if heartbeat.attempt == attempt and process is not None:
+        if heartbeat.attempt == attempt and process is not None and _is_of_this_launch(process, paths):
             found[rank] = process
     return found
 
@@ -90,11 +93,11 @@ def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
 def leftovers(paths: RunPaths) -> list[psutil.Process]:
     """Living processes of earlier attempts, whose supervisor was killed. Call it while holding the run directory.
 
-    A process is one if a heartbeat names it, or if its environment says that a supervisor that is gone started it for
-    this run directory: the latter finds torchrun, loader workers and ranks that have no heartbeat yet.
+    A process is one if its environment, which only those who start it write, says that a supervisor that is gone
+    started it for this run directory. What files in the run directory say of processes does not count.
     """
     own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
-    found = {process.pid: process for beat in read_heartbeats(paths.ranks).values() if (process := _process_of(beat))}
+    found = []
     for process in psutil.process_iter():
         try:
             environment = process.environ()
@@ -102,8 +105,33 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
             continue  # another user's, a kernel thread, or gone
         supervisor = environment.get(ENV_SUPERVISOR)
         if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not _is_running(supervisor):
-            found[process.pid] = process
-    return [process for process in found.values() if process.pid not in own and _is_alive(process)]
+            found.append(process)
+    return [process for process in found if process.pid not in own and _is_alive(process)]
+
+
+def _is_of_this_launch(process: psutil.Process, paths: RunPaths) -> bool:
+    """Whether a process descends from this one by way of one that was started for this run directory.
+
+    A program that gives itself a title overwrites its environment in /proc, so that of any between the two will do.
+    """
+    try:
+        line = [process, *process.parents()]
+    except psutil.Error:
+        return False
+    pids = [ancestor.pid for ancestor in line]
+    if os.getpid() not in pids:
+        return False
+    mark = str(paths.root.absolute()), str(os.getpid())
+    return any(_mark_of(ancestor) == mark for ancestor in line[: pids.index(os.getpid())])
+
+
+def _mark_of(process: psutil.Process) -> tuple[str | None, str]:
+    """For which run directory a process was started, and the pid of the supervisor that did."""
+    try:
+        environment = process.environ()
+    except (psutil.Error, OSError):
+        return None, ""
+    return environment.get(ENV_RUN), environment.get(ENV_SUPERVISOR, "").partition(":")[0]
 
 
 def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
@@ -125,7 +153,7 @@ def _process(pid: int, created: float) -> psutil.Process | None:
     try:
         process = psutil.Process(pid)
         same = abs(process.create_time() - created) <= _SAME_START
-    except psutil.Error:
+    except (psutil.Error, ValueError, OverflowError):  # also a number that is no pid
         return None
     return process if same and _is_alive(process) else None
 

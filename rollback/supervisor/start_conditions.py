@@ -1,7 +1,6 @@
 """What an attempt is started with, as far as it may change what is trained: so that a start with something else shows.
 
-Of the environment only what is known to matter is kept. What looks like a secret is kept nowhere: neither the value of
-an argument of such a name, nor a variable of such a name, nor a password inside a URL.
+Of the environment only what is known to matter is kept. What looks like a secret is kept nowhere (`redaction`).
 """
 
 from __future__ import annotations
@@ -10,65 +9,34 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from rollback.events import AttemptStarted
 from rollback.supervisor.command import Job
+from rollback.supervisor.redaction import is_secret, redacted, without_digests, without_secrets
 
 _MATTERS = re.compile(
     r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)|(OMP|MKL)_NUM_THREADS|PYTHONHASHSEED"
     r"|CUBLAS_WORKSPACE_CONFIG|NVIDIA_TF32_OVERRIDE|(NCCL|GLOO|TORCH|PYTORCH|CUDNN|ROLLBACK)_.*"
 )
-_WORDS = re.compile(r"[A-Z]?[a-z0-9]+|[A-Z0-9]+")
-_SECRET_ANYWHERE = {"secret", "password", "passwd", "passphrase", "credential", "credentials", "apikey"}
-_SECRET_AT_THE_END = {"token", "key", "pwd", "auth"}
-_SECRET_VALUE = re.compile(r"(hf_|sk-|gh[pousr]_|github_pat_|glpat-|xox[a-z]-|AKIA|ASIA|eyJ)[\w.-]{8,}")
-_PASSWORD_IN_URL = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-_HIDDEN = "***"
 _SHOWN = 80  # characters of a value
 _LARGEST = 64 << 20  # bytes of a script
 
 
-def conditions_of(job: Job, environment: Mapping[str, str]) -> dict[str, Any]:
-    """The fields of `AttemptStarted` that tell them. environment: the supervisor's own."""
+def conditions_of(job: Job, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
+    """The fields of `AttemptStarted` that tell them. environment: the supervisor's own. salt: of the run."""
     return {
         "script": _digest(job),
-        "arguments": redacted(job.arguments),
+        "arguments": redacted(job.arguments, job.secret_args, salt),
+        "salt": salt,
         "environment": {
-            name: _without_secrets(value)
+            name: without_secrets(value, salt)
             for name, value in sorted(environment.items())
-            if _MATTERS.fullmatch(name) and not _is_secret(name)
+            if _MATTERS.fullmatch(name) and not is_secret(name)
         },
     }
-
-
-def redacted(arguments: Sequence[str]) -> tuple[str, ...]:
-    """A command line without the values that look like secrets."""
-    return tuple(_redacted(arguments))
-
-
-def _redacted(arguments: Sequence[str]) -> Iterator[str]:
-    hides_next = False
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        if hides_next and not argument.startswith("--"):
-            yield _HIDDEN
-        elif equals and _is_secret(name):
-            yield f"{name}={_HIDDEN}"
-        else:
-            yield f"{name}={_without_secrets(value)}" if equals else _without_secrets(argument)
-        hides_next = argument.startswith("-") and not equals and _is_secret(argument)
-
-
-def _is_secret(name: str) -> bool:
-    words = [word.lower() for word in _WORDS.findall(name)]
-    return bool(words) and (words[-1] in _SECRET_AT_THE_END or not _SECRET_ANYWHERE.isdisjoint(words))
-
-
-def _without_secrets(value: str) -> str:
-    return _HIDDEN if _SECRET_VALUE.fullmatch(value) else _PASSWORD_IN_URL.sub(_HIDDEN, value)
 
 
 def _digest(job: Job) -> str | None:
@@ -96,14 +64,17 @@ def differences(before: AttemptStarted | None, now: AttemptStarted) -> tuple[str
     """What is not as at the start before, in words. Nothing where that one is not on record, or not with conditions."""
     if before is None or before.arguments is None or now.arguments is None:
         return ()
-    told = _changed(_by_name(before.arguments), _by_name(now.arguments), "argument {}", "not given")
-    told += _changed(before.environment or {}, now.environment or {}, "{}", "not set")
+    same_salt = before.salt == now.salt
+    told = _changed(_by_name(before.arguments), _by_name(now.arguments), "argument {}", "not given", same_salt)
+    told += _changed(before.environment or {}, now.environment or {}, "{}", "not set", same_salt)
     if before.script is not None and now.script is not None and before.script != now.script:
         told.append("the script has other content")
     return tuple(told)
 
 
-def _changed(before: Mapping[str, str], now: Mapping[str, str], label: str, absent: str) -> list[str]:
+def _changed(before: Mapping[str, str], now: Mapping[str, str], label: str, absent: str, same_salt: bool) -> list[str]:
+    if not same_salt:  # what is hidden cannot be compared
+        before, now = ({name: without_digests(value) for name, value in one.items()} for one in (before, now))
     return [
         f"{label.format(name)}: {_short(before.get(name, absent))} -> {_short(now.get(name, absent))}"
         for name in sorted({*before, *now})

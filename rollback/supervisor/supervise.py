@@ -48,16 +48,17 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     place = place_among_nodes(order.job.flags, order.node_timeout)
     store = reach(order.settings.ring)
     others = str(order.job.flags.get("signals-to-handle", ""))
-    with tempfile.TemporaryDirectory(prefix="rollback-") as private, StopSignals(others) as signals:
+    with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
+        private = Path(os.path.realpath(made))  # no link is followed in it
         claim: Claim | None = None
         if place is None:
-            paths, claim, obstacle = claim_or_stand_in(order.paths, Path(private, "run"), insist=order.expects_guard)
+            paths, claim, obstacle = claim_or_stand_in(order.paths, private / "run", insist=order.expects_guard)
             order = replace(order, paths=paths)
             environment = {name: value for name, value in environment.items() if name != ENV_NO_RUN}
             if obstacle is not None:
                 environment[ENV_NO_RUN] = Refusal.of(obstacle).model_dump_json()
         host = Host(
-            order.paths, order.job, order.settings, environment, Path(private), audience,
+            order.paths, order.job, order.settings, environment, private, audience,
             grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
             node=place.name if place else None,
         )  # fmt: skip

@@ -23,9 +23,17 @@ from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_S
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
 from rollback.events import Record as JournalRecord
-from rollback.rundir import ring, tiers
+from rollback.rundir import files, ring, tiers
 from rollback.rundir.history import History, fold
-from rollback.rundir.identity import Identity, Job, new_identity, read_identity, require_same_job, write_identity
+from rollback.rundir.identity import (
+    Identity,
+    Job,
+    new_identity,
+    read_identity,
+    require_key,
+    require_same_job,
+    write_identity,
+)
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.manifest import Manifest
@@ -119,6 +127,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
     accepted: list[Accepted] = []
     if ranks.first:
         try:
+            require_key(paths)
             identity = read_identity(paths)
             if identity is not None:
                 require_same_job(paths, identity.job, job, accept_data_change=settings.accept_data_change)
@@ -317,13 +326,14 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
     if ranks.first:
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
-                directory.mkdir(parents=True, exist_ok=True)
+                files.make_directory(directory)
             job = state.job(ranks.world_size)
             if reading.identity is None:
                 write_identity(paths, new_identity(job))
             elif reading.accepted:
                 write_identity(paths, reading.identity.model_copy(update={"job": job}))
             ring.sweep(paths)
+            require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
             record = Record(paths, reading.attempt, first=True, advised=advised)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from rollback.errors import RunDoesNotFit
+from rollback.rundir import files
 from rollback.train.cursor.digest import Digest
 from rollback.train.record import say
 
@@ -56,9 +57,9 @@ class DrawLog:
         self._open_one: tuple[Drawn, Digest] | None = None
         self._entries: dict[int, Drawn] = {}
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_TRUNC if afresh else 0)
-            self._file = os.open(path, flags, 0o666)
+            files.make_directory(path.parent)
+            flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if afresh else 0)
+            self._file = files.open_file(path, flags)
             self._entries = _read(os.pread(self._file, ENTRIES * _ENTRY.size, 0))
         except OSError as error:
             self._complain(error)

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from rollback.config import ENV_SUPERVISOR
 from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
+from rollback.rundir.files import WRITES
 from rollback.train import rng, tree
 
 if TYPE_CHECKING:
@@ -288,12 +289,12 @@ class _FullDisk:
         self._full = value
 
     def _asked(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._full or event not in ("open", "os.mkdir"):
+        if not self._full or event not in ("open", "os.mkdir", WRITES):
             return
         path = arguments[0]
         if not isinstance(path, str | bytes | os.PathLike) or not os.fsdecode(path).startswith(self._below):
             return
-        if event == "os.mkdir" or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
+        if event in ("os.mkdir", WRITES) or arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), os.fsdecode(path))
 
 

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.events import Incident
+from rollback.rundir import files
 from rollback.rundir.evidence import (
     BatchKept,
     Explosion,
@@ -153,7 +154,7 @@ class Evidence:
         """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""
         seen = [step for step in self._steps if step.step >= incident.onset_step]
         try:
-            self._paths.incident(incident.incident).mkdir(parents=True, exist_ok=True)
+            files.make_directory(self._paths.incident(incident.incident))
             batch = self._write_batch(incident.incident, seen[0] if seen else None)
             write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, seen, batch))
         except (OSError, ValueError) as error:
@@ -269,7 +270,7 @@ class Evidence:
             left_out.append(LeftOut(name="all", reason="evidence_limit is 0"))
         path = self._paths.incident_batch(incident, self._rank)
         if parts:
-            path.unlink(missing_ok=True)
+            files.unlink(path)
             pieces = []
             for part in parts:
                 value = part.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()

@@ -18,6 +18,7 @@ import psutil
 
 from rollback.config import STACKS_SIGNAL
 from rollback.events import Window
+from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.train.cursor import Cursor
@@ -123,8 +124,8 @@ def _dump_stacks_on_signal(path: Path) -> None:
     """On STACKS_SIGNAL all threads' Python stacks are appended to a file: in C, so also while the interpreter lock is
     held. Forked loader workers inherit that. A script that uses the signal itself, later, takes it over."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "ab", buffering=0)  # noqa: SIM115 - stays open for as long as the process lives
+        files.make_directory(path.parent)
+        file = os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)  # stays open
         faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
     except (OSError, ValueError) as error:
         say(f"stacks cannot be written to {path} ({error}); training goes on, a hang will be told without them")

@@ -24,6 +24,7 @@ from rollback.rundir.contents import require_parts
 from rollback.rundir.layout import Kind
 from rollback.rundir.manifest import Manifest
 from rollback.rundir.shard import ShardReader
+from rollback.rundir.small_json import parse_json
 from rollback.train import tree
 from rollback.train.capture import bytes_of
 from rollback.train.choices import cores_here
@@ -52,8 +53,8 @@ class Whole:
                 path = directory / record.file
                 self.shards.append(ShardReader(path, record.written, hashed=others, memory=own, threads=threads))
             with _in_words(manifest.name):
-                self._shared = json.loads(self.shards[0].metadata["shared"])
-                self._local = json.loads(self._own.metadata["local"])
+                self._shared = parse_json(self.shards[0].metadata["shared"])
+                self._local = parse_json(self._own.metadata["local"])
                 self._decode(_stand_in)
         except BaseException:
             self.close()
@@ -104,8 +105,8 @@ class Parted:
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
-                self._shared = json.loads(self._shard.metadata["shared"]) if ranks.first else None
-                self._local = json.loads(self._shard.metadata["local"])
+                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
+                self._local = parse_json(self._shard.metadata["local"])
                 require_parts(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
         except BaseException:
             self.close()

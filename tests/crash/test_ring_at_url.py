@@ -12,6 +12,8 @@ from faulty import MANNERS, Bucket, Died, Manner, new_bucket
 
 from checkpoints import damage, whole, write_checkpoint
 from recorded_run import RecordedRun
+from rollback.audit.at_url import readable
+from rollback.audit.checkpoints import read_listing
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
 from rollback.rundir import ring
 from rollback.rundir.journal import read_journal
@@ -367,6 +369,13 @@ def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Buc
     bucket.objects.pop("runs/one/index-0.json", None)
     with pytest.raises(RingUnavailable, match="believed"):
         fetched(tmp_path / "large")
+
+    index_with(record=[{**kept, "pieces": []} for kept in body["record"]])
+    with pytest.raises(RingUnavailable, match=r"run\.json is damaged"):
+        fetched(tmp_path / "nothing")
+    assert list((tmp_path / "nothing").rglob("*.json*")) == []
+    with readable(URL) as place:
+        assert read_listing(place.root).notices
 
     for changes in (
         {"shards": [{**manifest["shards"][0], "file": "../../evil"}, manifest["shards"][1]]},

@@ -44,7 +44,7 @@ class Mortal:
                 return really(*args, **kwargs)
             self.count += 1
             if self.dies_at is None or self.count < self.dies_at:
-                self._note(name, args)
+                self._note(name, args, kwargs)
                 return really(*args, **kwargs)
             if name == "write" and self.count == self.dies_at:
                 fcntl.fcntl(args[0], fcntl.F_SETFL, fcntl.fcntl(args[0], fcntl.F_GETFL) & ~os.O_DIRECT)  # any length
@@ -53,7 +53,7 @@ class Mortal:
 
         return operation
 
-    def _note(self, name: str, args: tuple[Any, ...]) -> None:
+    def _note(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Before an operation is done: what a power failure would take back."""
         if self.dies_at is None:
             return
@@ -64,8 +64,10 @@ class Mortal:
             self._unsynced.discard(synced)
             self._names = [given for given in self._names if given[0] != synced]
         elif name in ("rename", "replace", "mkdir", "open"):
-            path = Path(args[1] if name.startswith("re") else args[0])
-            before = (_inode(Path(args[0]).parent), Path(args[0]).name) if name == "rename" else None
+            folder = kwargs.get("dir_fd", kwargs.get("dst_dir_fd"))
+            path = _whole(args[1] if name.startswith("re") else args[0], folder)
+            source = _whole(args[0], kwargs.get("src_dir_fd"))
+            before = (_inode(source.parent), source.name) if name == "rename" else None
             if not path.exists():
                 self._names.append((_inode(path.parent), path.name, before))
 
@@ -100,6 +102,11 @@ class Mortal:
         for path in root.rglob("*"):
             if path.is_file() and path.stat().st_ino in self._unsynced:
                 os.truncate(path, 0)
+
+
+def _whole(path: str | Path, folder: int | None) -> Path:
+    """A path that may be below a descriptor."""
+    return Path(path) if folder is None else Path(os.readlink(f"/proc/self/fd/{folder}")) / path
 
 
 def _inode(path: Path) -> int:

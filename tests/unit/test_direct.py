@@ -65,8 +65,8 @@ def test_a_file_system_that_refuses_it_when_the_file_is_opened(
 ) -> None:
     really = os.open
 
-    def picky(path: Any, flags: int, mode: int = 0o777) -> int:
-        fd = really(path, flags & ~os.O_DIRECT, mode)
+    def picky(path: Any, flags: int, mode: int = 0o777, **below: Any) -> int:
+        fd = really(path, flags & ~os.O_DIRECT, mode, **below)
         if flags & os.O_DIRECT:
             os.close(fd)
             raise OSError(errno.EINVAL, "no O_DIRECT here")

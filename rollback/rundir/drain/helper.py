@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -11,7 +10,7 @@ from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
 from rollback.events import Attached, Drained, FinalStateLost, Finished, LeftDurableRing, Record, ScriptLeft, Stopped
-from rollback.rundir import tiers
+from rollback.rundir import files, tiers
 from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.drain.drainer import lower_priority
 from rollback.rundir.drain.hosts import Part, Wanted, tidy
@@ -83,7 +82,7 @@ class Helper:
     def _run(self) -> None:
         lower_priority()
         with contextlib.suppress(OSError):
-            self._paths.part(self._host).unlink(missing_ok=True)  # that of a process that was killed
+            files.unlink(self._paths.part(self._host))  # that of a process that was killed
         try:
             while not self._ended.wait(_POLL):
                 try:
@@ -134,7 +133,7 @@ class Helper:
         arriving = self._paths.draining(wanted.name)
         temporary = arriving / f".{shard.file}.{wanted.order}"  # what has its name is whole
         copy_shard(source, temporary, shard)
-        os.rename(temporary, arriving / shard.file)
+        files.rename(temporary, arriving / shard.file)
 
     def _wanted(self) -> Wanted | None:
         wanted = self._tower.look().get(self._paths.wanted.name)

@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import mmap
 import os
-import shutil
 import threading
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
 
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.rundir import ring
+from rollback.rundir import files, ring
 from rollback.rundir.direct import write_direct
 from rollback.rundir.drain.hosts import Others
 from rollback.rundir.durable import open_regular, sync_directory, write_file
@@ -34,7 +33,7 @@ class RingInRun:
 
     def open(self) -> None:
         """Remove what an earlier drainer left half written."""
-        self._paths.ring.mkdir(parents=True, exist_ok=True)
+        files.make_directory(self._paths.ring)
         for path in self._paths.ring.glob(".draining-*"):
             _remove(path)
         self._others.meet()
@@ -48,7 +47,7 @@ class RingInRun:
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
         """
         arriving = self._paths.draining(manifest.name)
-        arriving.mkdir(parents=True)
+        files.make_new_directory(arriving)
         try:
             with self._others.copying(manifest, directory, into_run=True) as own:
                 for shard in own:
@@ -58,7 +57,7 @@ class RingInRun:
             ring.require_sizes(manifest, arriving)  # others may have written some of them
             write_file(arriving / MANIFEST, manifest.to_json())
             sync_directory(arriving)
-            os.rename(arriving, self._paths.checkpoint(manifest.name))
+            files.rename(arriving, self._paths.checkpoint(manifest.name))
         except BaseException:
             with contextlib.suppress(OSError):
                 _remove(arriving)
@@ -86,8 +85,8 @@ def _remove(arriving: Path) -> None:
     """Remove what is half written. By another name, under which nobody adds to it: another host may be copying its part
     still, for a drainer that died."""
     doomed = arriving.with_name(f".draining-{uuid.uuid4().hex}")
-    os.rename(arriving, doomed)
-    shutil.rmtree(doomed)
+    files.rename(arriving, doomed)
+    files.remove_directory(doomed)
 
 
 def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:

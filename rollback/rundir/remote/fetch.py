@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from rollback.errors import CheckpointDamaged, RunDirectoryError, RunDoesNotFit
-from rollback.rundir import ring, tiers
-from rollback.rundir.durable import sync_directory, write_file
+from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.rundir import files, ring, seal, tiers
+from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.history import fold
-from rollback.rundir.identity import Identity, read_identity
-from rollback.rundir.journal import read_journal
+from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
+from rollback.rundir.journal import read_journal, require_sealed
 from rollback.rundir.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.rundir.remote import record
@@ -20,9 +18,9 @@ from rollback.rundir.remote.index import Index, Kept, Piece, checkpoint_key, rea
 from rollback.rundir.remote.record import Relation, read_piece
 from rollback.rundir.remote.store import Store, read_verified
 from rollback.rundir.resume import candidates
+from rollback.rundir.small_json import SIZE, parse_model
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
-_IDENTITY_LIMIT = 64 << 20
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
 Say = Callable[[str], None]
 
@@ -77,7 +75,13 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
         run = index.kept("run.json")
         if run is None:
             raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
-        record.read_kept(store, run, _IDENTITY_LIMIT)  # before anything is written: it is what would be missing
+        try:  # before anything is written: it is what would be missing
+            found = parse_model(record.read_kept(store, run, SIZE), Identity)
+        except ValueError as error:
+            raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
+        require_key_for(found.seal is not None, store.url)
+        require_seal(found, f"run.json at {store.url}")
+        _require_sealed_journals(store, index, _JOURNALS)
         say(f"fetching the record of run {index.run_id} from {store.url}")
         for kept in index.record:
             if kept.path != "run.json":
@@ -94,10 +98,23 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
     behind = [path for path, relation in relations.items() if relation == "behind"]
     if not behind:
         return
+    _require_sealed_journals(store, index, behind)
     say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
     for kept in index.record:
         if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
             record.download(store, kept, paths.root)
+
+
+def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -> None:
+    """Before one of them takes the place of ours. Raises CheckpointDamaged."""
+    if seal.present() is None:
+        return
+    for path in paths:
+        if (kept := index.kept(path)) is not None:
+            try:
+                require_sealed(record.read_kept(store, kept, kept.size), Path(path).stem)
+            except JournalDamaged as error:
+                raise CheckpointDamaged(error.message) from error
 
 
 def is_abandoned(store: Store, index: Index, identity: Identity | None) -> bool:
@@ -128,7 +145,10 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
     kept = index.kept(path) or Kept(path=path, pieces=())
     local = paths.root / path
     sound = read_journal(local).sound_bytes
-    content = local.read_bytes()[:sound] if sound else b""
+    content = b""
+    if sound:
+        with open_regular(local) as file:
+            content = file.read(sound)
 
     def read(key: str, piece: Piece) -> bytes:
         return read_piece(store, key, piece)
@@ -219,15 +239,14 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
     directory cannot be written; it then does not exist.
     """
     directory = paths.writing(manifest.name)
-    if directory.exists():
-        shutil.rmtree(directory)
-    directory.mkdir(parents=True)
+    files.remove_directory(directory)
+    files.make_new_directory(directory)
     try:
         download_checkpoint(store, manifest, directory)
     except CheckpointDamaged:
-        shutil.rmtree(directory)
+        files.remove_directory(directory)
         raise
-    os.rename(directory, paths.checkpoint(manifest.name))
+    files.rename(directory, paths.checkpoint(manifest.name))
     sync_directory(paths.ring)
     sync_directory(paths.root)
 

@@ -15,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.rundir.paths import FORMAT, MANIFEST, RunPaths, parse_checkpoint_name
 from rollback.rundir.remote.store import Store
+from rollback.rundir.small_json import parse_json
 
 PIECE = 4 << 20
 _LIMIT = 16 << 20
@@ -146,7 +147,7 @@ def read_indexes(store: Store) -> list[Index]:
                 found.append(_parse(data, store.url))
         except ValidationError as error:
             faults.append(f"{index_key(slot)} is damaged ({error.errors()[0]['msg']})")
-        except (CheckpointDamaged, ValueError, RecursionError) as error:
+        except (CheckpointDamaged, ValueError) as error:
             faults.append(f"{index_key(slot)} is damaged ({str(error).splitlines()[0]})")
     if faults and not found:
         raise RingUnavailable(
@@ -157,7 +158,7 @@ def read_indexes(store: Store) -> list[Index]:
 
 
 def _parse(data: bytes, url: str) -> Index:
-    body: Any = json.loads(data)
+    body: Any = parse_json(data)
     if not isinstance(body, dict):
         raise ValueError("it is not a JSON object")
     stated = body.pop("check", None)

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.rundir import files
 from rollback.rundir.durable import open_regular, write_file
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.index import PIECE, Index, Kept, Piece, describe, piece_key, record_paths
@@ -106,18 +107,18 @@ def download(store: Store, kept: Kept, root: Path) -> None:
     Its path was checked when the index was read.
     """
     target = root / kept.path
-    target.parent.mkdir(parents=True, exist_ok=True)
+    files.make_directory(target.parent)
     require_room(target.parent, kept.size)
     if len(kept.pieces) <= 1:
         write_file(target, read_kept(store, kept, PIECE))
         return
     arriving = target.with_name(f".{target.name}.arriving")
-    with open(arriving, "wb") as sink:
+    with os.fdopen(files.open_file(arriving, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as sink:
         for key, piece in zip(kept.keys, kept.pieces, strict=True):
             sink.write(read_piece(store, key, piece))
         sink.flush()
         os.fsync(sink.fileno())
-    os.replace(arriving, target)
+    files.rename(arriving, target)
 
 
 def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:

@@ -9,17 +9,19 @@ from __future__ import annotations
 import io
 import os
 import random
+import re
 import shutil
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 import tenacity
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
+from rollback.rundir import files
 from rollback.rundir.durable import open_regular, sync_directory
 from rollback.rundir.hashing import ShardHash
 from rollback.rundir.shard import Written
@@ -36,6 +38,8 @@ _dice = random.Random()
 # What trying again does not mend. botocore's are named, since it is imported only where S3 is used.
 _FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError, TypeError)
 _FINAL_BY_NAME = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
+# What stands before an @ is a user or a container, no key.
+_USERS = {"sftp", "ssh", "abfs", "abfss", "hdfs"}
 # Of a file system with directories; an object store has none, and "making" one might make a bucket.
 _WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
 
@@ -52,16 +56,12 @@ def require_url(url: str) -> None:
     """Raise UsageError unless `url` may be a ring's: a protocol that fsspec knows, no credentials inside."""
     import fsspec
 
+    require_no_credentials(url)
     parts = urlsplit(url)
     protocol = parts.scheme
     if not protocol or "://" not in url:
         raise UsageError(
             f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
-        )
-    if parts.password or (parts.username and protocol not in ("sftp", "ssh", "abfs", "abfss", "hdfs")):
-        raise UsageError(
-            f"the ring {protocol}://…@{parts.hostname} names credentials, and the URL is written into the run's record",
-            hint="leave them to the environment or to fsspec's configuration files",
         )
     if not (parts.netloc + parts.path).strip("/"):
         raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
@@ -77,6 +77,36 @@ def require_url(url: str) -> None:
             f"the ring {url!r} needs a package that is not installed: {error}",
             hint="s3fs for s3, gcsfs for gs, adlfs for abfs; for S3 also: pip install 'torch-rollback[s3]'",
         ) from error
+
+
+def require_no_credentials(url: str) -> None:
+    """Raise UsageError where a URL, or one of a chain (`one::other://...`), names credentials or has a place for them.
+
+    The error does not repeat what it found.
+    """
+    protocol = ""
+    for part in re.split(r"::|://", url):
+        user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
+        if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
+            raise _names_credentials(url)
+        protocol = part
+    if set(unquote(url)) & {"?", "#"}:
+        raise UsageError(
+            f"the ring {_without_fields(url)} has a query or a fragment, and the URL is written into the run's record",
+            hint="leave credentials and options to the environment or to fsspec's configuration files",
+        )
+
+
+def _without_fields(url: str) -> str:
+    return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
+
+
+def _names_credentials(url: str) -> UsageError:
+    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
+    return UsageError(
+        f"the ring {shown} names credentials, and the URL is written into the run's record",
+        hint="leave them to the environment or to fsspec's configuration files",
+    )
 
 
 class Store:
@@ -179,7 +209,7 @@ class Store:
             raise CheckpointDamaged(f"{self.url}/{key} {found}")
         require_room(path.parent, expected.size)
         digest = ShardHash()
-        with open(path, "xb") as sink:
+        with os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as sink:
             for start in range(0, expected.size, _PART):
                 part = self._part(key, start, min(expected.size, start + _PART))
                 digest.update(part)
@@ -187,7 +217,7 @@ class Store:
             sink.flush()
             os.fsync(sink.fileno())
         if digest.hexdigest() != expected.digest:
-            path.unlink()
+            files.unlink(path)
             raise CheckpointDamaged(f"{self.url}/{key} has hash {digest.hexdigest()}; {expected.digest} was written")
 
     def _part(self, key: str, start: int, end: int) -> bytes:

@@ -9,6 +9,7 @@ from typing import Protocol
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.small_json import read_model
 from rollback.supervisor.nodes.membership import Place, file_system_of
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
@@ -198,7 +199,7 @@ class Leader:
     def _look(self) -> None:
         """Read the reports of those who follow us, and make sure that nobody else gives orders here."""
         try:
-            orders = Orders.model_validate_json(self._paths.orders.read_bytes())
+            orders = read_model(self._paths.orders, Orders, 1 << 20)
         except (OSError, ValueError):
             orders = self._beacon.record
         if orders.leader != self._place.launch:

@@ -13,6 +13,7 @@ import filelock
 import psutil
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError
+from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.processes import name_process
 
@@ -83,12 +84,15 @@ class Membership:
 
     def __init__(self, paths: RunPaths, place: Place) -> None:
         self._paths, self._place = paths, place
-        self._lock = filelock.FileLock(paths.node_lock(place.name), timeout=0, thread_local=False)
+        self._lock = filelock.FileLock(
+            paths.node_lock(place.name), timeout=0, mode=files.file_mode(), thread_local=False
+        )
 
     def __enter__(self) -> Membership:
         path = self._paths.node_lock(self._place.name)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
+            files.make_directory(path.parent)
+            files.require_ours(path)
             self._lock.acquire()
         except filelock.Timeout as error:
             raise RunInUse(
@@ -104,7 +108,7 @@ class Membership:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._paths.node_lock(self._place.name).unlink(missing_ok=True)
+        files.unlink(self._paths.node_lock(self._place.name))
         self._lock.release()
         try:
             self._paths.nodes.rmdir()

@@ -1,0 +1,197 @@
+"""Every file and directory of a run directory is opened, made and removed here: somebody else may have written it.
+
+No link is followed in any part of a path, so that nothing outside of the run directory is read or changed in its name.
+The place of a run directory itself may be reached over links: `RunPaths` spells it without them. What is opened is a
+regular file, nothing is waited for, and in a directory that everybody may write it belongs to this user, to root or to
+the directory's owner. What is written into has no other name (a hard link) elsewhere. What is removed is removed entry
+by entry, by the names that we write.
+
+All functions raise OSError, in words for people where a file is not what it should be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import errno
+import os
+import re
+import stat
+import struct
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_LIBC = ctypes.CDLL(None, use_errno=True)
+_SYS_OPENAT2, _AT_FDCWD, _RESOLVE_NO_SYMLINKS = 437, -100, 0x04  # alike on all architectures
+_WRITING = os.O_WRONLY | os.O_RDWR
+OF_A_CHECKPOINT = re.compile(r"\.?(rank-\d{5,9}\.safetensors|manifest\.json)(\.[\w-]{1,64})?")
+"""Names in a checkpoint's directory, also of files that were still being written."""
+WRITES = "rollback.write"
+"""Audit event (`sys.addaudithook`) with the whole path of what is about to be made or opened for writing."""
+
+
+class NotAFileOfOurs(OSError):
+    """What has the name of a file of ours is something else: a link, a pipe, a device, a directory, a stranger's."""
+
+
+def made_for(of_a_file: int, umask: int) -> int:
+    """The mode of a new file or directory (`of_a_file`: 0o6, 0o7) under a umask.
+
+    Nobody but the owner, unless the umask lets the group (0o002) or everybody (0o000) write, which nobody has by
+    accident: they then may do what the owner may.
+    """
+    shared = [of_a_file << shift for shift, bit in ((3, 0o020), (0, 0o002)) if not umask & bit]
+    return (of_a_file << 6) | sum(shared)
+
+
+def _umask() -> int:
+    """Read, not set and put back, which another thread would notice."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
+    except (OSError, StopIteration, ValueError):
+        return 0o077
+
+
+def file_mode() -> int:
+    """The mode of a file that is made now."""
+    return made_for(0o6, _umask())
+
+
+@contextlib.contextmanager
+def directory(path: Path, *, make: bool = False) -> Iterator[int]:
+    """A descriptor of a directory, for paths below it. make: it and those above it, where they are not there."""
+    try:
+        fd = _open_directory(path)
+    except FileNotFoundError:
+        if not make:
+            raise
+        with directory(path.parent, make=True) as above:
+            sys.audit(WRITES, str(path))
+            with contextlib.suppress(FileExistsError):
+                os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=above)
+        fd = _open_directory(path)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _open_directory(path: Path) -> int:
+    """By one call of the kernel's where it has that (5.6), else part by part, which also finds what is amiss."""
+    how = struct.pack("QQQ", _DIRECTORY, 0, _RESOLVE_NO_SYMLINKS)
+    fd = int(_LIBC.syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how)))
+    if fd >= 0:
+        return fd
+    number = ctypes.get_errno()
+    if number in (errno.ENOSYS, errno.EPERM, errno.ELOOP, errno.ENOTDIR):
+        return _walk_to(path)
+    raise OSError(number, os.strerror(number), str(path))
+
+
+def _walk_to(path: Path) -> int:
+    fd = os.open("/" if path.is_absolute() else ".", _DIRECTORY)
+    for part in path.parts[1:] if path.is_absolute() else path.parts:
+        try:
+            inner = os.open(part, _DIRECTORY, dir_fd=fd)
+        except OSError as error:
+            if isinstance(error, NotADirectoryError) and stat.S_ISLNK(os.lstat(part, dir_fd=fd).st_mode):
+                raise NotAFileOfOurs(errno.ELOOP, "a symbolic link is in its path", str(path)) from None
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        finally:
+            os.close(fd)
+        fd = inner
+    return fd
+
+
+def make_directory(path: Path) -> None:
+    """Make a directory and those above it, where they are not there."""
+    with directory(path, make=True):
+        pass
+
+
+def make_new_directory(path: Path) -> None:
+    """Make a directory that must not be there; those above it where they are not."""
+    with directory(path.parent, make=True) as fd:
+        sys.audit(WRITES, str(path))
+        os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=fd)
+
+
+def open_file(path: Path, flags: int, mode: int | None = None) -> int:
+    """A descriptor of a regular file. mode: of one that is made (default: as `file_mode`)."""
+    writes = bool(flags & _WRITING)
+    truncates, flags = flags & os.O_TRUNC, flags & ~os.O_TRUNC
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    mode = mode if mode is not None or not flags & os.O_CREAT else file_mode()
+    if writes:
+        sys.audit(WRITES, str(path))
+    with directory(path.parent) as folder:
+        try:
+            fd = os.open(path.name, flags, mode or 0, dir_fd=folder)
+        except OSError as error:
+            if error.errno == errno.ELOOP:
+                raise NotAFileOfOurs(errno.ELOOP, "it is a symbolic link", str(path)) from None
+            if error.errno in (errno.ENXIO, errno.EISDIR):
+                raise NotAFileOfOurs(error.errno, "it is not a regular file", str(path)) from None
+            raise OSError(error.errno, error.strerror, str(path)) from None
+        try:
+            status = os.fstat(fd)
+            _require_ours(status, os.fstat(folder), path, writes=writes)
+            if truncates and status.st_size:
+                os.ftruncate(fd, 0)
+        except BaseException:
+            os.close(fd)
+            raise
+    return fd
+
+
+def _require_ours(status: os.stat_result, folder: os.stat_result, path: Path, *, writes: bool) -> None:
+    fault = None
+    if not stat.S_ISREG(status.st_mode):
+        fault = "it is not a regular file"
+    elif folder.st_mode & stat.S_IWOTH and status.st_uid not in (os.geteuid(), 0, folder.st_uid):
+        fault = f"it belongs to user {status.st_uid}, in a directory that everybody may write"
+    elif writes and status.st_nlink > 1:
+        fault = "it has another name elsewhere (a hard link)"
+    if fault:
+        raise NotAFileOfOurs(errno.EINVAL, fault, str(path))
+
+
+def require_ours(path: Path) -> None:
+    """Raise unless a file that others open for writing (a lock) may be written to, or is not there yet."""
+    with contextlib.suppress(FileNotFoundError):
+        os.close(open_file(path, os.O_WRONLY))
+
+
+def rename(source: Path, target: Path) -> None:
+    """Rename, within one directory or from one to another."""
+    with directory(source.parent) as before, directory(target.parent) as after:
+        os.rename(source.name, target.name, src_dir_fd=before, dst_dir_fd=after)
+
+
+def unlink(path: Path) -> None:
+    """Remove a file (of a link: the link), which may be missing."""
+    with contextlib.suppress(FileNotFoundError), directory(path.parent) as folder:
+        os.unlink(path.name, dir_fd=folder)
+
+
+def remove_directory(path: Path, ours: re.Pattern[str] = OF_A_CHECKPOINT) -> bool:
+    """Remove a directory with the files in it whose names match. A missing one is removed.
+
+    False: something else is in it, which stays, and the directory with it.
+    """
+    with contextlib.suppress(FileNotFoundError), directory(path.parent) as folder:
+        with directory(path) as fd:
+            for name in os.listdir(f"/proc/self/fd/{fd}"):
+                if ours.fullmatch(name):
+                    with contextlib.suppress(FileNotFoundError, IsADirectoryError):
+                        os.unlink(name, dir_fd=fd)
+        try:
+            os.rmdir(path.name, dir_fd=folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+            return False
+    return True

@@ -1,0 +1,84 @@
+"""The seal: HMAC-SHA256 over what a start believes of a run, with a key that is in no run directory.
+
+The environment names the key's file (`ROLLBACK_SEAL`), for this process and, through it, the ranks. Where it does,
+run.json, every line of the journals and every manifest must bear the seal. Without the key a sealed run can be read,
+and nothing is restored of it. docs/format.md, "The seal", has the bytes.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import stat
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from rollback.errors import UsageError
+
+ENV_SEAL = "ROLLBACK_SEAL"
+_LEAST, _MOST = 32, 4096  # bytes
+_HINT = "head -c 32 /dev/urandom > KEYFILE; chmod 600 KEYFILE"
+
+
+class Seal:
+    """A key. What is sealed differs by what it is, so that nothing passes for something else."""
+
+    def __init__(self, key: bytes) -> None:
+        self._key = key
+
+    def of(self, what: str, content: str) -> str:
+        """64 hex digits. what: `run`, `train`, `supervisor` or `manifest`."""
+        return hmac.new(self._key, f"rollback {what}\0{content}".encode("utf-8", "surrogatepass"), "sha256").hexdigest()
+
+    def is_on(self, what: str, content: str, stated: object) -> bool:
+        return isinstance(stated, str) and hmac.compare_digest(self.of(what, content).encode(), stated.encode())
+
+
+def present(environment: Mapping[str, str] = os.environ) -> Seal | None:
+    """The seal that the environment names. Raises UsageError where its file cannot be used."""
+    path = environment.get(ENV_SEAL)
+    return _read(path) if path else None
+
+
+@lru_cache(maxsize=8)
+def _read(path: str) -> Seal:
+    try:
+        fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with os.fdopen(fd, "rb") as file:
+            status = os.fstat(fd)
+            if not stat.S_ISREG(status.st_mode):
+                raise UsageError(f"the key of the seal {path} is not a regular file", hint=_HINT)
+            if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o077:
+                mode = f"{stat.S_IMODE(status.st_mode):o}"
+                raise UsageError(
+                    f"the key of the seal {path} is not private (mode {mode}, user {status.st_uid})",
+                    hint="it must belong to this user or root and be closed to all others: chmod 600",
+                )
+            key = file.read(_MOST + 1)
+    except OSError as error:
+        raise UsageError(f"reading the key of the seal {path}: {error.strerror or error}", hint=_HINT) from error
+    if not _LEAST <= len(key) <= _MOST:
+        raise UsageError(f"the key of the seal {path} does not have {_LEAST} to {_MOST} bytes", hint=_HINT)
+    return Seal(key)
+
+
+def use(path: Path, run: Path | None = None) -> None:
+    """Seal and verify with this key from now on, in this process and those that it starts.
+
+    run: the run directory, in which the key must not lie. Raises UsageError.
+    """
+    real = os.path.realpath(path)
+    if run is not None and Path(real).is_relative_to(os.path.realpath(run)):
+        raise UsageError(f"the key of the seal {path} lies in the run directory", hint="keep it where no run writes")
+    _read(real)
+    os.environ[ENV_SEAL] = real
+
+
+def in_words(seals: int) -> str | None:
+    """What is to be said of a record with so many sealed lines, each of which has passed; None for one without."""
+    if not seals:
+        return None
+    if present() is None:
+        return f"the record is sealed; without its key (rollback --seal KEYFILE, or {ENV_SEAL}) it is not verified"
+    return "the record is sealed, and its seal is verified"

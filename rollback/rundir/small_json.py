@@ -1,0 +1,63 @@
+"""The one reader for small JSON: somebody else may have written it, so size, number of values and depth are bounded.
+
+What is refused is a ValueError, as any other damage. In memory a document takes at most a few hundred MB.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel
+
+from rollback.rundir.durable import read_small_file
+
+SIZE = 16 << 20
+DEPTH = 64
+_VALUES = 2_000_000
+_OBJECTS = 400_000  # one takes as much memory as several other values
+_Model = TypeVar("_Model", bound=BaseModel)
+
+
+def parse_json(data: bytes | str, *, depth: int = DEPTH) -> Any:
+    """Raises ValueError where it is no JSON, or beyond the bounds."""
+    require_modest(data)
+    try:
+        body = json.loads(data)
+    except RecursionError:
+        raise ValueError(f"it is nested deeper than {depth} levels") from None
+    level = [body]
+    for _ in range(depth):
+        level = [inner for item in level if type(item) in (dict, list) for inner in _members(item)]
+        if not level:
+            return body
+    raise ValueError(f"it is nested deeper than {depth} levels")
+
+
+def _members(item: Any) -> Any:
+    return item.values() if type(item) is dict else item
+
+
+def require_modest(data: bytes | str) -> None:
+    """Raise ValueError where a text, whatever is in its strings, may have more values than are believed."""
+    text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
+    objects = text.count(b"{")
+    if objects > _OBJECTS or objects + text.count(b"[") + text.count(b",") > _VALUES:
+        raise ValueError(f"it has more than {_VALUES:,} values or {_OBJECTS:,} objects")
+
+
+def parse_model(data: bytes, model: type[_Model]) -> _Model:
+    """Raises ValueError (pydantic's is one) where it is not what the model says, or beyond the bounds."""
+    require_modest(data)
+    return model.model_validate_json(data)
+
+
+def read_json(path: Path, limit: int = SIZE) -> Any:
+    """What a file of at most `limit` bytes holds. Raises OSError, and ValueError as `parse_json`."""
+    return parse_json(read_small_file(path, limit))
+
+
+def read_model(path: Path, model: type[_Model], limit: int) -> _Model:
+    """As `read_json`, checked by a model."""
+    return parse_model(read_small_file(path, limit), model)

@@ -1,0 +1,130 @@
+"""Credentials in URLs and arguments: refused or hidden; and who may read what a run writes."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollback.config import Settings
+from rollback.errors import UsageError
+from rollback.events import AttemptStarted
+from rollback.rundir.remote.store import require_no_credentials, require_url
+from rollback.supervisor.command import Job
+from rollback.supervisor.complete import fingerprint
+from rollback.supervisor.redaction import new_salt, redacted
+from rollback.supervisor.start_conditions import conditions_of, differences
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "s3://KEY:SESAME@bucket/run",
+        "s3://SESAME@bucket/run",
+        "simplecache::s3://KEY:SESAME@bucket/run",
+        "simplecache::filecache::s3://KEY:SESAME@bucket/run",
+        "simplecache://x::s3://KEY:SESAME@bucket",
+        "s3:///KEY:SESAME@bucket/run",
+        "sftp://me:SESAME@host/run",
+        "sftp://me%3ASESAME@host/run",
+        "s3://bucket/run?token=SESAME",
+        "s3://bucket/run?X-Amz-Signature=SESAME",
+        "s3://bucket/run#SESAME",
+        "s3://bucket/run%3Ftoken=SESAME",
+        "memory://run?token=SESAME",
+    ],
+)
+def test_a_url_that_hides_credentials_is_refused_and_they_are_not_shown(url: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        require_url(url)
+    assert "SESAME" not in str(refused.value)
+    assert "run's record" in str(refused.value)
+
+
+@pytest.mark.parametrize("url", ["memory://runs/one", "file:///data/a@b/run", "file:///a@b/run", "sftp://me@host/run"])
+def test_a_url_without_credentials_is_taken(url: str) -> None:
+    require_no_credentials(url)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--token", "SESAME"], ["--api-key=SESAME"], ["--data", "simplecache::s3://KEY:SESAME@bucket/x"],
+        ["--data=https://host/x?token=SESAME"], ["--data", "https://host/x?a=1&api_key=SESAME#b"],
+        ["--header", "Authorization: Bearer SESAME"], ["--db", "me:SESAME@host"], ["AKIASESAMESESAME"],
+        ["--note", "the key is hf_SESAMESESAME"], ["--house-number", "SESAME"], ["--house_number=SESAME"],
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_secret_is_not_in_a_start_on_record(tmp_path: Path, arguments: list[str]) -> None:
+    job = Job({}, str(tmp_path / "train.py"), arguments, secret_args=["house-number"])
+    started = AttemptStarted(
+        command=redacted(["torchrun", *arguments], job.secret_args), host="h", pid=1,
+        job=fingerprint(job, Settings(), new_salt()), **conditions_of(job, {}, new_salt()),
+    )  # fmt: skip
+    assert "SESAME" not in started.model_dump_json()
+
+
+def test_another_secret_than_at_the_last_start_is_told_without_being_told(tmp_path: Path) -> None:
+    salt = new_salt()
+
+    def start(token: str, salt: str | None = salt) -> AttemptStarted:
+        job = Job({}, str(tmp_path / "train.py"), ["--token", token, "--lr", "1"])
+        return AttemptStarted(command=(), host="h", pid=1, **conditions_of(job, {}, salt))
+
+    assert differences(start("one"), start("one")) == ()
+    (told,) = differences(start("one"), start("two"))
+    assert told.startswith("argument --token: ***")
+    assert "one" not in told
+    assert "two" not in told
+    assert differences(start("one", None), start("two")) == ()  # an older record: cannot be compared
+
+
+def test_the_same_secret_is_the_same_job_and_another_one_is_another(tmp_path: Path) -> None:
+    salt, jobs = new_salt(), [Job({}, "train.py", ["--token", token]) for token in ("one", "one", "two")]
+    first, again, other = (fingerprint(job, Settings(), salt) for job in jobs)
+    assert first == again != other
+    assert first != fingerprint(jobs[0], Settings(), new_salt())
+
+
+WRITES = """
+import os, sys
+from pathlib import Path
+os.umask(int(sys.argv[2], 8))
+from rollback.events import Finished
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter
+from rollback.supervisor.claim import Claim
+from rollback.supervisor.output import Output
+paths = RunPaths(Path(sys.argv[1]))
+claim = Claim(paths)
+Journal(paths.train_journal, 1).append(Finished(step=1, batch=1))
+LineWriter(paths.metrics).close()
+output = Output(paths.root / "private", paths.attempt_logs, None)
+output._attempt = 1
+output.keep()
+os.write(output._file("rank-00000.out"), b"hello")
+"""
+
+
+@pytest.mark.parametrize(
+    ("umask", "folder", "file"),
+    [
+        ("022", 0o700, 0o600), ("077", 0o700, 0o600), ("027", 0o700, 0o600), ("002", 0o770, 0o660),
+        ("007", 0o770, 0o660), ("000", 0o777, 0o666),
+    ],
+)  # fmt: skip
+def test_a_run_directory_is_closed_to_others_unless_the_umask_lets_them_write(
+    tmp_path: Path, umask: str, folder: int, file: int
+) -> None:
+    run = tmp_path / "run"
+    subprocess.run([sys.executable, "-c", WRITES, str(run), umask], check=True, env={**os.environ})
+    made = [run, *run.rglob("*")]
+    assert {"lock", "train.jsonl", "rank-00000.out"} <= {path.name for path in made}
+    modes = {(path.is_dir(), stat.S_IMODE(path.stat().st_mode)) for path in made}
+    assert modes == {(True, folder), (False, file)}
