@@ -32,6 +32,7 @@ from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
+from rollback.train.advice import NOT_IN_CHECKPOINT, NOT_KEPT, with_names
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.going_on import leaves_out, left_out_by_order, require_a_change
 from rollback.train.inventory import take_inventory
@@ -257,7 +258,11 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)
+    if names := state.not_kept():
+        record.advise(*with_names(NOT_KEPT, names))
     if chosen is not None:
+        if names := state.not_in_checkpoint:
+            record.advise(*with_names(NOT_IN_CHECKPOINT, names, chosen.name))
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
     held = [

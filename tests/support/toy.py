@@ -76,6 +76,11 @@ class Toy:
     """Samples at which the step raises."""
     bad: tuple[int, ...] = ()
     """Samples with a NaN target."""
+    nan_input: tuple[int, ...] = ()
+    """Batches of which one sample has a NaN among its inputs."""
+    level: str | None = None
+    """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
+    depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
     width: int = 16
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
@@ -170,6 +175,25 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
+class Level(nn.Module):
+    """See `Toy.level`. The mask is infinite on purpose."""
+
+    level: Tensor
+    mask: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.hidden = kind == "hidden"
+        self.register_buffer("level", torch.ones(8), persistent=not self.hidden)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1), persistent=False)
+        self.plain = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.level.lerp_(x.abs().mean(0), 0.1)
+        return x / (1 + self.level) if self.hidden else x.nan_to_num()
+
+
 class _Parts:
     """The objects of a script."""
 
@@ -179,6 +203,8 @@ class _Parts:
         self.model: nn.Module = nn.Sequential(
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
+        if toy.level is not None:
+            self.model = nn.Sequential(Level(toy.level), self.model)
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
@@ -270,6 +296,9 @@ class _Loop:
             raise ArithmeticError(f"the step at batch {position} broke")
         self.note(ids.tolist())
         y = self.spoil(y, position)
+        if position in toy.nan_input:
+            x = x.clone()
+            x[0, 3] = torch.nan
         self.micro += 1
         whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
         quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
@@ -341,6 +370,7 @@ class _Loop:
         drawn["numpy"] = [item.tolist() if isinstance(item, np.ndarray) else item for item in np.random.get_state()]
         return flat({
             "model": parts.model.state_dict(),
+            "buffers": dict(parts.model.named_buffers()),
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
             "scaler": parts.scaler.state_dict() if parts.scaler is not None else None,
