@@ -110,7 +110,6 @@ REPLICAS_DIFFER = (
 )
 
 _UNOBSERVED = 20
-_NAMED = 12
 _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
 _LATE = 2  # some count epochs from 1
@@ -225,10 +224,3 @@ def _is_attention(module: nn.Module) -> bool:
 
 def _filled(advice: tuple[str, str], **values: float) -> tuple[str, str]:
     return advice[0], advice[1].format(**values)
-
-
-def with_names(advice: tuple[str, str], names: list[str], checkpoint: str = "") -> tuple[str, str]:
-    """An advice on tensors, which names the first of them."""
-    code, text = advice
-    listed = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
-    return code, text.format(names=listed, checkpoint=checkpoint)

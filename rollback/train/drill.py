@@ -92,10 +92,11 @@ class _Part:
         def take_and_strike() -> Any:
             return self._handed_out(take())
 
-        def end_for_good(by: str, *, final: bool = False) -> None:
-            end_pass(by, final=final)
-            if final:
+        def end_for_good(by: str, *, final: bool = False) -> bool:
+            ended = end_pass(by, final=final)
+            if final and ended:
                 self._leave()
+            return ended
 
         guard._take_batch = take_and_strike  # type: ignore[method-assign]
         guard._end_pass = end_for_good  # type: ignore[method-assign]

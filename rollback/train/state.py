@@ -22,6 +22,7 @@ from rollback.train import rng, tree
 from rollback.train.buffers import all_of, can_be_written, nonpersistent, not_kept, put
 from rollback.train.cursor import Cursor
 from rollback.train.kept_values import Memory
+from rollback.train.nonfinite import FiniteCheck
 from rollback.train.tree import memory_of
 
 _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
@@ -59,6 +60,7 @@ class Image:
     local: tree.Json
     shared_tensors: dict[str, Tensor]
     local_tensors: dict[str, Tensor]
+    finite: FiniteCheck | None = None
 
 
 class TrainingState:
@@ -84,6 +86,8 @@ class TrainingState:
         self.memory = Memory()
         self.not_in_checkpoint: list[str] = []
         """Buffers that the last `load` had no values for: they stay as they were."""
+        others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
+        self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
@@ -120,6 +124,7 @@ class TrainingState:
             "random": rng.capture(),
             "cursor": self.cursor.state_dict(),
             "kept": self.memory.state_dict(),
+            "nonfinite": self.finite.left_alone or {},
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
@@ -134,7 +139,22 @@ class TrainingState:
             },
             **tree.encode(local, "local", local_tensors),
         }
-        return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors)
+        return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors, self.finite)
+
+    def _tensor_in_words(self, name: str) -> str:
+        """What a tensor of an image is, by its name there."""
+        names = {id(item): name for name, item in self.model.named_parameters()}
+        trained = [names.get(id(item), "?") for group in self.optimizer.param_groups for item in group["params"]]
+        match name.split("/"):
+            case ["shared", "model", *path]:
+                return f"the parameter {'/'.join(path)!r}"
+            case ["shared", "optimizer", "state", index, *path] if index.isdecimal() and int(index) < len(trained):
+                return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)]!r}"
+            case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
+                return f"the buffer {'/'.join(path)!r}"
+            case [_, _, *path]:
+                return f"the tensor {'.'.join(path)!r}"
+        return repr(name)
 
     def not_kept(self) -> list[str]:
         """Names of what the modules hold in tensors that no checkpoint keeps."""
@@ -204,6 +224,7 @@ class TrainingState:
         self.cursor.load_state_dict(local["cursor"])
         self._loaded_at = self.cursor.batch
         self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
+        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
         self._random = local["random"]
         self.restore_random_states()
 

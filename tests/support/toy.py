@@ -77,7 +77,7 @@ class Toy:
     bad: tuple[int, ...] = ()
     """Samples with a NaN target."""
     nan_input: tuple[int, ...] = ()
-    """Batches of which one sample has a NaN among its inputs."""
+    """Batches of which one sample (on rank `nan_rank`, if given) has a NaN among its inputs."""
     level: str | None = None
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
@@ -296,9 +296,9 @@ class _Loop:
             raise ArithmeticError(f"the step at batch {position} broke")
         self.note(ids.tolist())
         y = self.spoil(y, position)
-        if position in toy.nan_input:
+        if position in toy.nan_input and toy.nan_rank in (None, self.rank):
             x = x.clone()
-            x[0, 3] = torch.nan
+            x[0, 0] = torch.nan
         self.micro += 1
         whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
         quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
