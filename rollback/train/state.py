@@ -15,7 +15,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.rundir.identity import Job
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
@@ -208,6 +208,7 @@ class TrainingState:
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
+        _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
         stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
         stored["model"] = {**local["buffers"], **stored["model"]}
@@ -247,6 +248,20 @@ class TrainingState:
     def restore_random_states(self) -> None:
         """Put the random states back to where the last `load` put them."""
         rng.restore(self._random)
+
+
+def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise RunDoesNotFit where the optimizer got a parameter group since, or has not got it yet."""
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        raise RunDoesNotFit(
+            f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
+            "in mid-run (add_param_group)",
+            hint="make the optimizer with all its groups before the guard is made, from the first start of a run on "
+            "(lr=0 for one whose time comes later); a rollback that was under way is carried out by the same command",
+        )
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:

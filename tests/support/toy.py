@@ -76,6 +76,8 @@ class Toy:
     """Samples at which the step raises."""
     bad: tuple[int, ...] = ()
     """Samples with a NaN target."""
+    join: bool = False
+    """Loop inside of DistributedDataParallel's `join`, with fewer samples for each further rank."""
     nan_input: tuple[int, ...] = ()
     """Batches of which one sample (on rank `nan_rank`, if given) has a NaN among its inputs."""
     level: str | None = None
@@ -210,7 +212,7 @@ class _Parts:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
-        data = Samples(toy.samples, toy.augment, toy.poison)
+        data = Samples(toy.samples - 40 * rank * toy.join, toy.augment, toy.poison)
         data.y[list(toy.bad)] = float("nan")
         self.sampler = None
         if toy.sampler == "distributed":
@@ -263,10 +265,11 @@ class _Loop:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
             self.micro = 0 if toy.by_epoch else self.micro
-            for taken, (x, y, ids) in enumerate(self.batches(), 1):
-                self.train_on(x, y, ids)
-                if taken == toy.leave_after:
-                    break
+            with parts.model.join() if toy.join else contextlib.nullcontext():  # type: ignore[operator]
+                for taken, (x, y, ids) in enumerate(self.batches(), 1):
+                    self.train_on(x, y, ids)
+                    if taken == toy.leave_after:
+                        break
             if toy.by_epoch and self.under_way:
                 self.update()
             if toy.between:
