@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -149,6 +150,13 @@ ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
 ENV_NO_RUN = "ROLLBACK_NO_RUN"
 """Why there is no run directory for a guard: a refusal as JSON."""
+ENV_HOST = "ROLLBACK_HOST"
+"""The host's name when the supervisor started: one that is changed later makes no other host of it."""
+
+
+def host_name(environment: Mapping[str, str] = os.environ) -> str:
+    """The name under which ranks are known on this host."""
+    return environment.get(ENV_HOST) or socket.gethostname()
 
 
 def guard_mark(refusal: str | os.PathLike[str]) -> Path:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import re
+import resource
 import shlex
 import shutil
 import signal
@@ -37,6 +38,9 @@ from rollback.supervisor.redaction import redacted
 from rollback.supervisor.supervise import supervise
 from rollback.trackers.beside import Beside
 
+# Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
+_FILES, _FILES_OF_A_RANK = 32, 4
+
 
 @declares(LAUNCH_PARAMETERS)
 def launch(
@@ -62,8 +66,10 @@ def launch(
     """Run a training job under torchrun, and keep it going.
 
     Write `rollback launch` where `torchrun` stood and leave the rest. The same command again resumes the run."""
+    require_folder()
     flags = read_flags({flag.parameter: given.pop(flag.parameter) for flag in FLAGS}, os.environ)
     require_script(script, flags)
+    require_files(flags)
     paths = RunPaths(run if run is not None else default_run(script, flags))
     if seal is not None:
         use(seal, paths.root)
@@ -106,6 +112,30 @@ def _audience(run: Path) -> Screen:
 
     console = terminal(sys.stderr)
     return Screen(line_for) if console is None else PanelScreen(line_for, run, console)
+
+
+def require_folder() -> None:
+    """Raise UsageError where the working directory has been removed: all would fail, each thing in words of its own."""
+    try:
+        os.getcwd()
+    except OSError as error:
+        raise UsageError(
+            f"the working directory {os.environ.get('PWD', '')} is not there any more ({error.strerror})",
+            hint="change to one that is: cd ... (one of the same name may have been made anew since)",
+        ) from error
+
+
+def require_files(flags: Mapping[str, str | bool]) -> None:
+    """Raise UsageError where fewer files may be open than the supervisor and torchrun need to start anything."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    ranks = str(flags.get("nproc-per-node", "1"))
+    needed = _FILES + _FILES_OF_A_RANK * (int(ranks) if ranks.isdecimal() else 1)
+    if soft not in (resource.RLIM_INFINITY, -1) and soft < needed:
+        may = hard in (resource.RLIM_INFINITY, -1) or hard >= needed
+        raise UsageError(
+            f"a process may have {soft} files open here, and starting {ranks} ranks takes at least {needed}",
+            hint="ulimit -n 4096" if may else f"have the hard limit raised, which is {hard}, then: ulimit -n 4096",
+        )
 
 
 def require_script(script: str, flags: Mapping[str, str | bool]) -> None:

@@ -18,9 +18,9 @@ from rollback.rundir.small_json import parse_json
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
-    "local": ("buffers", "random", "cursor", "kept"),
+    "local": ("buffers", "nonpersistent_buffers", "random", "cursor", "kept", "nonfinite"),
 }
-_WITHOUT: Mapping[str, Any] = {"kept": {}}
+_WITHOUT: Mapping[str, Any] = {"kept": {}, "nonpersistent_buffers": {}, "nonfinite": {}}
 """What a checkpoint means that lacks a part: those that once there were not."""
 
 

@@ -22,12 +22,15 @@ _WORTH_A_WORD = 2.0
 _LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is up already
 
 
-def reach(url: str | None) -> Store | None:
-    """The ring's URL, once it has taken and given back an object. Raises UsageError or RingUnavailable."""
+def reach(url: str | None, *, writing: bool) -> Store | None:
+    """The ring's URL, once it has answered; `writing`: once it has taken and given back an object.
+
+    Raises UsageError or RingUnavailable.
+    """
     if url is None:
         return None
     store = Store(url, patience=_PATIENCE_AT_START)
-    store.probe()
+    store.probe(writing=writing)
     return store
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import psutil
 
-from rollback.config import Settings, guard_mark
+from rollback.config import ENV_HOST, Settings, guard_mark
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
@@ -22,6 +22,7 @@ from rollback.supervisor.memory import OomCounters
 from rollback.supervisor.outcome import Left
 from rollback.supervisor.output import Audience, Output
 from rollback.supervisor.processes import (
+    THIS_HOST,
     become_subreaper,
     dead_ranks,
     descendants,
@@ -181,7 +182,7 @@ class Host:
         self._failures.unlink(missing_ok=True)
         threads = threads_of_ranks(self._job, self._environment) if self._preload else {}
         environment = self._rank_environment = rank_environment(
-            {**self._environment, **threads},
+            {**self._environment, **threads, ENV_HOST: THIS_HOST},
             run=self._paths.root,
             attempt=number,
             settings=self._settings,

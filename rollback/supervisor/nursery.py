@@ -37,7 +37,6 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
-_MESSAGE = 1 << 20
 NURSERY = "nursery"  # what `ps -o comm` shows of it
 # What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
 AHEAD = ("torch", "torch.distributed", "rollback.train.guard", "torch._dynamo")
@@ -85,10 +84,14 @@ class Nursery:
         """A rank that runs `arguments` (script first). Raises OSError where it cannot be forked."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         folder = os.open(".", os.O_RDONLY)  # the script's arguments may name files relative to it
+        sheet = os.memfd_create("rank")  # arguments and environment may be larger than a message can be
         try:
-            socket.send_fds(self._socket, [request], [stdout, stderr, folder])
+            with open(sheet, "wb", closefd=False) as file:
+                file.write(request)
+            socket.send_fds(self._socket, [b"fork"], [stdout, stderr, folder, sheet])
         finally:
             os.close(folder)
+            os.close(sheet)
         answer = self._socket.recv(64)
         if not answer:
             raise OSError("the process that forks ranks is gone")
@@ -157,8 +160,8 @@ def _serve(requests: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
     while True:
-        body, descriptors, _, _ = socket.recv_fds(requests, _MESSAGE, 3)
-        if not body:
+        asked, descriptors, _, _ = socket.recv_fds(requests, 64, 4)
+        if not asked:
             os._exit(0)
         reader, writer = os.pipe()
         if (between := os.fork()) == 0:
@@ -173,7 +176,11 @@ def _serve(requests: socket.socket) -> None:
             os.close(writer)
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
                 signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            _be_rank(json.loads(body), descriptors)
+            *descriptors, sheet = descriptors
+            with open(sheet, "rb") as file:
+                file.seek(0)
+                request = json.load(file)
+            _be_rank(request, descriptors)
         os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process
         os.close(writer)
         requests.send(os.read(reader, 64))

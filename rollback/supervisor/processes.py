@@ -23,6 +23,9 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats
 from rollback.supervisor.nursery import NURSERY
 
+THIS_HOST = socket.gethostname()
+"""As it was called when this process started; its ranks are told (`ENV_HOST`)."""
+
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
 # Two processes may compute the start time of a third one up to a second apart: the kernel states the time of boot in
@@ -84,7 +87,7 @@ def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
     return [
         rank
         for rank, heartbeat in read_heartbeats(paths.ranks).items()
-        if (heartbeat.attempt, heartbeat.host) == (attempt, socket.gethostname())
+        if (heartbeat.attempt, heartbeat.host) == (attempt, THIS_HOST)
         and heartbeat.doing not in ("ended", LEAVING)
         and _process_of(heartbeat) is None
     ]
@@ -135,7 +138,7 @@ def _mark_of(process: psutil.Process) -> tuple[str | None, str]:
 
 
 def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
-    if heartbeat.host != socket.gethostname():
+    if heartbeat.host != THIS_HOST:
         return None
     return _process(heartbeat.pid, heartbeat.created)
 

@@ -46,7 +46,7 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
     directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
     """
     place = place_among_nodes(order.job.flags, order.node_timeout)
-    store = reach(order.settings.ring)
+    store = reach(order.settings.ring, writing=place is None)
     others = str(order.job.flags.get("signals-to-handle", ""))
     with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
         private = Path(os.path.realpath(made))  # no link is followed in it
@@ -105,6 +105,8 @@ def _lead(
             verdict = Verdict(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
+                    if place is not None:  # of many nodes, the one that leads asks whether it may write
+                        store.probe()
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:

@@ -85,6 +85,17 @@ NEVER_OBSERVED = (
     "no loss was told in {updates} updates, so that only NaN and Inf in the gradients and jumps of their norm are "
     "noticed. Call guard.observe(loss) in the loop's body",
 )
+NOT_KEPT = (
+    "tensors-not-kept",
+    "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
+    "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
+    "with persistent=False where the state_dict is to be without it",
+)
+NOT_IN_CHECKPOINT = (
+    "buffers-not-in-checkpoint",
+    "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "
+    "they were kept, or before the model had them. They stay as they are now; checkpoints from here on have them",
+)
 WITHOUT_UPDATE = 1000  # batches; an accumulation over so many would be a strange one
 NEVER_UPDATED = (
     "never-updated",

@@ -40,9 +40,12 @@ from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.rundir.slots import SlotPaths
+from rollback.train.advice import NOT_IN_CHECKPOINT, NOT_KEPT
+from rollback.train.capture import share_of
 from rollback.train.draining import fetch_run, reach_ring
 from rollback.train.going_on import leaves_out, left_out_by_order, require_a_change
 from rollback.train.inventory import take_inventory
+from rollback.train.nonfinite import agreed
 from rollback.train.own_snapshot import traces_of
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record, say
@@ -244,6 +247,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
             f"none of the checkpoints in {paths.ring} can be used:{listed}",
             hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
         )
+    state.finite.accept(agreed(ranks.from_each, state.finite.begin(share_of(state.image(), ranks).tensors)))
     run_id, record = _first_writes(paths, reading, state, ranks)
     for fact in reading.accepted:
         record.note(fact, fact.in_words())
@@ -266,7 +270,9 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)
+    record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:
+        record.advise_of(NOT_IN_CHECKPOINT, state.not_in_checkpoint, checkpoint=chosen.name)
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
     held = [

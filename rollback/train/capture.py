@@ -24,6 +24,7 @@ from rollback.rundir.layout import Entry, Kind, Layout
 from rollback.rundir.region import Region, copy
 from rollback.train import drift, tree
 from rollback.train.choices import CaptureMode
+from rollback.train.nonfinite import FiniteCheck, NonFiniteKind
 from rollback.train.ranks import Ranks
 from rollback.train.state import Image, owners
 
@@ -42,6 +43,7 @@ class Share:
     tensors: Mapping[str, Tensor]
     replicas: Mapping[int, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
+    finite: FiniteCheck | None = None
 
     def kinds(self) -> dict[str, Kind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
@@ -57,7 +59,7 @@ def share_of(image: Image, ranks: Ranks) -> Share:
     for name, item in image.shared_tensors.items():
         if name.startswith(PARAMETERS) and ranks.world_size > 1:
             replicas.setdefault(owner[name], {})[name] = item
-    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata)
+    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, image.finite)
 
 
 class Capture:
@@ -122,6 +124,13 @@ class Capture:
         together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
         on_device = int(self._device_digest) if self._device_digest is not None else 0
         return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
+
+    def nonfinite(self) -> dict[str, NonFiniteKind]:
+        """Tensors in the copy that hold what is not finite, and did not before. After `finish`."""
+        if self._share.finite is None:
+            return {}
+        entries = self._layout.entries
+        return self._share.finite.found({name: view(self._region, entries[name]) for name in self._share.tensors})
 
     def fence(self) -> None:
         """What the training stream does from now on comes after the copy. The host does not wait."""

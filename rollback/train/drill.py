@@ -31,6 +31,7 @@ from rollback.config import ENV_SUPERVISOR
 from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
 from rollback.rundir.files import WRITES
 from rollback.train import rng, tree
+from rollback.train.buffers import all_of
 
 if TYPE_CHECKING:
     from rollback.train.guard import Guard
@@ -92,10 +93,11 @@ class _Part:
         def take_and_strike() -> Any:
             return self._handed_out(take())
 
-        def end_for_good(by: str, *, final: bool = False) -> None:
-            end_pass(by, final=final)
-            if final:
+        def end_for_good(by: str, *, final: bool = False) -> bool:
+            ended = end_pass(by, final=final)
+            if final and ended:
                 self._leave()
+            return ended
 
         guard._take_batch = take_and_strike  # type: ignore[method-assign]
         guard._end_pass = end_for_good  # type: ignore[method-assign]
@@ -239,11 +241,11 @@ class _Part:
     def _parts(self) -> dict[str, str]:
         """Hashes of all that an exact recovery must bring back."""
         state = self._guard._state
-        buffers = {name for name, _ in state.model.named_buffers()}
+        buffers = all_of(state.model)
         model = state.model.state_dict()
         parts = {
             "model": {name: value for name, value in model.items() if name not in buffers},
-            "buffers": {name: value for name, value in model.items() if name in buffers},
+            "buffers": dict(state.model.named_buffers()),
             "optimizer": state.optimizer.state_dict(),
             "objects": {name: item.state_dict() for name, item in state.objects.items()},
             "counters": vars(state.counters),

@@ -139,6 +139,7 @@ class Guard(ScriptSide):
         self._watch = Watch(
             ranks, settings, pulse, sentinel, self._keeper, self._snapshots, self._record, self._evidence,
             attached.history, cursor.batch, Advisor(self._state.model, optimizer), self._skips,
+            finite=self._state.finite,
         )  # fmt: skip
         afresh = settings.accept_data_change or attached.ranks_before is not None
         self._batches = Batches(self._paths, ranks, cursor, self._skips, self._record, afresh=afresh)
@@ -208,8 +209,7 @@ class Guard(ScriptSide):
         self._act(Attend() if self._requests.starting else self._end_step())
         while not self._passes.interrupted:
             if self._max_steps is not None and self.step >= self._max_steps:
-                if self._all_is_well():
-                    self._end_pass(f"max_steps={self._max_steps}", final=True)
+                if self._all_is_well() and self._end_pass(f"max_steps={self._max_steps}", final=True):
                     break
                 continue
             try:
@@ -220,10 +220,10 @@ class Guard(ScriptSide):
             except StopIteration:
                 if not self._all_is_well():
                     continue
-                if not self._passes.replaying:
-                    self._end_pass("the end of the data")
+                if self._passes.replaying:
+                    self._passes.cross()
+                elif self._end_pass("the end of the data"):
                     break
-                self._passes.cross()
         raise StopIteration
 
     def close(self) -> None:
@@ -344,21 +344,33 @@ class Guard(ScriptSide):
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
-    def _end_pass(self, by: str, *, final: bool = False) -> None:
+    def _end_pass(self, by: str, *, final: bool = False) -> bool:
+        """False if the state at the end turned out to demand a return: then there are batches to come."""
         self._life.show("saving", self.step, self.batch, now=True)
-        self._end.come(by, left_over=self._hand.batches)
+        if not self._keep_end(by, left_over=self._hand.batches):
+            return False
         self._passes.end(final=final)
         if final:
             self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
             self._end.tell()
         self._life.turn_to("training")
+        return True
+
+    def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
+        self._end.come(by, left_over=left_over, left=left)
+        while self._keeper.ailing is not None:
+            if self._act(self._watch.answer_state()):
+                return False
+            self._end.come(by, left_over=left_over, left=left)  # it is left alone, and kept as it is
+        return True
 
     def _end_epochs(self, count: int) -> bool:
         """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
         if self._act(self._end_step()) or not self._all_is_well():
             return False
         left, left_over = self._passes.leave_broken_epoch(), self._hand.batches
-        self._end.come(f"guard.epochs({count})", left_over=left_over, left=left)
+        if not self._keep_end(f"guard.epochs({count})", left_over=left_over, left=left):
+            return False
         self._end.tell()
         return True
 

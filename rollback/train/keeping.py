@@ -49,6 +49,8 @@ class Keeper:
         self._keep = keep
         self._elsewhere = elsewhere
         self._away: set[str] = set()  # what was last offered of it
+        self.ailing: Landing | None = None
+        """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
 
     def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> None:
         """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
@@ -172,12 +174,15 @@ class Keeper:
         manifest = landing.manifest
         if landing.drifted:
             self._report_drift(landing)
+        if landing.ailing:
+            self.ailing = landing
         if not landing.committed:
             self._holdings.drop(manifest.name)
             self._record.note(
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
-                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on",
-            )
+                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on"
+                if not landing.ailing else None,
+            )  # fmt: skip
             return
         self._record.note(
             Committed(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -16,6 +15,7 @@ from types import TracebackType
 import torch
 
 import rollback
+from rollback.config import host_name
 from rollback.events import Window
 from rollback.rundir.failures import (
     FailureRecord,
@@ -75,7 +75,7 @@ class LastWords:
         samples = self._cursor.in_hand(reading) if self._cursor and standing.doing in ("reading", "training") else None
         unreadable = self._cursor.unreadable(samples) if self._cursor and samples and reading else []
         return FailureRecord(
-            rank=self._rank, pid=self._pid, host=socket.gethostname(), attempt=self._attempt,
+            rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
             error=name, message=message, traceback=formatted(error), frames=frames,

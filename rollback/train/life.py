@@ -9,14 +9,13 @@ from __future__ import annotations
 import atexit
 import faulthandler
 import os
-import socket
 import threading
 import time
 from pathlib import Path
 
 import psutil
 
-from rollback.config import STACKS_SIGNAL
+from rollback.config import STACKS_SIGNAL, host_name
 from rollback.events import Window
 from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
@@ -40,7 +39,7 @@ class SignsOfLife:
         self._path = paths.heartbeat(ranks.rank)
         self._ranks = ranks
         self._attempt = attempt
-        self._pid, self._host = os.getpid(), socket.gethostname()
+        self._pid, self._host = os.getpid(), host_name()
         self._created = psutil.Process().create_time()
         self._movement = Movement()
         self._moved = time.monotonic()

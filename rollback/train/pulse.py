@@ -51,7 +51,7 @@ class Slot(IntEnum):
     MEASURED_COUNT = 22
 
 
-LETTER = 5
+LETTER = 6
 """Words of a letter."""
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from rollback.config import host_name
 from rollback.errors import UsageError
 
 _PARCEL = 32 << 20  # bytes that go to the others at once: small tensors together, large ones in parts
@@ -64,7 +64,7 @@ class Ranks:
 
     def meet(self) -> None:
         """Collective: learn which ranks share a host, and so its memory. Until then all are thought to."""
-        self._hosts = self.from_each(f"{socket.gethostname()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
+        self._hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
 
     @property
     def on_this_host(self) -> list[int]:

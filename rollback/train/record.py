@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rollback.events import Advice, Fact, Trouble
@@ -15,6 +15,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
 
 _FLUSH_SECONDS = 1.0
+_NAMED = 12
 _T = TypeVar("_T")
 
 
@@ -67,6 +68,13 @@ class Record:
         if code not in self._advised:
             self._advised.add(code)
             self.note(Advice(code=code, text=text), text)
+
+    def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
+        """The same of what has these names, of which the first are told; nothing where there are none."""
+        code, text = advice
+        listed = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+        if names:
+            self.advise(code, text.format(names=listed, **more))
 
     def metric(
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int

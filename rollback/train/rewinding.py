@@ -8,6 +8,7 @@ from rollback.errors import RollbackError
 from rollback.events import Restored
 from rollback.rundir.history import Case
 from rollback.rundir.manifest import Manifest
+from rollback.train.advice import NOT_IN_CHECKPOINT
 from rollback.train.evidence import Evidence
 from rollback.train.keeping import Keeper
 from rollback.train.passes import Passes
@@ -86,6 +87,7 @@ class Rewinder:
             tier=result.place.tier,
         )
         self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
+        self._record.advise_of(NOT_IN_CHECKPOINT, self._state.not_in_checkpoint, checkpoint=target.name)
         self._watch.rewound(Case(decision.incident, plan, restored), target.step)
         self.source = target
         self._passes.rewound(left=self._state.counters.epoch_left)

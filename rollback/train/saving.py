@@ -128,7 +128,8 @@ class Saver:
         if (kept := self._kept()) is None and self._settings.snapshot_every:
             self.take(timeline)
             self._keeper.settle()
-            if (kept := self._kept()) is None and self._snapshots.tier == "fast":
+            failed = self._keeper.ailing is None
+            if (kept := self._kept()) is None and failed and self._snapshots.tier == "fast":
                 self._leave_fast_tier("it did not take the state at the end of an epoch")
                 self.take(timeline)
                 self._keeper.settle()

@@ -250,6 +250,8 @@ class Snapshots:
         """All ranks have written, and told each other what: commit, unless their parameters differ."""
         if ranks := drift.differing([letter.digest for letter in letters]):
             return self._land(False, drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+        if ailing := tuple(rank for rank, letter in enumerate(letters) if letter.nonfinite):
+            return self._land(False, "there are new values in it that are not finite", ailing=ailing)
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
         flight.manifest = flight.manifest.model_copy(update={"shards": shards})
         flight.stage, flight.letter = Stage.TELLING, None
@@ -261,7 +263,9 @@ class Snapshots:
     def _commits_needed(self, flight: Flight) -> int:
         return self._ranks.host_count if flight.tier == "fast" else 1
 
-    def _land(self, committed: bool, reason: str, drifted: tuple[int, ...] = ()) -> Landing:
+    def _land(
+        self, committed: bool, reason: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
+    ) -> Landing:
         flight = self._flight
         assert flight is not None
         self.fence()
@@ -277,7 +281,8 @@ class Snapshots:
                 self._tell, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
             )
         detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
-        return Landing(flight.manifest, flight.tier, committed, detail, time.monotonic() - flight.began, drifted)
+        took = time.monotonic() - flight.began
+        return Landing(flight.manifest, flight.tier, committed, detail, took, drifted, ailing, flight.nonfinite)
 
     # In the thread -------------------------------------------------------------------------------------------------
 
@@ -289,7 +294,8 @@ class Snapshots:
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
-        flight.letter = Letter(written, capture.digest())
+        flight.nonfinite = capture.nonfinite()
+        flight.letter = Letter(written, capture.digest(), len(flight.nonfinite))
 
     def _commit(self, flight: Flight) -> None:
         if flight.tier == "fast" and self._fast is not None:

@@ -8,21 +8,24 @@ rank's own.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.rundir.identity import Job
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train import rng, tree
+from rollback.train.buffers import all_of, can_be_written, nonpersistent, not_kept, put
 from rollback.train.cursor import Cursor
 from rollback.train.kept_values import Memory
+from rollback.train.nonfinite import FiniteCheck
+from rollback.train.tree import memory_of
 
-_IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/")
+_IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
 
 
 @runtime_checkable
@@ -57,6 +60,7 @@ class Image:
     local: tree.Json
     shared_tensors: dict[str, Tensor]
     local_tensors: dict[str, Tensor]
+    finite: FiniteCheck | None = None
 
 
 class TrainingState:
@@ -73,10 +77,17 @@ class TrainingState:
         self.model = unwrap(model)
         self.optimizer = optimizer
         self.objects = dict(objects)
+        modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
+        self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
+        """The model, and those of the other objects that are modules."""
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
         self.memory = Memory()
+        self.not_in_checkpoint: list[str] = []
+        """Buffers that the last `load` had no values for: they stay as they were."""
+        others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
+        self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
@@ -100,38 +111,69 @@ class TrainingState:
 
     def image(self) -> Image:
         """Take the present state apart. Raises UsageError naming what a checkpoint cannot keep."""
-        buffers = {name for name, _ in self.model.named_buffers()}
-        model = self.model.state_dict()
+        model, buffers = self.model.state_dict(), all_of(self.model)
+        objects = {name: item.state_dict() for name, item in self.objects.items()}
         shared = {
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
-            "objects": {name: item.state_dict() for name, item in self.objects.items()},
+            "objects": objects,
             "sentinel": self.sentinel.state_dict(),
             "counters": vars(self.counters),
         }
         local = {
-            "buffers": {name: value for name, value in model.items() if name in buffers},
             "random": rng.capture(),
             "cursor": self.cursor.state_dict(),
             "kept": self.memory.state_dict(),
+            "nonfinite": self.finite.left_alone or {},
         }
         shared_tensors: dict[str, Tensor] = {}
         local_tensors: dict[str, Tensor] = {}
-        return Image(
-            tree.encode(shared, "shared", shared_tensors),
-            tree.encode(local, "local", local_tensors),
-            shared_tensors,
-            local_tensors,
-        )
+        persistent = {name: value for name, value in model.items() if name in buffers}
+        states = {"model": model, **objects}
+        hidden = {owner: nonpersistent(module, states[owner]) for owner, module in self.modules.items()}
+        trees = {
+            "buffers": tree.encode_once(persistent, "local/buffers", local_tensors),
+            "nonpersistent_buffers": {
+                owner: tree.encode_once(found, f"local/nonpersistent_buffers/{tree.escape(owner)}", local_tensors)
+                for owner, found in hidden.items()
+            },
+            **tree.encode(local, "local", local_tensors),
+        }
+        return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors, self.finite)
+
+    def _tensor_in_words(self, name: str) -> str:
+        """What a tensor of an image is, by its name there."""
+        names = {id(item): name for name, item in self.model.named_parameters()}
+        trained = [names.get(id(item), "?") for group in self.optimizer.param_groups for item in group["params"]]
+        match name.split("/"):
+            case ["shared", "model", *path]:
+                return f"the parameter {'/'.join(path)!r}"
+            case ["shared", "optimizer", "state", index, *path] if index.isdecimal() and int(index) < len(trained):
+                return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)]!r}"
+            case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
+                return f"the buffer {'/'.join(path)!r}"
+            case [_, _, *path]:
+                return f"the tensor {'.'.join(path)!r}"
+        return repr(name)
+
+    def not_kept(self) -> list[str]:
+        """Names of what the modules hold in tensors that no checkpoint keeps."""
+        return self._names(lambda _, module: not_kept(module))
+
+    def _names(self, of: Callable[[str, nn.Module], Iterable[str]]) -> list[str]:
+        """Names in all modules: those of the model as they are, the others' with their object's in front."""
+        return [
+            name if owner == "model" else f"{owner}.{name}"
+            for owner, module in self.modules.items() for name in of(owner, module)
+        ]  # fmt: skip
 
     def check(self) -> None:
         """Raises UsageError for what a checkpoint could not keep, or would not although the optimizer trains it."""
         image = self.image()
-        modules = [self.model, *(item for item in self.objects.values() if isinstance(item, nn.Module))]
-        kept = {id(parameter) for module in modules for parameter in module.parameters()}
-        memory = {_memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        kept = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
         trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
-        lost = [item for item in trained if id(item) not in kept and _memory_of(item) not in memory]
+        lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
         if not lost:
             return
         if len(lost) == len(trained):
@@ -150,12 +192,12 @@ class TrainingState:
 
         A state_dict may hand out copies, or what hooks make of its tensors; those are not among them.
         """
-        held = [*self.model.parameters(), *self.model.buffers()]
+        held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
         held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
-        own = {_memory_of(item) for item in held}
+        own = {memory_of(item) for item in held if can_be_written(item)}
         image = self.image()
         tensors = {**image.shared_tensors, **image.local_tensors}
-        return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and _memory_of(item) in own}
+        return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
 
     def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
         """Put a decoded state into the live objects, in place where they have tensors already.
@@ -166,7 +208,11 @@ class TrainingState:
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
+        _require_same_groups(shared["optimizer"], self.optimizer)
         model = {**shared["model"], **local["buffers"]}
+        stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
+        stored["model"] = {**local["buffers"], **stored["model"]}
+        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
         if not _is_in_place(model, self.model.state_dict()):
             self.model.load_state_dict(model, strict=True)
         self.optimizer.load_state_dict(shared["optimizer"])
@@ -179,6 +225,7 @@ class TrainingState:
         self.cursor.load_state_dict(local["cursor"])
         self._loaded_at = self.cursor.batch
         self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
+        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
         self._random = local["random"]
         self.restore_random_states()
 
@@ -203,14 +250,24 @@ class TrainingState:
         rng.restore(self._random)
 
 
-def _memory_of(item: Tensor) -> tuple[Any, ...]:
-    return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
+def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise RunDoesNotFit where the optimizer got a parameter group since, or has not got it yet."""
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        raise RunDoesNotFit(
+            f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
+            "in mid-run (add_param_group)",
+            hint="make the optimizer with all its groups before the guard is made, from the first start of a run on "
+            "(lr=0 for one whose time comes later); a rollback that was under way is carried out by the same command",
+        )
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
     """Whether a model's state that is to be loaded is in its tensors already."""
     return loaded.keys() == present.keys() and all(
-        isinstance(item, Tensor) and isinstance(present[name], Tensor) and _memory_of(item) == _memory_of(present[name])
+        isinstance(item, Tensor) and isinstance(present[name], Tensor) and memory_of(item) == memory_of(present[name])
         for name, item in loaded.items()
     )
 

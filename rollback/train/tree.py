@@ -61,10 +61,36 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             )
 
 
+def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str, Tensor]) -> Json:
+    """As `encode`, of named tensors; those that are one and the same in memory are stored once, for the first name."""
+    stored: dict[object, Json] = {}
+    items = []
+    for key, item in value.items():
+        memory = memory_of(item) if isinstance(item, Tensor) else key
+        if memory not in stored:
+            stored[memory] = encode(item, f"{path}/{escape(key)}", tensors)
+        items.append((key, stored[memory]))
+    return _object(items, path, tensors)
+
+
+def memory_of(item: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are one and the same in memory."""
+    return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a checkpoint can keep a tensor of this kind."""
+    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE and type(tensor).__name__ != "DTensor"
+
+
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
     items = [(key, encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
     if isinstance(value, Counter):
         return {"$counter": [[encode(key, path, tensors), item] for key, item in items]}
+    return _object(items, path, tensors)
+
+
+def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]) -> Json:
     plain = all(type(key) is str for key, _ in items)
     if plain and not (len(items) == 1 and items[0][0].startswith("$")):
         return dict(items)
@@ -85,7 +111,7 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
             else "before the guard is made, give the model memory and values: model.to_empty(device=...), then its "
             "initialization",
         )
-    if tensor.layout != torch.strided or tensor.dtype not in DTYPE_CODE or type(tensor).__name__ == "DTensor":
+    if not is_kept(tensor):
         kind = "sharded" if type(tensor).__name__ == "DTensor" else f"{tensor.layout} {tensor.dtype}"
         raise UsageError(
             f"the tensor {path!r} is {kind}; a checkpoint keeps dense tensors of the types {', '.join(DTYPE)}",

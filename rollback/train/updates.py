@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollback.train.arguments import require_even_inputs
 from rollback.train.gradients import GradientNorms, Gradients
 from rollback.train.habits import Habit, Habits
 from rollback.train.pulse import Gauges
@@ -26,7 +27,7 @@ class Updates:
         self.attempted = False
         self.gradients: GradientNorms | None = None
         self.found_inf: Tensor | None = None
-        self._optimizer = optimizer
+        self._optimizer, self._model = optimizer, model
         self._sensed = Gradients(optimizer, scaler)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         optimizer.register_step_pre_hook(self._before_step)
@@ -62,7 +63,8 @@ class Updates:
         )
 
     def expect_backward(self, last: bool) -> None:
-        """A batch is handed out; `last`: it is thought to be the update's last one."""
+        """A batch is handed out; `last`: it is thought to be the update's last one. Raises UsageError inside `join`."""
+        require_even_inputs(self._model, self._optimizer)
         self._sensed.expect(last)
 
     def forget(self) -> None:

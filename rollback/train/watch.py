@@ -34,6 +34,7 @@ from rollback.train.cases import Cases
 from rollback.train.evidence import Evidence
 from rollback.train.habits import Habit
 from rollback.train.keeping import Keeper
+from rollback.train.nonfinite import FiniteCheck, agreed
 from rollback.train.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
@@ -117,6 +118,8 @@ class Watch:
         batch: int = 0,
         advisor: Advisor | None = None,
         skips: SkipList | None = None,
+        *,
+        finite: FiniteCheck,
     ) -> None:
         self._ranks = ranks
         self._settings = settings
@@ -130,6 +133,7 @@ class Watch:
         self._cases = Cases(record, settings, history, skips)
         self._scale = ScaleWatch()
         self._advisor = advisor
+        self._finite = finite
         self._phases = set(history.phases)
         self._next_batch = batch
         self.max_steps: int | None = None
@@ -195,6 +199,7 @@ class Watch:
         self._keeper.restart_probation()
         self.timeline = case.plan.timeline
         self.calm = True
+        self._keeper.ailing = None
         self._scale.restart()
         self._next_batch = case.plan.batch or 0
         while self._marks and self._marks[-1].step >= step:
@@ -254,10 +259,12 @@ class Watch:
         self._keeper.judge(self.calm, verdict.onset)
         if self.calm:
             self._observed = False
+        decision = None
         if verdict.kind in _ACTED_ON and not self._observed:
-            decision = self._answer(verdict, mark, beat)
-            if decision is not None:
-                return decision
+            lost = beat.loss is not None and not math.isfinite(beat.loss)
+            decision = self._answer(verdict, mark, beat.ailing, lost=lost)
+        if (decision := decision or self.answer_state()) is not None:
+            return decision
         if beat.stop:
             return Halt(structural=False, account="told to stop", save=True)
         return Attend() if beat.asked else None
@@ -271,12 +278,31 @@ class Watch:
         self._next_batch = mark.last_batch + 1
         return begins
 
-    def _answer(self, verdict: Verdict, mark: StepMark, beat: Beat) -> Decision | None:
+    def answer_state(self) -> Decision | None:
+        """If the last snapshot was dropped since something in it is not finite: what is done about it.
+
+        It may have been so from the newest checkpoint on: those have been looked at.
+        """
+        landing, self._keeper.ailing = self._keeper.ailing, None
+        if landing is None:
+            return None
+        found = agreed(self._ranks.from_each, landing.nonfinite)
+        self._finite.accept(found)  # a restore takes that back; who only observes is told once
+        if not self._marks:
+            return None  # not of training: the script did it before its first update
+        manifest, newest = landing.manifest, self._keeper.newest()
+        since = newest.step if newest else 0
+        what = self._finite.in_words(min(found))
+        text = self._finite.account(found, landing.ailing, manifest.step, since)
+        step = max(since, manifest.step - 1)
+        verdict = Verdict(Kind.NONFINITE, step, since, "nonfinite-state", what, explanation=text)
+        return self._answer(verdict, self._mark_of(step, self._marks[-1]), landing.ailing, lost=False)
+
+    def _answer(self, verdict: Verdict, mark: StepMark, ailing: tuple[int, ...], *, lost: bool) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
         self._keeper.settle()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
-        samples = self._samples({onset.step, mark.step}, beat.ailing)
-        lost = beat.loss is not None and not math.isfinite(beat.loss)
+        samples = self._samples({onset.step, mark.step}, ailing)
         incident = Incident(
             incident=self._cases.next_number(),
             verdict=verdict.kind.value,
@@ -286,7 +312,7 @@ class Watch:
             threshold=verdict.threshold,
             explanation=verdict.explanation,
             window=verdict.window,
-            ranks=beat.ailing,
+            ranks=ailing,
             onset_step=onset.step,
             onset_batch=onset.first_batch,
             detection_step=mark.step,

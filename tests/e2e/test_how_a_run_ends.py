@@ -284,6 +284,7 @@ def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str
     with launching(tmp_path, with_torchrun=False, script=script) as job:
         code, output = job.finish("", "--restart-budget", "0")
         assert code == ExitCode.FAILED, output
+        assert ("as if all were done" in output) == how.endswith("exit(0)")
         assert not facts(job.run, Finished)
 
 

@@ -23,6 +23,7 @@ BAD = {
     ),
 }
 HEALTHY = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True)
+STATISTIC = Toy(SAMPLES // 2, epochs=2, sampler="distributed", level="aside", nan_input=(59,), nan_rank=1)
 
 UNREADABLE = HEALTHY.but(nan=(57,))
 
@@ -33,6 +34,9 @@ def two(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
     for name, toy in BAD.items():
         scenarios.add(name, toy)
         scenarios.add(f"{name}, fresh", toy, skips_of=str(scenarios.run(name)))
+    scenarios.add("statistic", STATISTIC)
+    scenarios.add("statistic, fresh", STATISTIC, skips_of=str(scenarios.run("statistic")))
+    scenarios.add("join", Toy(SAMPLES, join=True))
     scenarios.add("guarded", HEALTHY)
     scenarios.add("unguarded", HEALTHY, run=None)
     scenarios.add("told to stop", HEALTHY, signal=[1, 33, signal.SIGTERM])
@@ -68,6 +72,20 @@ def test_the_rank_with_the_nan_is_named(two: Scenarios) -> None:
     assert [fact.ranks for fact in facts(two.run("one rank's nan"), Incident)] == [(1,)]
     assert [fact.ranks for fact in facts(two.run("accumulation"), Incident)] == [(0,)]
     assert [fact.ranks for fact in facts(two.run("drawn"), Incident)] == [(0, 1)]
+
+
+def test_batches_of_different_number_inside_of_join_are_refused_at_the_first_one(two: Scenarios) -> None:
+    for rank in (0, 1):
+        told = two.result("join", rank)
+        assert told["error"] == "UsageError"
+        assert "inside torch's join()" in told["message"]
+
+
+def test_a_statistic_that_is_nan_on_one_rank_is_answered_by_all(two: Scenarios) -> None:
+    (incident,) = facts(two.run("statistic"), Incident)
+    assert (incident.rule, incident.ranks) == ("nonfinite-state", (1,))
+    for rank in (0, 1):
+        require_same(two.portrait("statistic", rank), two.portrait("statistic, fresh", rank), f"rank {rank}")
 
 
 def test_each_rank_records_its_own_skipped_samples(two: Scenarios) -> None:

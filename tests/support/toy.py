@@ -76,6 +76,13 @@ class Toy:
     """Samples at which the step raises."""
     bad: tuple[int, ...] = ()
     """Samples with a NaN target."""
+    join: bool = False
+    """Loop inside of DistributedDataParallel's `join`, with fewer samples for each further rank."""
+    nan_input: tuple[int, ...] = ()
+    """Batches of which one sample (on rank `nan_rank`, if given) has a NaN among its inputs."""
+    level: str | None = None
+    """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
+    depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
     width: int = 16
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
@@ -170,6 +177,25 @@ def seed(number: int) -> None:
     np.random.seed(number)
 
 
+class Level(nn.Module):
+    """See `Toy.level`. The mask is infinite on purpose."""
+
+    level: Tensor
+    mask: Tensor
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.hidden = kind == "hidden"
+        self.register_buffer("level", torch.ones(8), persistent=not self.hidden)
+        self.register_buffer("mask", torch.full((2, 2), -torch.inf).triu(1), persistent=False)
+        self.plain = torch.zeros(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.level.lerp_(x.abs().mean(0), 0.1)
+        return x / (1 + self.level) if self.hidden else x.nan_to_num()
+
+
 class _Parts:
     """The objects of a script."""
 
@@ -179,12 +205,14 @@ class _Parts:
         self.model: nn.Module = nn.Sequential(
             nn.Linear(8, width), nn.BatchNorm1d(width), nn.Tanh(), nn.Dropout(0.1), nn.Linear(width, 1)
         )
+        if toy.level is not None:
+            self.model = nn.Sequential(Level(toy.level), self.model)
         if dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
-        data = Samples(toy.samples, toy.augment, toy.poison)
+        data = Samples(toy.samples - 40 * rank * toy.join, toy.augment, toy.poison)
         data.y[list(toy.bad)] = float("nan")
         self.sampler = None
         if toy.sampler == "distributed":
@@ -237,10 +265,11 @@ class _Loop:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
             self.micro = 0 if toy.by_epoch else self.micro
-            for taken, (x, y, ids) in enumerate(self.batches(), 1):
-                self.train_on(x, y, ids)
-                if taken == toy.leave_after:
-                    break
+            with parts.model.join() if toy.join else contextlib.nullcontext():  # type: ignore[operator]
+                for taken, (x, y, ids) in enumerate(self.batches(), 1):
+                    self.train_on(x, y, ids)
+                    if taken == toy.leave_after:
+                        break
             if toy.by_epoch and self.under_way:
                 self.update()
             if toy.between:
@@ -270,6 +299,9 @@ class _Loop:
             raise ArithmeticError(f"the step at batch {position} broke")
         self.note(ids.tolist())
         y = self.spoil(y, position)
+        if position in toy.nan_input and toy.nan_rank in (None, self.rank):
+            x = x.clone()
+            x[0, 0] = torch.nan
         self.micro += 1
         whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
         quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
@@ -341,6 +373,7 @@ class _Loop:
         drawn["numpy"] = [item.tolist() if isinstance(item, np.ndarray) else item for item in np.random.get_state()]
         return flat({
             "model": parts.model.state_dict(),
+            "buffers": dict(parts.model.named_buffers()),
             "optimizer": parts.optimizer.state_dict(),
             "scheduler": parts.scheduler.state_dict(),
             "scaler": parts.scaler.state_dict() if parts.scaler is not None else None,

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.sentinel import Hint, Sentinel
 from rollback.train import tree
 from rollback.train.cursor import cursor_for
@@ -70,6 +70,15 @@ def test_other_objects_than_the_checkpoint_s_are_refused_before_anything_is_touc
     one, other = state_of(1), state_of(2, ema=nn.Linear(1, 1))
     before = copy.deepcopy(other.model.state_dict())
     with pytest.raises(CheckpointDamaged, match=r"\[\]"):
+        other.load(*through_disk(one.image()))
+    assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
+
+
+def test_an_optimizer_that_got_a_group_since_is_refused_before_anything_is_touched() -> None:
+    one, other = state_of(1), state_of(2)
+    other.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]})
+    before = copy.deepcopy(other.model.state_dict())
+    with pytest.raises(RunDoesNotFit, match=r"has \[6\] parameters in its groups, this job's has \[6, 1\]"):
         other.load(*through_disk(one.image()))
     assert all(torch.equal(value, before[name]) for name, value in other.model.state_dict().items())
 

@@ -17,6 +17,7 @@ from rollback.sentinel import Hint, Sentinel
 from rollback.train.evidence import Evidence
 from rollback.train.holdings import Holdings
 from rollback.train.keeping import Keeper
+from rollback.train.nonfinite import FiniteCheck
 from rollback.train.pulse import Pulse
 from rollback.train.ranks import Ranks
 from rollback.train.record import Record
@@ -43,6 +44,7 @@ class Steps:
             ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
             self.keeper, self.snapshots, record,
             Evidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
+            finite=FiniteCheck((), repr),
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step

@@ -139,9 +139,16 @@ class Store:
         """End what is under way, as soon as its present request has ended, and everything after it."""
         self._given_up.set()
 
-    def probe(self) -> None:
-        """Raise RingUnavailable unless objects can be written, read and deleted there."""
-        key, body = "rollback-probe", os.urandom(16).hex().encode()
+    def probe(self, *, writing: bool = True) -> None:
+        """Raise RingUnavailable unless objects can be read there, and written and deleted too.
+
+        Each call has a key of its own: several nodes of a job ask at the same moment.
+        """
+        body = os.urandom(16).hex().encode()
+        key = f"rollback-probe-{body.decode()}"
+        if not writing:
+            self.get(key, 1 << 10)
+            return
         self.put(key, body)
         if self.get(key, 1 << 10) != body:
             raise RingUnavailable(f"the ring {self.url} does not give back what was written to {key}")

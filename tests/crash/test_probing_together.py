@@ -1,0 +1,39 @@
+"""Several nodes of a job ask at the same moment whether the ring's URL can be used."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import faulty
+import pytest
+
+from rollback.errors import RingUnavailable
+from rollback.rundir.remote.store import Store
+from rollback.supervisor.draining import reach
+
+NODES = 8
+
+
+@pytest.fixture
+def bucket() -> Iterator[faulty.Bucket]:
+    bucket = faulty.new_bucket("shared")
+    bucket.delay = 0.05
+    yield bucket
+    del faulty.BUCKETS["shared"]
+
+
+def test_nodes_that_probe_a_slow_url_at_once_do_not_take_each_other_s_object_for_theirs(bucket: faulty.Bucket) -> None:
+    with ThreadPoolExecutor(NODES) as pool:
+        for ended in [pool.submit(Store("faulty://shared/run").probe) for _ in range(NODES)]:
+            ended.result()
+    assert not bucket.objects
+
+
+def test_a_node_that_follows_writes_nothing_to_see_whether_the_url_answers(bucket: faulty.Bucket) -> None:
+    bucket.delay = 0.0
+    assert reach("faulty://shared/run", writing=False) is not None
+    assert {operation.partition(" ")[0] for operation in bucket.operations} == {"get"}
+    bucket.fail(1, "for ever")
+    with pytest.raises(RingUnavailable):
+        Store("faulty://shared/run", patience=0.05).probe(writing=False)

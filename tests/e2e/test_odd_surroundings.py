@@ -1,0 +1,125 @@
+"""Folders that are gone, limits that are low, large and oddly spelt arguments, a host that is renamed."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import hosts
+import pytest
+from launching import LIMIT, WITHOUT_TORCHRUN
+from toy import facts
+
+from rollback.errors import ExitCode
+from rollback.events import Attached, Finished, Stopped
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+
+JOB = Path(__file__).parent / "jobs" / "careless.py"
+DIRECT = ["-c", WITHOUT_TORCHRUN]
+WITH_TORCHRUN = ["-m", "rollback"]
+
+
+def start(
+    folder: Path, arguments: list[Any], *flags: str, program: list[str] = DIRECT, before: list[str] | None = None,
+    limit: Callable[[], None] | None = None, **environment: str,
+) -> subprocess.Popen[str]:  # fmt: skip
+    command = [*(before or []), sys.executable, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
+    return subprocess.Popen(
+        command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="surrogateescape",
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}, preexec_fn=limit,  # noqa: PLW1509
+    )  # fmt: skip
+
+
+def finish(folder: Path, arguments: list[Any], *flags: str, **how: Any) -> tuple[int, str]:
+    process = start(folder, arguments, *flags, **how)
+    output, _ = process.communicate(timeout=LIMIT)
+    return process.returncode, output
+
+
+@pytest.mark.parametrize("run", ["runs/one", "/nowhere/one"])
+def test_a_working_directory_that_is_gone_is_named_as_such(tmp_path: Path, run: str) -> None:
+    (tmp_path / "gone").mkdir()
+    leave = ["sh", "-c", 'rmdir ../gone; exec "$@"', "sh"]
+    code, output = finish(tmp_path / "gone", [], "--run", run, before=leave, program=WITH_TORCHRUN)
+    assert code == ExitCode.USAGE, output
+    assert "the working directory" in output
+    assert "is not there any more" in output
+    assert "Traceback" not in output
+
+
+def test_a_limit_of_open_files_under_which_nothing_could_run_is_told_at_once(tmp_path: Path) -> None:
+    def low() -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))
+
+    code, output = finish(tmp_path, [], limit=low, program=WITH_TORCHRUN)
+    assert code == ExitCode.USAGE, output
+    assert "24 files open" in output
+    assert "ulimit -n" in output
+    assert not (tmp_path / "runs").exists()
+
+
+def test_arguments_and_environment_of_many_kilobytes_reach_the_script(tmp_path: Path) -> None:
+    large = {f"LARGE_{number}": "x" * 100_000 for number in range(3)}
+    code, output = finish(tmp_path, ["y" * 100_000] * 3, program=WITH_TORCHRUN, **large)
+    assert code == ExitCode.DONE, output[-3000:]
+    told = json.loads((tmp_path / "told.json").read_text())
+    assert [len(text) for text in told["arguments"]] == [200_000] * 3
+    assert told["large"] == 100_000
+
+
+def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path: Path) -> None:
+    odd = [b"caf\xe9", b"\xff\xfe", "\u65e5\u672c".encode()]
+    code, output = finish(tmp_path, odd, program=WITH_TORCHRUN, ODD=os.fsdecode(b"\xff"))
+    assert code == ExitCode.DONE, output[-3000:]
+    assert json.loads((tmp_path / "told.json").read_text())["arguments"] == [text.hex() for text in odd]
+    run = tmp_path / "runs" / "careless"
+    assert read_journal(RunPaths(run).supervisor_journal).records
+    for command in (["audit"], ["audit", "--json"], ["status"], ["status", "--json"], ["why"]):
+        done = subprocess.run(
+            [sys.executable, "-m", "rollback", command[0], str(run), *command[1:]], capture_output=True, timeout=LIMIT,
+            check=False,
+        )  # fmt: skip
+        assert done.returncode == 0, (command, done.stderr[-2000:])
+    assert finish(tmp_path, odd, program=WITH_TORCHRUN)[0] == ExitCode.DONE, "the same command again"
+
+
+@pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path) -> None:
+    apart = ["unshare", "--uts"]
+    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart)
+    until = time.monotonic() + LIMIT
+    while not (tmp_path / "renamed").exists():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < until
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=LIMIT)
+    run = tmp_path / "runs" / "careless"
+    assert process.returncode == ExitCode.RESUMABLE, output
+    (stopped,) = facts(run, Stopped)
+    assert stopped.checkpoint is not None
+    again = ["unshare", "--uts", "sh", "-c", 'hostname a-third-name; exec "$@"', "sh"]
+    code, output = finish(tmp_path, ["rename", "another"], before=again)
+    assert code == ExitCode.DONE, output
+    assert facts(run, Attached)[-1].checkpoint == stopped.checkpoint
+    assert facts(run, Attached)[-1].host == "a-third-name" != socket.gethostname()
+    assert facts(run, Finished)
+
+
+def test_an_optimizer_whose_checkpoint_has_other_groups_is_refused_with_the_difference(tmp_path: Path) -> None:
+    code, output = finish(tmp_path, ["groups"])
+    assert code == ExitCode.UNFIT, output
+    assert "parameters in its groups" in output
+    assert "[2, 2]" in output
+    assert "[2]" in output
+    assert "Traceback" not in output

@@ -1,0 +1,136 @@
+"""Buffers of all kinds, taken apart and put back; what modules hold besides is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollback.sentinel import Sentinel
+from rollback.train import tree
+from rollback.train.cursor import cursor_for
+from rollback.train.state import Image, TrainingState
+
+
+class Model(nn.Module):
+    cache: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 2)
+        self.register_buffer("mean", torch.zeros(3))
+        self.register_buffer("hidden", torch.zeros(3), persistent=False)
+        self.register_buffer("cache", None, persistent=False)
+        self.register_buffer("count", None)
+
+
+def state_of(model: nn.Module, **objects: Any) -> TrainingState:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return TrainingState(model, optimizer, objects, cursor_for([1, 2, 3]), Sentinel("normal"))
+
+
+def through_disk(image: Image) -> tuple[Any, Any]:
+    shared = {name: tensor.clone() for name, tensor in image.shared_tensors.items()}
+    local = {name: tensor.clone() for name, tensor in image.local_tensors.items()}
+    texts = json.loads(json.dumps([image.shared, image.local]))
+    return tree.decode(texts[0], shared.__getitem__), tree.decode(texts[1], local.__getitem__)
+
+
+def test_a_buffer_that_no_state_dict_has_is_each_rank_s_own_beside_those_of_the_state_dict() -> None:
+    model, other = Model(), Model()
+    model.hidden.fill_(7.0)
+    image = state_of(model).image()
+    assert image.local["buffers"] == {"mean": {"$tensor": "local/buffers/mean"}}, "what state_dict gives, and no more"
+    assert {name for name in image.local_tensors if "hidden" in name} == {"local/nonpersistent_buffers/model/hidden"}
+    before = other.hidden
+    state_of(other).load(*through_disk(image))
+    assert other.hidden is before, "others may hold on to it"
+    assert torch.equal(other.hidden, model.hidden)
+
+
+def test_buffers_of_other_modules_that_were_handed_over_come_back_too() -> None:
+    criterion, other = Model(), Model()
+    criterion.hidden.fill_(7.0)
+    criterion.mean.fill_(8.0)
+    image = state_of(nn.Linear(1, 1), criterion=criterion).image()
+    state_of(nn.Linear(1, 1), criterion=other).load(*through_disk(image))
+    assert torch.equal(other.hidden, criterion.hidden)
+    assert torch.equal(other.mean, criterion.mean)
+
+
+def test_a_buffer_that_has_several_names_is_stored_once_and_is_no_rank_s_but_its_own() -> None:
+    def tied() -> nn.Module:
+        one, two, three = nn.Module(), nn.Module(), nn.Module()
+        one.register_buffer("table", torch.zeros(4))
+        two.register_buffer("table", one.table)
+        three.register_buffer("table", one.table, persistent=False)
+        return nn.ModuleList([one, two, three, nn.Linear(1, 1)])
+
+    model, other = tied(), tied()
+    model[0].table.copy_(torch.arange(4.0))  # type: ignore[index, union-attr, operator]
+    image = state_of(model).image()
+    assert [name for name in (*image.local_tensors, *image.shared_tensors) if "table" in name] == [
+        "local/buffers/0.table"
+    ]
+    assert set(image.local["buffers"]) == {"0.table", "1.table"}, "as the state_dict has them"
+    state_of(other).load(*through_disk(image))
+    assert torch.equal(other[1].table, torch.arange(4.0))  # type: ignore[index, arg-type, union-attr]
+    assert other[1].table is other[0].table is other[2].table  # type: ignore[index, union-attr]
+
+
+def test_a_buffer_that_got_its_tensor_later_or_another_shape_is_as_it_was() -> None:
+    model, fresh, later = Model(), Model(), Model()
+    empty = through_disk(state_of(model).image())
+    model.cache, model.count, model.hidden = torch.ones(2, 5), torch.ones(1), torch.arange(6.0)
+    filled = through_disk(state_of(model).image())
+    for one in (fresh, later):
+        state_of(one).load(*filled)
+        assert torch.equal(one.cache, torch.ones(2, 5))  # type: ignore[arg-type]
+        assert torch.equal(one.count, torch.ones(1))  # type: ignore[arg-type]
+        assert torch.equal(one.hidden, torch.arange(6.0))
+    state_of(later).load(*empty)
+    assert later.cache is later.count is None
+    assert torch.equal(later.hidden, torch.zeros(3))
+
+
+def test_a_buffer_whose_elements_are_one_in_memory_is_restored() -> None:
+    def expanded(value: float) -> nn.Module:
+        model = nn.Linear(1, 1)
+        model.register_buffer("hidden", torch.tensor([value]).expand(3), persistent=False)
+        model.register_buffer("mask", torch.tensor([value]).expand(3))
+        return model
+
+    model, other = expanded(1.0), expanded(2.0)
+    assert not [name for name in state_of(model).live_tensors() if "hidden" in name or "mask" in name]
+    state_of(other).load(*through_disk(state_of(model).image()))
+    assert other.hidden.tolist() == other.mask.tolist() == [1.0] * 3  # type: ignore[union-attr, operator]
+
+
+def test_a_checkpoint_from_before_they_were_kept_is_read_and_what_it_lacks_is_named() -> None:
+    model, other = Model(), Model()
+    model.mean.fill_(3.0)
+    shared, local = through_disk(state_of(model).image())
+    del local["nonpersistent_buffers"]
+    state = state_of(other)
+    other.hidden.fill_(5.0)
+    state.load(shared, local)
+    assert state.not_in_checkpoint == ["hidden"]
+    assert torch.equal(other.mean, model.mean)
+    assert torch.equal(other.hidden, torch.full((3,), 5.0))
+
+
+def test_what_modules_hold_in_plain_attributes_is_named_and_views_of_what_is_kept_are_not() -> None:
+    model, criterion = Model(), nn.Module()
+    model.inner.plain = torch.ones(3)
+    model.view = model.inner.weight[0]
+    model.several = [model.inner.weight, torch.zeros(2)]
+    model.table = {"one": torch.zeros(2)}
+    model.register_buffer("odd", torch.eye(3).to_sparse(), persistent=False)
+    criterion.center = torch.zeros(2)
+    criterion.register_buffer("mean", torch.zeros(2))
+    assert sorted(state_of(model, criterion=criterion).not_kept()) == [
+        "criterion.center", "inner.plain", "odd", "several", "table"
+    ]  # fmt: skip
+    assert state_of(nn.LSTM(2, 2), norm=nn.BatchNorm1d(2)).not_kept() == []
