@@ -17,6 +17,7 @@ import filelock
 from rollback.errors import RunDirectoryError, RunInUse
 from rollback.rundir.durable import read_small_file, write_file
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 
 
 class RunLock:
@@ -42,7 +43,8 @@ class RunLock:
                 hint="the run directory must be a directory that this user can write to",
             ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "role": role}
+        pid = os.getpid()
+        holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
         try:
             write_file(paths.holder, json.dumps(holder).encode(), durable=False)
         except OSError as error:

@@ -50,7 +50,8 @@ class Heartbeat(BaseModel):
     """ranks/rank-NNNNN.json. monotonic: when the rank's Python last moved; looked: when the rank last looked.
 
     Both by the host's monotonic clock. A rank that waits in a collective looks and does not move; one that is stopped,
-    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun.
+    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun. start:
+    when the process began, as `rollback.rundir.processes.start_of` has it; empty where that is not known.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -61,7 +62,7 @@ class Heartbeat(BaseModel):
     batch: int
     doing: str
     monotonic: float
-    created: float
+    start: str = ""
     looked: float = 0.0
     collectives: int | None = None
 

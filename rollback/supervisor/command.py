@@ -64,7 +64,7 @@ def rank_environment(
 ) -> dict[str, str]:
     """The environment of torchrun and, through it, of every rank.
 
-    supervisor: its `pid:create_time`. run: made absolute, since a script may change its working directory.
+    supervisor: as `name_process` names it. run: made absolute, since a script may change its working directory.
     instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch.
     """
     return {

@@ -15,6 +15,7 @@ import psutil
 
 from rollback.config import Settings, guard_mark
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import name_process, state_of
 from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
 from rollback.supervisor.hang import GONE
@@ -28,14 +29,13 @@ from rollback.supervisor.processes import (
     end_all,
     leftovers,
     living_ranks,
-    name_process,
     ranks_of,
     reap,
     send,
     start,
 )
 from rollback.supervisor.spare import Spare
-from rollback.supervisor.stacks import state_of, take_stacks
+from rollback.supervisor.stacks import take_stacks
 from rollback.supervisor.start_conditions import conditions_of
 from rollback.supervisor.torchrun import Instructions
 
@@ -185,7 +185,7 @@ class Host:
             run=self._paths.root,
             attempt=number,
             settings=self._settings,
-            supervisor=name_process(psutil.Process()),
+            supervisor=name_process(os.getpid()),
             instructions=Instructions(
                 os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
                 self._started, self._grace,

@@ -20,24 +20,17 @@ import psutil
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import is_running, runs
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats
 from rollback.supervisor.nursery import NURSERY
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
-# Two processes may compute the start time of a third one up to a second apart: the kernel states the time of boot in
-# whole seconds. A reused pid with a start time as near as this does not happen.
-_SAME_START = 2.0
 
 
 def become_subreaper() -> None:
     """Orphans among our descendants become our children, where `descendants` finds them, instead of init's."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def name_process(process: psutil.Process) -> str:
-    """`pid:create_time`, which no other process ever shares."""
-    return f"{process.pid}:{process.create_time()}"
 
 
 def start(
@@ -101,7 +94,7 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue  # another user's, a kernel thread, or gone
         supervisor = environment.get(ENV_SUPERVISOR)
-        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not _is_running(supervisor):
+        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not is_running(supervisor):
             found[process.pid] = process
     return [process for process in found.values() if process.pid not in own and _is_alive(process)]
 
@@ -109,25 +102,11 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
 def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
     if heartbeat.host != socket.gethostname():
         return None
-    return _process(heartbeat.pid, heartbeat.created)
-
-
-def _is_running(name: str) -> bool:
-    """Whether the process that `name_process` named is alive."""
-    pid, _, created = name.partition(":")
     try:
-        return _process(int(pid), float(created)) is not None
-    except ValueError:
-        return False
-
-
-def _process(pid: int, created: float) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - created) <= _SAME_START
-    except psutil.Error:
+        process = psutil.Process(heartbeat.pid)
+    except (psutil.Error, ValueError):
         return None
-    return process if same and _is_alive(process) else None
+    return process if runs(heartbeat.pid, heartbeat.start) else None
 
 
 def _is_alive(process: psutil.Process) -> bool:

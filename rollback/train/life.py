@@ -14,11 +14,10 @@ import threading
 import time
 from pathlib import Path
 
-import psutil
-
 from rollback.config import STACKS_SIGNAL
 from rollback.events import Window
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.train.cursor import Cursor
 from rollback.train.last_words import LastWords, Standing
@@ -40,7 +39,7 @@ class SignsOfLife:
         self._ranks = ranks
         self._attempt = attempt
         self._pid, self._host = os.getpid(), socket.gethostname()
-        self._created = psutil.Process().create_time()
+        self._start = start_of(self._pid) or ""
         self._movement = Movement()
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
@@ -107,7 +106,7 @@ class SignsOfLife:
             begun = None if self._ended else self._ranks.collectives_begun()
             beat = Heartbeat.model_construct(
                 pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
-                doing=doing, monotonic=self._moved, created=self._created, looked=time.monotonic(), collectives=begun,
+                doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
             )  # fmt: skip
             try:
                 write_heartbeat(self._path, beat)

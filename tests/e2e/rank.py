@@ -18,6 +18,7 @@ from rollback.events import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.supervisor.processes import dead_ranks
 
@@ -45,7 +46,7 @@ def beat(step: int, doing: str = "step") -> None:
         doing=doing,
         monotonic=time.monotonic(),
         looked=time.monotonic(),
-        created=psutil.Process().create_time(),
+        start=start_of(os.getpid()) or "",
     )
     write_heartbeat(PATHS.heartbeat(RANK), heartbeat)
 

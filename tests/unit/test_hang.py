@@ -11,7 +11,7 @@ from rollback.supervisor.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, Han
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
-    fields = {"pid": 1, "host": "h", "attempt": 1, "created": 0.0, "batch": step, **more}
+    fields = {"pid": 1, "host": "h", "attempt": 1, "batch": step, **more}
     return Heartbeat(step=step, doing=doing, monotonic=moved, looked=looked, **fields)  # type: ignore[arg-type]
 
 

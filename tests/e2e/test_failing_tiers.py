@@ -1,0 +1,81 @@
+"""Supervised jobs whose fast tier fails, whose disk is full, or whose last save fails: what they say and go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disks import disk_of, fill, may_mount
+from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from toy import Toy, facts, require_same
+
+from rollback.events import Attached, BecameGood, Committed, Dropped, Evicted, Saving, Stopped
+from rollback.rundir import tiers
+from rollback.rundir.paths import RunPaths
+
+pytestmark = pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+
+TOY = Toy(samples=600, augment=True, sampler="distributed")  # 150 steps, a snapshot every 10
+STOPPED_AT = 110
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    with disk_of("8m", tmp_path / "memory") as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    scenarios = Scenarios(tmp_path_factory.mktemp("undisturbed"))
+    scenarios.add("job", TOY)
+    scenarios.torchrun(1)
+    return scenarios.portrait("job", 0)
+
+
+def launch(scenarios: Scenarios, run: Path, *flags: str) -> tuple[int, str]:
+    command = [*LAUNCH, "--nproc", "1", "--run", str(run), *flags, str(JOB), str(scenarios.path)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, text=True, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("fault", ["full", "removed", "its shards removed", "its slots removed"])
+def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_directory(
+    tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
+) -> None:
+    does = {
+        "full": fill(memory),
+        "removed": f"rm -rf {memory}/*",
+        "its shards removed": f"rm {memory}/*/*/slot-*/rank-*",
+        "its slots removed": f"rm -rf {memory}/*/*/slot-*",
+    }[fault]
+    scenarios, run = Scenarios(tmp_path), tmp_path / "job"
+    toy = TOY.with_settings(fast_tier=str(memory))
+    scenarios.add("job", toy, shell=[0, 57, does], signal=[0, STOPPED_AT, signal.SIGTERM, 1])
+    status, output = launch(scenarios, run)
+    assert status == 75, output
+    (stopped,) = facts(run, Stopped)
+    dropped = facts(run, Dropped)
+    assert len(dropped) <= 1, dropped
+    assert facts(run, Saving)[-1].slots == 0
+    assert {fact.tier for fact in facts(run, Committed) if fact.step > 70} == {"durable"}, facts(run, Committed)
+    assert max(fact.step for fact in facts(run, Committed)) == stopped.step >= STOPPED_AT
+    assert stopped.checkpoint in {place.name for place in tiers.locate(RunPaths(run)) if place.tier == "durable"}
+    held = {place.name for place in tiers.locate(RunPaths(run)) if tiers.is_whole(place)}
+    left = {fact.checkpoint for fact in facts(run, Evicted)}
+    committed = {fact.checkpoint for fact in facts(run, Committed)}
+    assert committed - left <= held, "these do not exist, and nobody has said so"
+    lost = {fact.checkpoint for fact in facts(run)}
+    assert {fact.checkpoint for fact in facts(run, BecameGood)} <= committed
+    assert bool(lost) == (fault != "full")
+    status, output = launch(scenarios, run)
+    assert status == 0, output
+    assert facts(run, Attached)[-1].step == stopped.step
+    require_same(scenarios.portrait("job", 0), undisturbed, fault)
