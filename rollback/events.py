@@ -106,6 +106,15 @@ class Evicted(Fact):
     tier: Tier = "durable"
 
 
+class CheckpointLost(Fact):
+    """A checkpoint of this run is not where it was committed: somebody or something has removed it, or part of it."""
+
+    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
+    checkpoint: str
+    tier: Tier
+    reason: str = "somebody else has removed it, or part of it"
+
+
 class Saving(Fact):
     """How snapshots are taken from now on, and why so.
 
@@ -353,8 +362,8 @@ class Trouble(Fact):
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
-        Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
-        ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
+        Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
+        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
         SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
         Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,

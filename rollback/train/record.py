@@ -32,6 +32,14 @@ def say(text: str) -> None:
         _Unheard.lines += 1
 
 
+def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
+    """Do what the run can go on without; say so where it fails."""
+    try:
+        act()
+    except OSError as error:
+        say(f"{doing} failed ({error}); training goes on")
+
+
 class Record:
     """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
 

@@ -7,8 +7,8 @@ supervised run), `full_disk` (`[rank, batch]`: from there on that rank can write
 there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or several in a row: rank 0 hands in that
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
 is restored, see unreadable.py), `shell` (`[rank, batch, command]`, or several in a row: that rank runs the command
-there, in the first attempt). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or
-`error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+there, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json`
+beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,7 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
                 os.kill(os.getpid(), number)
         if scenario.get("full_disk") == [rank, position]:
             snapshots.write_direct = refuse
+        time.sleep(scenario.get("slow", 0.0))
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
