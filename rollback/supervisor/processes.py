@@ -51,14 +51,10 @@ def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Proces
     ]
 
 
-def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
-    """The ranks of an attempt that have a heartbeat and run on this host, by rank."""
-    found = {}
-    for rank, heartbeat in read_heartbeats(paths.ranks).items():
-        process = _process_of(heartbeat)
-        if heartbeat.attempt == attempt and process is not None:
-            found[rank] = process
-    return found
+def living_ranks(beats: Mapping[int, Heartbeat]) -> dict[int, psutil.Process]:
+    """The ranks with these heartbeats that run on this host, by rank."""
+    found = {rank: _process_of(beat) for rank, beat in beats.items()}
+    return {rank: process for rank, process in found.items() if process is not None}
 
 
 def ranks_of(torchrun: int) -> list[psutil.Process]:
@@ -69,14 +65,13 @@ def ranks_of(torchrun: int) -> list[psutil.Process]:
         return []
 
 
-def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
-    """Ranks of an attempt that ran on this host and are gone, without having said that they end."""
+def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:
+    """Of the ranks with these heartbeats, those that ran here and are gone without having said that they end."""
+    here = socket.gethostname()
     return [
         rank
-        for rank, heartbeat in read_heartbeats(paths.ranks).items()
-        if (heartbeat.attempt, heartbeat.host) == (attempt, socket.gethostname())
-        and heartbeat.doing not in ("ended", LEAVING)
-        and _process_of(heartbeat) is None
+        for rank, beat in beats.items()
+        if beat.host == here and beat.doing not in ("ended", LEAVING) and _process_of(beat) is None
     ]
 
 

@@ -19,7 +19,7 @@ from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import start_of
-from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
 from rollback.supervisor.processes import dead_ranks
 
 RANK = int(os.environ["RANK"])
@@ -100,7 +100,7 @@ def lose_the_peer() -> None:
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while 1 not in dead_ranks(PATHS, ATTEMPT) and time.monotonic() < deadline:
+    while 1 not in dead_ranks(read_heartbeats(PATHS.ranks)) and time.monotonic() < deadline:
         time.sleep(0.02)
     now, error = time.time(), "Connection closed by peer [127.0.0.1]:1"
     failure = FailureRecord(

@@ -7,8 +7,9 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
-from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Heartbeat
 from rollback.supervisor.nodes.membership import Place, file_system_of
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
@@ -50,6 +51,9 @@ class Nodes(Protocol):
     def states(self) -> dict[int, str]:
         """Of ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
 
+    def beats(self) -> dict[int, Heartbeat]:
+        """Heartbeats of the ranks on other nodes, as these told them last."""
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Have the ranks of all nodes write their stacks: those that did. own: does it here; may raise OSError.
 
@@ -88,6 +92,9 @@ class Alone:
     def states(self) -> dict[int, str]:
         return {}
 
+    def beats(self) -> dict[int, Heartbeat]:
+        return {}
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         return own()
 
@@ -106,7 +113,7 @@ class Leader:
 
     def __init__(self, paths: RunPaths, place: Place, say: Callable[[str], None]) -> None:
         self._paths, self._place, self._say = paths, place, say
-        self._tower = Watchtower(paths.nodes, "node-*.json", Report)
+        self._tower = Watchtower(paths.nodes, "node-*.json", Report, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
@@ -162,6 +169,10 @@ class Leader:
     def states(self) -> dict[int, str]:
         return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
 
+    def beats(self) -> dict[int, Heartbeat]:
+        reports = [report for report in self._member_reports().values() if report]
+        return {rank: beat for report in reports for rank, beat in report.beats.items()}
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         self._beacon.show(stacks=True)
         taken = own()
@@ -198,7 +209,7 @@ class Leader:
     def _look(self) -> None:
         """Read the reports of those who follow us, and make sure that nobody else gives orders here."""
         try:
-            orders = Orders.model_validate_json(self._paths.orders.read_bytes())
+            orders = Orders.model_validate_json(read_in_place(self._paths.orders))
         except (OSError, ValueError):
             orders = self._beacon.record
         if orders.leader != self._place.launch:
