@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from rollback.drain_facts import Drained, DrainFailed, Fetched, LeftDurableRing
-from rollback.end_facts import FinalStateLost, Finished, ScriptLeft, Stopped
+from rollback.end_facts import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.fact import Fact, Window
 from rollback.supervisor_facts import (
     AttemptEnded,
@@ -365,7 +365,7 @@ AnyFact = Annotated[
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
         Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
         SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
-        Stopped, Finished, FinalStateLost, ScriptLeft,
+        LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],

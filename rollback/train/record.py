@@ -94,7 +94,7 @@ class Record:
                 timeline=timeline,
             )
         )
-        self._try("writing the metrics", lambda: metrics.write(line))
+        self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
         if now - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -109,8 +109,11 @@ class Record:
         if unheard:
             self.note(Trouble(doing="telling people on stderr", error=f"{unheard} lines could not be shown"))
 
-    def _try(self, doing: str, act: Callable[[], _T]) -> _T | None:
-        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write."""
+    def _try(self, doing: str, act: Callable[[], _T], *, proves: bool = True) -> _T | None:
+        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write.
+
+        proves: where it succeeds, the disk has taken what it had refused.
+        """
         try:
             result = act()
         except OSError as error:
@@ -118,7 +121,7 @@ class Record:
                 self._failing.add(doing)
                 say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
             return None
-        if doing in self._failing:
+        if proves and doing in self._failing:
             self._failing.discard(doing)
             say(f"{doing} works again")
             if self._journal is not None:

@@ -131,6 +131,11 @@ class Saver:
             kept = self._kept()
         return kept
 
+    @property
+    def fault(self) -> str:
+        """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
+        return self._keeper.fault or self._snapshots.fault or "there was no room in memory for a copy"
+
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, of what may be the state at the end of training."""
         self._taken_before_end = self._taken_at

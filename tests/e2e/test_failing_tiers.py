@@ -20,6 +20,7 @@ from rollback.events import (
     Committed,
     Dropped,
     Evicted,
+    LastSaveFailed,
     LeftDurableRing,
     Saving,
     Stopped,
@@ -105,4 +106,31 @@ def test_a_disk_that_is_full_for_longer_than_the_hang_limit_ends_no_job(
         assert len(facts(run, Attached)) == 1, "it was ended"
         dropped = [fact.step for fact in facts(run, Dropped)]
         assert dropped == [30, 40, 50, 60, 70, 80], "it was not full for long enough"
+        assert output.count("writing the metrics fails") == 1, "it is said once"
         require_same(scenarios.portrait("job", 0), undisturbed, "full disk")
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["an older checkpoint", "no checkpoint"])
+def test_a_stop_whose_last_save_failed_says_so_and_is_resumable_only_if_a_checkpoint_is_there(
+    tmp_path: Path, there: bool
+) -> None:
+    scenarios, run = Scenarios(tmp_path), tmp_path / "job"
+    removed = [] if there else [0, 55, f"rm -rf {run}/ring/c*"]
+    scenarios.add(
+        "job", TOY.with_settings(fast_tier="off"), full_disk=[0, 41], shell=removed,
+        signal=[0, 57, signal.SIGTERM, 1],
+    )  # fmt: skip
+    status, output = launch(scenarios, run)
+    (failed,), (stopped,) = facts(run, LastSaveFailed), facts(run, Stopped)
+    assert failed.step == stopped.step >= 57
+    assert stopped.checkpoint == failed.checkpoint
+    if there:
+        assert status == 75, output
+        assert failed.checkpoint.endswith("s00000040")
+        assert f"stopped, resumable at step 40 of {stopped.step}: the last save failed because " in output
+        assert f"{stopped.step - 40} updates will be done again" in output
+    else:
+        assert status == 74, output
+        assert failed.checkpoint is None
+        assert "there is no checkpoint to go on from: the last save failed because " in output
+    assert "No space left on device" in output.splitlines()[-1]

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import RunInUse, UsageError
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, write_in_place
+from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
