@@ -21,7 +21,7 @@ from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun import Instructions
 
-PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
 UNSAVED = LastSaveFailed(step=3, batch=3, checkpoint=None, steps=3, reason="the disk is full")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
@@ -265,6 +265,7 @@ class TestCommand:
             settings=Settings(rewind=7),
             supervisor="12:3.5",
             instructions=Instructions(12, "/p/refusal", "/p/failures", "/p/guard", "id", 3, 60.0),
+            heartbeats="/proc/12/fd/5",
         )
         told = json.loads(found.pop("ROLLBACK_TORCHRUN"))
         assert (told["supervisor"], told["failures"], told["restarts"]) == (12, "/p/failures", 3)
@@ -273,6 +274,7 @@ class TestCommand:
             "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",
+            "ROLLBACK_HEARTBEATS": "/proc/12/fd/5",
             "ROLLBACK_SETTINGS": '{"rewind":7}',
             "ROLLBACK_SUPERVISOR": "12:3.5",
             "ROLLBACK_REFUSAL": "/p/refusal",
