@@ -33,6 +33,7 @@ class HeartbeatBoard:
 
     def __init__(self) -> None:
         self._fd = os.memfd_create("rollback-heartbeats", os.MFD_CLOEXEC)
+        os.ftruncate(self._fd, _CELL * _CELLS)
         self.clear()
 
     @property
@@ -41,9 +42,8 @@ class HeartbeatBoard:
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def clear(self) -> None:
-        """Forget all heartbeats, when no rank writes any more. The memory is there from now on. Raises OSError."""
-        os.ftruncate(self._fd, 0)
-        os.posix_fallocate(self._fd, 0, _CELL * _CELLS)
+        """Forget all heartbeats, when no rank writes any more. The memory is there from the first time on."""
+        os.pwrite(self._fd, bytes(_CELL * _CELLS), 0)
 
     def read(self) -> dict[int, Heartbeat]:
         """All heartbeats by rank."""
@@ -61,6 +61,14 @@ class HeartbeatBoard:
 
     def close(self) -> None:
         os.close(self._fd)
+
+
+def board_if_possible() -> HeartbeatBoard | None:
+    """A board; None where the system gives no memory for one: then heartbeats are read from the run directory."""
+    try:
+        return HeartbeatBoard()
+    except OSError:
+        return None
 
 
 class HeartbeatCell:

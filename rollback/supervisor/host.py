@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 
 from rollback.config import Settings, guard_mark
-from rollback.rundir.heartbeat_board import HeartbeatBoard
+from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process, state_of, ticks_computed
 from rollback.rundir.records import Heartbeat, read_heartbeats
@@ -56,7 +56,7 @@ class Running:
         attempt: int,
         command: tuple[str, ...],
         torchrun: subprocess.Popen[bytes],
-        board: HeartbeatBoard,
+        board: HeartbeatBoard | None,
         node: str | None = None,
     ):
         self._paths, self._node, self._board = paths, node, board
@@ -66,6 +66,7 @@ class Running:
         self._memory.watch()
         self._states: dict[int, str] = {}
         self._computed: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
         self.hopeless = False
         self.attempt = attempt
         self.command = command
@@ -94,17 +95,18 @@ class Running:
 
     def beats(self) -> dict[int, Heartbeat]:
         """The heartbeats of this attempt: those of this host's ranks from memory, others from the run directory."""
-        beats = read_heartbeats(self._paths.ranks) | self._board.read()
+        beats = read_heartbeats(self._paths.ranks) | self.beats_in_memory()
         return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
 
     def beats_in_memory(self) -> dict[int, Heartbeat]:
         """Those that no disk can hold back."""
-        return {rank: beat for rank, beat in self._board.read().items() if beat.attempt == self.attempt}
+        beats = self._board.read() if self._board is not None else {}
+        return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
 
     def computing(self) -> set[int]:
-        """Ranks on this host that have computed since the last call."""
+        """Ranks on this host, as `look` has found them, that have computed since the last call."""
         before = self._computed
-        ticks = {rank: ticks_computed(process.pid) for rank, process in living_ranks(self.beats()).items()}
+        ticks = {rank: ticks_computed(pid) for rank, pid in self._pids.items()}
         self._computed = {rank: count for rank, count in ticks.items() if count is not None}
         return {rank for rank, count in self._computed.items() if count > before.get(rank, count)}
 
@@ -115,6 +117,7 @@ class Running:
         """
         beats = self.beats()
         ranks = living_ranks(beats)
+        self._pids = {rank: process.pid for rank, process in ranks.items()}
         self._memory.watch(process.pid for process in ranks.values())
         found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
         self._states.update(found)
@@ -165,7 +168,7 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._spare = Spare()
-        self._board = HeartbeatBoard()
+        self._board = board_if_possible()
         self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
@@ -213,9 +216,10 @@ class Host:
                 self._started, self._grace,
             ),
             preload=self._preload,
-            heartbeats=self._board.path,
+            heartbeats=self._board.path if self._board is not None else "",
         )  # fmt: skip
-        self._board.clear()
+        if self._board is not None:
+            self._board.clear()
         self._started += 1
         with self.output.of_attempt(number, self._job) as output:
             command = torchrun_command(output.job, nodes)
@@ -245,7 +249,8 @@ class Host:
         """No other attempt will follow."""
         self.output.release()
         self._spare.drop()
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
 
     def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended here with torchrun's `status` left behind."""

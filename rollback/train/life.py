@@ -48,7 +48,7 @@ class SignsOfLife:
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
         self._cell = _cell_on_board(ranks.rank)
-        self._locks = threading.Lock(), threading.Lock()
+        self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
         self._write()
@@ -124,11 +124,11 @@ class SignsOfLife:
 
     def _write_on_board(self) -> None:
         if self._cell is not None:
-            with self._locks[0], contextlib.suppress(OSError, ValueError):  # then the file is believed
+            with self._cell_lock, contextlib.suppress(OSError, ValueError):  # then the file is believed
                 self._cell.write(self._beat())
 
     def _write_file(self) -> None:
-        with self._locks[1]:
+        with self._file_lock:
             try:
                 write_heartbeat(self._path, self._beat())
             except OSError as error:

@@ -164,15 +164,15 @@ class Saver:
         failed meanwhile is left alone.
         """
         before = self._allotted
-        failed = before is not None and before.slots and not self._snapshots.slots
+        if before is not None and before.slots and not self._snapshots.slots:
+            self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.expect(image)
         self._incomplete = not self._state.optimizer.state
         if self._incomplete:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
-        tier = (None, "the fast tier has failed") if failed else self._tier
-        allotted = allot(*tier, self._ranks, needed, self._settings.keep)
+        allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
         self._snapshots.use(allotted.slots)
         on_device = any(item.is_cuda for item in image.shared_tensors.values())
         mode, why = usual_capture_mode(on_device, self._ranks)
