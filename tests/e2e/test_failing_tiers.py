@@ -134,3 +134,17 @@ def test_a_stop_whose_last_save_failed_says_so_and_is_resumable_only_if_a_checkp
         assert failed.checkpoint is None
         assert "there is no checkpoint to go on from: the last save failed because " in output
     assert "No space left on device" in output.splitlines()[-1]
+
+
+def test_a_rank_that_loses_its_files_takes_all_ranks_to_the_run_directory(tmp_path: Path, memory: Path) -> None:
+    scenarios, run = Scenarios(tmp_path), tmp_path / "lost"
+    removed = f"rm {memory}/*/*/slot-*/rank-00001.safetensors"
+    scenarios.add("lost", TOY.with_settings(fast_tier=str(memory)), shell=[1, 33, removed])
+    scenarios.add("undisturbed", TOY)
+    scenarios.torchrun(2)
+    assert len(facts(run, Dropped)) <= 1
+    assert {fact.tier for fact in facts(run, CheckpointLost)} == {"fast"}
+    assert {fact.tier for fact in facts(run, Committed) if fact.step <= 30} == {"fast"}
+    assert {fact.tier for fact in facts(run, Committed) if fact.step > 40} == {"durable"}
+    for rank in range(2):
+        require_same(scenarios.portrait("lost", rank), scenarios.portrait("undisturbed", rank), f"rank {rank}")
