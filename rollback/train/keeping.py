@@ -115,14 +115,15 @@ class Keeper:
         in_slots = self._snapshots.committed_in_slots
         known = in_slots | {point.name for point in self._holdings.as_held()}
         missing = [name for name in sorted(known) if self._snapshots.misses(name)]
+        if self._ranks.all_of(not missing):
+            return
         lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
         for name in lost:
             tier: Tier = "fast" if name in in_slots else "durable"
-            self._record.note(
-                CheckpointLost(checkpoint=name, tier=tier),
-                f"checkpoint {name} is gone from {'memory' if tier == 'fast' else self._paths.ring}: somebody else has "
-                "removed it, or part of it",
-            )
+            if tier == "fast" or self._owns_ring:  # else the drainer may have thinned its ring
+                where = "memory" if tier == "fast" else self._paths.ring
+                told = f"checkpoint {name} is gone from {where}: somebody else has removed it, or part of it"
+                self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
             if tier == "fast":
                 self._holdings.leave(name)
                 self._snapshots.forget(name)
