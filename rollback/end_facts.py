@@ -18,6 +18,29 @@ class Stopped(Fact):
     account: str
 
 
+class LastSaveFailed(Fact):
+    """The ranks were told to stop, and the state that they stop with could not be kept: `steps` updates behind
+    `checkpoint`, the newest that is there (null: none is), are in none. `stopped` follows."""
+
+    kind: Literal["last_save_failed"] = "last_save_failed"
+    step: int
+    batch: int
+    checkpoint: str | None
+    steps: int
+    reason: str
+
+    def in_words(self) -> str:
+        if self.checkpoint is None:
+            return (
+                f"there is no checkpoint to go on from: the last save failed because {self.reason}; all {self.steps} "
+                "updates are lost"
+            )
+        return (
+            f"resumable at step {self.step - self.steps} of {self.step}: the last save failed because {self.reason}; "
+            f"{self.steps} updates will be done again"
+        )
+
+
 class Finished(Fact):
     """Training has come to its end, and `checkpoint` is the state at that end (null: no checkpoints are taken).
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
 
 from rollback.drain_facts import Drained, DrainFailed, Fetched, LeftDurableRing
-from rollback.end_facts import FinalStateLost, Finished, ScriptLeft, Stopped
+from rollback.end_facts import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.fact import Fact, Window
 from rollback.supervisor_facts import (
     AttemptEnded,
@@ -104,6 +104,15 @@ class Evicted(Fact):
     checkpoint: str
     reason: str
     tier: Tier = "durable"
+
+
+class CheckpointLost(Fact):
+    """A checkpoint of this run is not where it was committed: somebody or something has removed it, or part of it."""
+
+    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
+    checkpoint: str
+    tier: Tier
+    reason: str = "somebody else has removed it, or part of it"
 
 
 class Saving(Fact):
@@ -353,10 +362,10 @@ class Trouble(Fact):
 
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
-        Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, Quarantined, Noticed,
-        ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
+        Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
+        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
         SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
-        Stopped, Finished, FinalStateLost, ScriptLeft,
+        LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],

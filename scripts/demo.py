@@ -34,6 +34,7 @@ from demo_view import Progress, View, clock, table
 from rollback.events import Attached, AttemptEnded, AttemptStarted, Fact, Incident, Planned, Restored
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import runs
 from rollback.rundir.records import read_heartbeats
 from stdlib_text import GARBAGE, NON_FINITE_WEIGHTS
 
@@ -154,7 +155,7 @@ class ProtectedJob(Job):
             return
         with suppress(psutil.NoSuchProcess):
             rank = psutil.Process(heartbeat.pid)
-            if rank.create_time() == heartbeat.created:  # and not another process that has got its number
+            if runs(rank.pid, heartbeat.start):  # and not another process that has got its number
                 rank.send_signal(signal.SIGKILL)
                 self._killed = True
                 self.progress.tell(f"the demo kills rank {KILLED_RANK} (pid {heartbeat.pid}) with SIGKILL", "red", "✕")

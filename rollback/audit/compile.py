@@ -34,6 +34,7 @@ from rollback.events import (
     Attached,
     AttemptEnded,
     AttemptStarted,
+    CheckpointLost,
     Committed,
     DrainFailed,
     Dropped,
@@ -242,9 +243,11 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
                 entries[fact.checkpoint] = {
                     **fact.model_dump(exclude={"kind", "timeline"}), "at": record.at, "status": status, "reason": None
                 }  # fmt: skip
-            case Evicted(tier="fast") as fact if entries.get(fact.checkpoint, {}).get("tier") == "durable":
+            case (Evicted() | CheckpointLost()) as fact if (
+                fact.tier == "fast" and entries.get(fact.checkpoint, {}).get("tier") == "durable"
+            ):
                 pass  # the ring has it still
-            case Evicted() | Quarantined() | Dropped() as fact:
+            case Evicted() | CheckpointLost() | Quarantined() | Dropped() as fact:
                 name = fact.checkpoint
                 known = entries.setdefault(
                     name,
@@ -253,7 +256,7 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
                         "at": record.at, "bytes": None, "seconds": None, "tier": None,
                     },
                 )  # fmt: skip
-                known.update(status=fact.kind, reason=fact.reason)
+                known.update(status="lost" if isinstance(fact, CheckpointLost) else fact.kind, reason=fact.reason)
             case _:
                 pass
     return [CheckpointEntry(**entry) for entry in entries.values()]

@@ -16,7 +16,7 @@ from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
 
-CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "quarantined", "dropped"]
+CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
 class Entry(BaseModel):

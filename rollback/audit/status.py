@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import psutil
 from pydantic import Field
 
 from rollback.audit.asked import open_requests
@@ -33,13 +32,12 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
+from rollback.rundir.processes import runs, start_of
 from rollback.rundir.records import Heartbeat, read_heartbeats
 from rollback.rundir.tiers import TierName, locate
 
 Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]
-
-_SAME_START = 2.0  # seconds; a process start time is known to a clock tick, boot time to a second
 
 
 class RankStatus(Entry):
@@ -141,19 +139,13 @@ class Now:
     monotonic: float
     host: str
 
-    def process(self, pid: int | None, host: str, created: float | None, not_after: float | None = None) -> Alive:
-        """Whether a process lives: the same pid with another start time is another process."""
-        if host != self.host or pid is None:
+    def process(self, pid: int, host: str, start: str) -> Alive:
+        """Whether a process lives: the same pid with another start is another process. start: empty if not known."""
+        if host != self.host or not 0 < pid < 1 << 31:
             return "unknown"
-        try:
-            started = psutil.Process(pid).create_time()
-        except psutil.NoSuchProcess:
-            return "no"
-        except psutil.Error:
-            return "unknown"
-        if created is not None and abs(started - created) > _SAME_START:
-            return "no"
-        return "no" if not_after is not None and started > not_after + _SAME_START else "yes"
+        if start:
+            return "yes" if runs(pid, start) else "no"
+        return "no" if start_of(pid) is None else "unknown"
 
 
 def read_status(root: Path) -> Status:
@@ -318,14 +310,14 @@ def _holder(paths: RunPaths, now: Now) -> Holder | None:
         pid=number,
         host=host,
         since=since,
-        alive=now.process(number, host, None, seconds_since_epoch(since)),
+        alive=now.process(number or 0, host, str(said.get("start") or "")),
     )
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
     return RankStatus(
         rank=rank,
-        alive=now.process(heartbeat.pid if 0 < heartbeat.pid < 1 << 31 else None, heartbeat.host, heartbeat.created),
+        alive=now.process(heartbeat.pid, heartbeat.host, heartbeat.start),
         pid=heartbeat.pid,
         host=heartbeat.host,
         step=heartbeat.step,

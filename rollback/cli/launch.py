@@ -236,7 +236,9 @@ def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
         case ExitCode.DONE:
             return f"done; `{audit}` tells what happened on the way"
         case ExitCode.RESUMABLE:
-            return f"stopped, resumable ({result.reason}); go on with `{again}`; `{audit}` tells what happened so far"
+            where = result.reason.removeprefix("resumable ")  # "at step 40 of 59: the last save failed because ..."
+            where = f"({where})" if where == result.reason else where
+            return f"stopped, resumable {where}; go on with `{again}`; `{audit}` tells what happened so far"
         case ExitCode.STRUCTURAL:
             return f"stopped, structural divergence: {result.reason}\n`{audit}` has the whole account"
         case _:

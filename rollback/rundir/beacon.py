@@ -1,26 +1,34 @@
 """Small files that are rewritten every second for other hosts to read: the content is news, the rewriting is life.
 
 No clock is compared with another host's. A reader notes when it last saw a file change, by its own clock.
+
+Such a file is written in place, over bytes that it has: a disk that is full holds nobody back. It is opened and closed
+for each write, since only that shows it to others on a network file system, and what is read is believed only where the
+hash behind it fits. Where writing fails all the same, who writes here cannot tell either whether others can, and takes
+nobody for silent until it works again.
 """
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from pydantic import BaseModel, ValidationError
+import xxhash
+from pydantic import BaseModel
 
 from rollback.rundir import files
-from rollback.rundir.durable import read_small_file, write_file
+from rollback.rundir.durable import read_small_file, write_all
 from rollback.rundir.small_json import parse_model
 
 EVERY = 1.0
 # Network file systems may show a file as it was some seconds ago.
 SILENT_AFTER = 20.0
 _LIMIT = 1 << 20
+_ROOM = 1 << 14  # bytes that a file has from the start; one that needs more gets more, while the disk has some
 
 
 _Record = TypeVar("_Record", bound=BaseModel)
@@ -31,13 +39,13 @@ class Beacon(Generic[_Record]):
 
     Records have a field `beat`, which counts the writes.
 
-    A file that cannot be written is said once and tried again each second.
+    A file that cannot be written is said once and tried again each second; `failing` until then.
     """
 
     def __init__(self, path: Path, record: _Record, say: Callable[[str], None]) -> None:
         self._path, self._record, self._say = path, record, say
         self._beat = 0
-        self._failing = False
+        self.failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
         files.make_directory(path.parent)
@@ -74,36 +82,70 @@ class Beacon(Generic[_Record]):
         self._beat += 1
         shown = self._record.model_copy(update={"beat": self._beat})
         try:
-            write_file(self._path, shown.model_dump_json().encode(), durable=False)
+            write_in_place(self._path, shown.model_dump_json().encode())
         except OSError as error:
-            if not self._failing:
-                self._say(f"writing {self._path} fails ({error}); the other nodes will take this one for lost")
-            self._failing = True
+            if not self.failing:
+                self._say(f"writing {self._path} fails ({error}); the other nodes may take this one for lost")
+            self.failing = True
         else:
-            self._failing = False
+            self.failing = False
+
+
+def write_in_place(path: Path, body: bytes) -> None:
+    """Overwrite a file with one line and its hash; what it had behind them stays and means nothing. Raises OSError."""
+    content = body + b"\n" + xxhash.xxh3_128_hexdigest(body).encode() + b"\n"
+    fd = files.open_file(path, os.O_WRONLY | os.O_CREAT)
+    try:
+        if os.fstat(fd).st_size < (room := max(_ROOM, len(content))):
+            os.posix_fallocate(fd, 0, room)
+        write_all(fd, content)
+    finally:
+        os.close(fd)
+
+
+def read_in_place(path: Path) -> bytes:
+    """What `write_in_place` wrote last. Raises OSError, ValueError where it is not, or not yet, whole."""
+    body, check, _ = read_small_file(path, _LIMIT).split(b"\n", 2)
+    if xxhash.xxh3_128_hexdigest(body).encode() != check:
+        raise ValueError(f"{path} is being written")
+    return body
 
 
 class Watchtower(Generic[_Record]):
-    """Reads the records that match a pattern in a directory and knows which of them still change."""
+    """Reads the records that match a pattern in a directory and knows which of them still change.
+
+    blind: whether it cannot be told now who is silent.
+    """
 
     def __init__(
-        self, directory: Path, pattern: str, model: type[_Record], clock: Callable[[], float] = time.monotonic
+        self,
+        directory: Path,
+        pattern: str,
+        model: type[_Record],
+        clock: Callable[[], float] = time.monotonic,
+        blind: Callable[[], bool] = lambda: False,
     ) -> None:
         self._directory, self._pattern, self._model, self._clock = directory, pattern, model, clock
+        self._blind = blind
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def look(self) -> dict[str, _Record]:
         """The readable records by file name, those that have fallen silent left out."""
-        found, now = {}, self._clock()
+        found, now, blind = {}, self._clock(), self._blind()
         # Listing the directory makes a network file system ask its server which files there are.
         for path in sorted(self._directory.glob(self._pattern)) if self._directory.is_dir() else []:
-            try:
-                body = read_small_file(path, _LIMIT)
-                record = parse_model(body, self._model)
-            except (OSError, ValueError, ValidationError):
-                continue  # gone, or being replaced
             before, since = self._seen.get(path.name, (b"", now))
-            self._seen[path.name] = (body, now if body != before else since)
+            try:
+                body = read_in_place(path)
+            except OSError:
+                continue  # gone
+            except ValueError:
+                body = before  # it is being written, and nobody is lost because of that
+            try:
+                record = parse_model(body, self._model)
+            except ValueError:
+                continue
+            self._seen[path.name] = (body, now if blind or body != before else since)
             if now - self._seen[path.name][1] < SILENT_AFTER:
                 found[path.name] = record
         return found

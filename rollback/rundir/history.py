@@ -16,6 +16,7 @@ from rollback.events import (
     Answered,
     Attached,
     BecameGood,
+    CheckpointLost,
     Committed,
     Concluded,
     Evicted,
@@ -135,7 +136,7 @@ def fold(records: Iterable[Record], history: History | None = None) -> History:
 
 def _apply(history: History, record: Record) -> None:
     match record.fact:
-        case Committed() | BecameGood() | Evicted() | Quarantined() | Fetched() as fact:
+        case Committed() | BecameGood() | Evicted() | CheckpointLost() | Quarantined() | Fetched() as fact:
             _note_checkpoint(history, fact)
         case Incident() as fact:
             history.cases.append(Case(fact))
@@ -172,7 +173,9 @@ def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
             history.finished = fact
 
 
-def _note_checkpoint(history: History, fact: Committed | BecameGood | Evicted | Quarantined | Fetched) -> None:
+def _note_checkpoint(
+    history: History, fact: Committed | BecameGood | Evicted | CheckpointLost | Quarantined | Fetched
+) -> None:
     match fact:
         case Committed():
             history.committed[fact.checkpoint] = fact
@@ -181,7 +184,7 @@ def _note_checkpoint(history: History, fact: Committed | BecameGood | Evicted | 
                 history.good.add(fact.checkpoint)
         case BecameGood():
             history.good.add(fact.checkpoint)
-        case Evicted():  # what was good stays so: it may lie in a ring further out
+        case Evicted() | CheckpointLost():  # what was good stays so: it may lie in a ring further out
             history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
         case Quarantined():
             history.gone.add(fact.checkpoint)

@@ -18,6 +18,7 @@ from rollback.errors import RunDirectoryError, RunInUse
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.small_json import read_json
 
 HOLDER_LIMIT = 1 << 16
@@ -48,7 +49,8 @@ class RunLock:
                 hint="the run directory must be a directory that this user can write to",
             ) from error
         since = datetime.now(timezone.utc).isoformat(timespec="seconds")
-        holder = {"pid": os.getpid(), "host": socket.gethostname(), "since": since, "role": role}
+        pid = os.getpid()
+        holder = {"pid": pid, "start": start_of(pid), "host": socket.gethostname(), "since": since, "role": role}
         try:
             write_file(paths.holder, json.dumps(holder).encode(), durable=False)
         except OSError as error:

@@ -53,7 +53,8 @@ class Heartbeat(BaseModel):
     """ranks/rank-NNNNN.json. monotonic: when the rank's Python last moved; looked: when the rank last looked.
 
     Both by the host's monotonic clock. A rank that waits in a collective looks and does not move; one that is stopped,
-    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun.
+    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun. start:
+    when the process began, as `rollback.rundir.processes.start_of` has it; empty where that is not known.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -64,7 +65,7 @@ class Heartbeat(BaseModel):
     batch: int = Field(ge=0, lt=1 << 53)
     doing: str
     monotonic: FiniteFloat
-    created: FiniteFloat
+    start: str = ""
     looked: FiniteFloat = 0.0
     collectives: int | None = None
 

@@ -45,14 +45,20 @@ def address_of(memory: memoryview) -> int:
 
 
 class Region:
-    """`size` bytes of memory: a file's, shared (`fd`, which may be closed afterwards), or private."""
+    """`size` bytes of memory: a file's, shared (`fd`, which may be closed afterwards), or private.
+
+    file: which file it is; None for private memory. A map outlives its file's name: see `slots.require_file`.
+    """
 
     def __init__(self, size: int, fd: int | None = None) -> None:
         self.size = size
+        self.file: tuple[int, int] | None = None
         if fd is None:
             self._map = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         else:
             self._map = mmap.mmap(fd, size, flags=mmap.MAP_SHARED)
+            status = os.fstat(fd)
+            self.file = status.st_dev, status.st_ino
         self.view = memoryview(self._map)[:size]
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
 

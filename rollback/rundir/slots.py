@@ -12,6 +12,7 @@ tier with it.
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import json
 import os
@@ -135,6 +136,21 @@ def map_shard(slots: SlotPaths, number: int, rank: int, size: int) -> Region:
     return region
 
 
+def require_file(slots: SlotPaths, number: int, rank: int, region: Region) -> None:
+    """Raise OSError unless a rank's shard in a slot is still the file that is mapped: where it has been removed, what
+    is written to the map is nowhere."""
+    path = slots.slot(number) / shard_name(rank)
+    status = os.lstat(path)
+    if (status.st_dev, status.st_ino, status.st_size) != (*(region.file or ()), region.size):
+        raise OSError(errno.ESTALE, "another file has taken its place, or its size was changed", str(path))
+
+
+def require_committed(slots: SlotPaths, number: int, ranks: Collection[int]) -> None:
+    """Raise OSError unless a slot is committed and has the shards of these ranks. Their content is not looked at."""
+    for name in (MANIFEST, *map(shard_name, ranks)):
+        os.lstat(slots.slot(number) / name)
+
+
 def is_committed(slots: SlotPaths, number: int) -> bool:
     return os.path.lexists(slots.slot(number) / MANIFEST)
 
@@ -150,9 +166,13 @@ def remove_strangers(slots: SlotPaths, number: int, ranks: Collection[int]) -> N
             path.unlink(missing_ok=True)
 
 
-def commit(slots: SlotPaths, number: int, manifest: Manifest) -> None:
-    """Make a slot readable: its shards are whole. One rank of each host, after all have written. Raises OSError."""
+def commit(slots: SlotPaths, number: int, manifest: Manifest, here: Collection[int] = ()) -> None:
+    """Make a slot readable: its shards are whole. One rank of each host, after all have written. here: its ranks.
+
+    Raises OSError where that cannot be done, or where it is not seen to be there afterwards.
+    """
     write_file(slots.slot(number) / MANIFEST, manifest.to_json(), durable=False)
+    require_committed(slots, number, here)
 
 
 def uncommit(slots: SlotPaths, number: int) -> bool:

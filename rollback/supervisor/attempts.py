@@ -294,11 +294,16 @@ class Attempts:
                 end = "unkept"
         if (account := account_of(end, evidence)) is not None:
             return self._end(EXIT_CODES[end], account)
-        if end == "ended":
-            return self._end(EXIT_CODES[end], f"told to stop; {cause(evidence, first)}")
         if evidence.stopped is not None:
-            return self._end(EXIT_CODES[end], evidence.stopped.account)
-        return self._end(EXIT_CODES[end], cause(evidence, first))
+            none = "" if end != "ended" else "; no checkpoints are taken, so there is none to go on from"
+            return self._end(EXIT_CODES[end], evidence.stopped.account + none)
+        why = cause(evidence, first)
+        if end == "ended":
+            none = "; there is no checkpoint to go on from" if evidence.guarded else ""
+            return self._end(EXIT_CODES[end], f"told to stop; {why}{none}")
+        if evidence.kept is not None and evidence.step is not None and evidence.kept < evidence.step:
+            why = f"resumable at step {evidence.kept} of at least {evidence.step}: {why}"
+        return self._end(EXIT_CODES[end], why)
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
         self._draining.finish(self._out_of_time)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollback.config import ENV_ATTEMPT, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.config import ENV_ATTEMPT, ENV_HEARTBEATS, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.supervisor.flags import names_a_rendezvous
 from rollback.supervisor.torchrun import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 
@@ -63,11 +63,13 @@ def rank_environment(
     supervisor: str,
     instructions: Instructions,
     preload: bool = False,
+    heartbeats: str = "",
 ) -> dict[str, str]:
     """The environment of torchrun and, through it, of every rank.
 
-    supervisor: its `pid:create_time`. run: made absolute, since a script may change its working directory.
-    instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch.
+    supervisor: as `name_process` names it. run: made absolute, since a script may change its working directory.
+    instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch. heartbeats:
+    where the board for them is; nothing for none.
     """
     return {
         **LARGE_COPIES,
@@ -76,6 +78,7 @@ def rank_environment(
         ENV_ATTEMPT: str(attempt),
         ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
         ENV_SUPERVISOR: supervisor,
+        ENV_HEARTBEATS: heartbeats,
         ENV_REFUSAL: instructions.refusal,
         ENV_TORCHRUN: json.dumps(asdict(instructions)),
         **({ENV_PRELOAD: "1"} if preload else {}),

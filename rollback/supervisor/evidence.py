@@ -8,10 +8,23 @@ from typing import TypeVar
 
 from pydantic import BaseModel
 
-from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Hung, Record, ScriptLeft, Stopped
+from rollback.events import (
+    Attached,
+    Committed,
+    Fact,
+    FinalStateLost,
+    Finished,
+    Hung,
+    LastSaveFailed,
+    Record,
+    ScriptLeft,
+    Stopped,
+)
+from rollback.rundir import tiers
+from rollback.rundir.drain.helper import drained
 from rollback.rundir.failures import read_failures
-from rollback.rundir.journal import JournalTail
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.journal import JournalTail, read_journal
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.small_json import read_model
 from rollback.supervisor.classify import RankEnd
@@ -84,12 +97,20 @@ def gather(
         stopped=_last(records, Stopped),
         finished=_last(records, Finished),
         final_state_lost=_last(records, FinalStateLost),
+        save_failed=_last(records, LastSaveFailed),
+        kept=_newest_there(paths),
         failures=left.failures,
         lost_nodes=left.lost_nodes,
         step=furthest_step(paths, records, attempt),
         hung=hung,
         guarded=left.guarded,
     )
+
+
+def _newest_there(paths: RunPaths) -> int | None:
+    """The step of the newest checkpoint that there is, here or in the durable ring; None where there is none."""
+    names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
+    return max((step for name in names for _, step in [parse_checkpoint_name(name) or (0, 0)]), default=None)
 
 
 def _last(records: Iterable[Record], kind: type[_Fact]) -> _Fact | None:

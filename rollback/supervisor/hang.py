@@ -10,6 +10,10 @@ code moved; evaluation, compilation and data loading do. The limit, unless the u
 | fewer than 3 steps done, or a rank saves, rewinds, or ends   | 30 minutes: compilation, slow disks            |
 | training                                                     | 5 minutes, or 10 times a step if that is longer |
 
+Heartbeats come from memory, so silence is silence. Where a rank's can be had from a disk only (it could not open the
+supervisor's board), a disk that is full looks the same: whether such a rank moves is *unknown* while its process
+computes, and what is unknown ends no job.
+
 Ranks that have all closed their guards and left Python, and are not gone 20 seconds later, are ended at once: what they
 were to do is done.
 
@@ -83,13 +87,17 @@ class HangWatch:
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
     _last: float | None = None
 
-    def look(self, now: float, beats: Mapping[int, Heartbeat]) -> Silence | None:
-        """A hang, if there is one at monotonic time `now`."""
+    def look(self, now: float, beats: Mapping[int, Heartbeat], untold: Collection[int] = ()) -> Silence | None:
+        """A hang, if there is one at monotonic time `now`. untold: ranks that compute, and whose heartbeats a disk may
+        hold back."""
         if self._last is not None and now - self._last > _OUR_OWN_ABSENCE:
             self._forgive(now - self._last)
         self._last = now
         for rank, beat in beats.items():
             self._take(rank, beat, now)
+            seen = self._ranks[rank]
+            if rank in untold and now - seen.looked > _THREADS_SILENT:
+                seen.moved = seen.advanced = now
         limit, mute = self.limit(), self._mute(now)
         silent = now - max((seen.moved for seen in self._ranks.values()), default=self.began)
         if limit is not None and silent >= limit:

@@ -14,7 +14,10 @@ from typing import Any
 import psutil
 
 from rollback.config import ENV_HOST, Settings, guard_mark
+from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import name_process, state_of, ticks_computed
+from rollback.rundir.records import Heartbeat, read_heartbeats
 from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.evidence import left_on_host
 from rollback.supervisor.hang import GONE
@@ -29,14 +32,13 @@ from rollback.supervisor.processes import (
     end_all,
     leftovers,
     living_ranks,
-    name_process,
     ranks_of,
     reap,
     send,
     start,
 )
 from rollback.supervisor.spare import Spare
-from rollback.supervisor.stacks import state_of, take_stacks
+from rollback.supervisor.stacks import take_stacks
 from rollback.supervisor.start_conditions import conditions_of
 from rollback.supervisor.torchrun import Instructions
 
@@ -55,14 +57,17 @@ class Running:
         attempt: int,
         command: tuple[str, ...],
         torchrun: subprocess.Popen[bytes],
+        board: HeartbeatBoard | None,
         node: str | None = None,
     ):
-        self._paths, self._node = paths, node
+        self._paths, self._node, self._board = paths, node, board
         self._torchrun = torchrun
         self._told: set[tuple[psutil.Process, signal.Signals]] = set()
         self._memory = OomCounters()
         self._memory.watch()
         self._states: dict[int, str] = {}
+        self._computed: dict[int, int] = {}
+        self._pids: dict[int, int] = {}
         self.hopeless = False
         self.attempt = attempt
         self.command = command
@@ -78,7 +83,7 @@ class Running:
         Ranks that have a guard get SIGTERM. Of a script that has none so far, all get the signals that came, as from
         torchrun. torchrun itself heeds no SIGTERM: it learns that a rank that ends now does so because it was told.
         """
-        told = {(rank, signal.SIGTERM) for rank in living_ranks(self._paths, self.attempt).values()}
+        told = {(rank, signal.SIGTERM) for rank in living_ranks(self.beats(), self._paths).values()}
         if not guarded:
             told |= {(process, number) for process in ranks_of(self.pid) for number in signals}
         new = told - self._told
@@ -89,20 +94,39 @@ class Running:
         self._told |= told
         return bool(self._told)
 
+    def beats(self) -> dict[int, Heartbeat]:
+        """The heartbeats of this attempt: those of this host's ranks from memory, others from the run directory."""
+        beats = read_heartbeats(self._paths.ranks) | self.beats_in_memory()
+        return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
+
+    def beats_in_memory(self) -> dict[int, Heartbeat]:
+        """Those that no disk can hold back."""
+        beats = self._board.read() if self._board is not None else {}
+        return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
+
+    def computing(self) -> set[int]:
+        """Ranks on this host, as `look` has found them, that have computed since the last call."""
+        before = self._computed
+        ticks = {rank: ticks_computed(pid) for rank, pid in self._pids.items()}
+        self._computed = {rank: count for rank, count in ticks.items() if count is not None}
+        return {rank for rank, count in self._computed.items() if count > before.get(rank, count)}
+
     def look(self) -> dict[int, str]:
         """The states of this host's ranks as in /proc (`T`: stopped), by rank; remembered for `left`.
 
         `GONE` is that of one that has died. That is not remembered: who was killed because it was stopped was stopped.
         """
-        ranks = living_ranks(self._paths, self.attempt)
+        beats = self.beats()
+        ranks = living_ranks(beats, self._paths)
+        self._pids = {rank: process.pid for rank, process in ranks.items()}
         self._memory.watch(process.pid for process in ranks.values())
         found = {rank: state for rank, process in ranks.items() if (state := state_of(process.pid)) is not None}
         self._states.update(found)
-        return dict.fromkeys(dead_ranks(self._paths, self.attempt), GONE) | found
+        return dict.fromkeys(dead_ranks(beats), GONE) | found
 
     def take_stacks(self) -> tuple[int, ...]:
         """Have this host's ranks write their stacks: those that did. Raises OSError."""
-        return take_stacks(self._paths, self.attempt, living_ranks(self._paths, self.attempt), self._node)
+        return take_stacks(self._paths, self.attempt, living_ranks(self.beats(), self._paths), self._node)
 
     def kill(self, *, hopeless: bool = False) -> int:
         """End torchrun at once; its status. The ranks end with the attempt, without being asked to if `hopeless`."""
@@ -145,6 +169,7 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._spare = Spare()
+        self._board = board_if_possible()
         self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
@@ -186,19 +211,22 @@ class Host:
             run=self._paths.root,
             attempt=number,
             settings=self._settings,
-            supervisor=name_process(psutil.Process()),
+            supervisor=name_process(os.getpid()),
             instructions=Instructions(
                 os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
                 self._started, self._grace,
             ),
             preload=self._preload,
+            heartbeats=self._board.path if self._board is not None else "",
         )  # fmt: skip
+        if self._board is not None:
+            self._board.clear()
         self._started += 1
         with self.output.of_attempt(number, self._job) as output:
             command = torchrun_command(output.job, nodes)
             streams = output.stdout, output.stderr
             torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
-            running = Running(self._paths, number, tuple(command), torchrun, self._node)
+            running = Running(self._paths, number, tuple(command), torchrun, self._board, self._node)
             try:
                 yield running
             finally:
@@ -222,6 +250,8 @@ class Host:
         """No other attempt will follow."""
         self.output.release()
         self._spare.drop()
+        if self._board is not None:
+            self._board.close()
 
     def left(self, status: int, running: Running) -> Left:
         """What the attempt that has just ended here with torchrun's `status` left behind."""

@@ -7,7 +7,6 @@ import time
 from rollback.events import Hung, StuckAtExit
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.supervisor.classify import in_order_of_blame, merely_noticed
 from rollback.supervisor.hang import GONE, HangLimits, HangWatch, suspect
 from rollback.supervisor.host import Running
@@ -37,10 +36,12 @@ class Lookout:
             return None
         self._next = now + _EVERY
         attempt = self._running.attempt
-        beats = {rank: beat for rank, beat in read_heartbeats(self._paths.ranks).items() if beat.attempt == attempt}
+        told = self._running.beats_in_memory() | self._nodes.beats()
+        beats = self._running.beats() | told
         here = self._running.look()
+        untold = self._running.computing() - {*told}
         states = self._nodes.states() | here
-        silence = self._watch.look(now, beats)
+        silence = self._watch.look(now, beats, untold)
         if (silent := self._watch.stuck_at_exit(now)) is not None:
             return StuckAtExit(ranks=tuple(sorted(here)), silent=round(silent, 3))
         if silence is None:

@@ -7,14 +7,16 @@ A status tells next to nothing (torchrun exits with 1 whatever a rank did), so w
 | yes     |            |              |                   |                    | refused, with its exit code   |
 | no guard was made    | yes          |                   |                    | ended: 1, as torchrun         |
 |         | structural |              |                   |                    | structural (76)               |
-|         | preempted  | yes          |                   |                    | resumable (75)                |
-|         | preempted  | no           | 0                 |                    | resumable (75)                |
+|         | preempted, with a checkpoint, told to stop or status 0 |  | resumable (75)                |
+|         | the same, without one, because the last save failed    |  | unsaved (74)                  |
+|         | the same, without one: none are taken                  |  | ended: 1                      |
 |         |            |              | 0                 | final state lost   | unkept (74)                   |
 |         |            |              | 0                 | finished           | done (0)                      |
 |         |            |              | 0                 | without a guard    | done (0)                      |
-|         |            | yes          | 0                 | not finished       | resumable (75)                |
+|         |            | yes          | 0                 | not finished       | resumable (75), or as below   |
 |         |            | no           | 0                 | not finished       | left (1)                      |
-|         |            | yes          | not 0             |                    | resumable (75)                |
+|         |            | yes          | not 0             | something to go on from | resumable (75)           |
+|         |            | yes          | not 0             | no checkpoint is there  | ended: 1                 |
 |         | preempted  | no           | not 0             |                    | failed: another attempt, or 1 |
 |         |            | no           | not 0             |                    | failed: another attempt, or 1 |
 
@@ -32,14 +34,15 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from rollback.errors import ExitCode, RollbackError
-from rollback.events import FinalStateLost, Finished, Hung, Stopped
+from rollback.events import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
-Ending = Literal["refused", "ended", "structural", "resumable", "unkept", "done", "left", "failed"]
+Ending = Literal["refused", "ended", "structural", "resumable", "unsaved", "unkept", "done", "left", "failed"]
 
 EXIT_CODES: dict[Ending, ExitCode] = {
     "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
     "resumable": ExitCode.RESUMABLE,
+    "unsaved": ExitCode.IO,
     "unkept": ExitCode.IO,
     "done": ExitCode.DONE,
     "left": ExitCode.FAILED,
@@ -110,7 +113,8 @@ class Evidence:
     if training came to its end; final_state_lost: if that could not be kept.
     step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
     lost_nodes: nodes that fell silent or were started anew while the attempt ran. guarded: the script is known to have
-    a guard; one that has none runs as under torchrun.
+    a guard; one that has none runs as under torchrun. save_failed: their word of it, if the ranks stopped without their
+    last state. kept: the step of the newest checkpoint that is there; None where there is none.
     """
 
     status: int
@@ -125,6 +129,8 @@ class Evidence:
     guarded: bool = True
     finished: Finished | None = None
     final_state_lost: FinalStateLost | None = None
+    save_failed: LastSaveFailed | None = None
+    kept: int | None = None
 
     @property
     def killed(self) -> bool:
@@ -149,14 +155,19 @@ def ending(evidence: Evidence) -> Ending:
     if evidence.stopped is not None and evidence.stopped.reason == "structural":
         return "structural"
     if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):
-        return "resumable"
+        if evidence.stopped.checkpoint is not None:
+            return "resumable"
+        return "unsaved" if evidence.save_failed is not None else "ended"
     if evidence.status == 0 and evidence.final_state_lost is not None:
         return "unkept"
     if evidence.status == 0 and (evidence.finished is not None or not evidence.attached):
         return "done"
     if evidence.status == 0 and not evidence.told_to_stop:
         return "left"
-    return "resumable" if evidence.told_to_stop else "failed"
+    if not evidence.told_to_stop:
+        return "failed"
+    nothing_lost = not evidence.attached or not evidence.step  # the next start begins anew, and so did this one
+    return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
 def account_of(end: Ending, evidence: Evidence) -> str | None:

@@ -20,7 +20,8 @@ import psutil
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats
+from rollback.rundir.processes import is_running, runs
+from rollback.rundir.records import LEAVING, Heartbeat
 from rollback.supervisor.nursery import NURSERY
 
 THIS_HOST = socket.gethostname()
@@ -28,19 +29,11 @@ THIS_HOST = socket.gethostname()
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
-# Two processes may compute the start time of a third one up to a second apart: the kernel states the time of boot in
-# whole seconds. A reused pid with a start time as near as this does not happen.
-_SAME_START = 2.0
 
 
 def become_subreaper() -> None:
     """Orphans among our descendants become our children, where `descendants` finds them, instead of init's."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-def name_process(process: psutil.Process) -> str:
-    """`pid:create_time`, which no other process ever shares."""
-    return f"{process.pid}:{process.create_time()}"
 
 
 def start(
@@ -61,17 +54,15 @@ def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Proces
     ]
 
 
-def living_ranks(paths: RunPaths, attempt: int) -> dict[int, psutil.Process]:
-    """The ranks of an attempt that have a heartbeat and were started by this process, by rank.
+def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, psutil.Process]:
+    """The ranks with these heartbeats that were started by this process, by rank.
 
-    A heartbeat is a file that others may have written: which process it names is believed of our own descendants only.
+    A heartbeat may be a file that others have written: which process it names is believed of our own descendants only.
     """
-    found = {}
-    for rank, heartbeat in read_heartbeats(paths.ranks).items():
-        process = _process_of(heartbeat)
-        if heartbeat.attempt == attempt and process is not None and _is_of_this_launch(process, paths):
-            found[rank] = process
-    return found
+    found = {rank: _process_of(beat) for rank, beat in beats.items()}
+    return {
+        rank: process for rank, process in found.items() if process is not None and _is_of_this_launch(process, paths)
+    }
 
 
 def ranks_of(torchrun: int) -> list[psutil.Process]:
@@ -82,14 +73,12 @@ def ranks_of(torchrun: int) -> list[psutil.Process]:
         return []
 
 
-def dead_ranks(paths: RunPaths, attempt: int) -> list[int]:
-    """Ranks of an attempt that ran on this host and are gone, without having said that they end."""
+def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:
+    """Of the ranks with these heartbeats, those that ran here and are gone without having said that they end."""
     return [
         rank
-        for rank, heartbeat in read_heartbeats(paths.ranks).items()
-        if (heartbeat.attempt, heartbeat.host) == (attempt, THIS_HOST)
-        and heartbeat.doing not in ("ended", LEAVING)
-        and _process_of(heartbeat) is None
+        for rank, beat in beats.items()
+        if beat.host == THIS_HOST and beat.doing not in ("ended", LEAVING) and _process_of(beat) is None
     ]
 
 
@@ -107,7 +96,7 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
         except (psutil.Error, OSError):
             continue  # another user's, a kernel thread, or gone
         supervisor = environment.get(ENV_SUPERVISOR)
-        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not _is_running(supervisor):
+        if environment.get(ENV_RUN) == str(paths.root.absolute()) and supervisor and not is_running(supervisor):
             found.append(process)
     return [process for process in found if process.pid not in own and _is_alive(process)]
 
@@ -140,25 +129,11 @@ def _mark_of(process: psutil.Process) -> tuple[str | None, str]:
 def _process_of(heartbeat: Heartbeat) -> psutil.Process | None:
     if heartbeat.host != THIS_HOST:
         return None
-    return _process(heartbeat.pid, heartbeat.created)
-
-
-def _is_running(name: str) -> bool:
-    """Whether the process that `name_process` named is alive."""
-    pid, _, created = name.partition(":")
     try:
-        return _process(int(pid), float(created)) is not None
-    except ValueError:
-        return False
-
-
-def _process(pid: int, created: float) -> psutil.Process | None:
-    try:
-        process = psutil.Process(pid)
-        same = abs(process.create_time() - created) <= _SAME_START
+        process = psutil.Process(heartbeat.pid)
     except (psutil.Error, ValueError, OverflowError):  # also a number that is no pid
         return None
-    return process if same and _is_alive(process) else None
+    return process if runs(heartbeat.pid, heartbeat.start) else None
 
 
 def _is_alive(process: psutil.Process) -> bool:

@@ -16,19 +16,12 @@ import psutil
 
 from rollback.config import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import state_of
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 _PATIENCE = 3.0  # for the ranks, and again for each round of their workers
 _QUIET = 0.15  # a dump that has not grown for so long is complete
 _ROUNDS = 16
-
-
-def state_of(pid: int) -> str | None:
-    """The letter that /proc has for a process's state (`T`: stopped); None where it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return None
 
 
 def take_stacks(

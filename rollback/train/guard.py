@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from rollback.config import Settings
-from rollback.errors import ExitCode, RollbackError, RunDoesNotFit, UsageError
+from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.rundir import tiers
 from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint
@@ -377,11 +377,10 @@ class Guard(ScriptSide):
     def _halt(self, halt: Halt) -> None:
         if halt.save:
             self._life.show("saving", self.step, self.batch, now=True)
-        self._end.stop(halt)
+        code = self._end.stop(halt)
         self._requests.note_stop(self.step)
         self._ranks.barrier()
         self.close()
-        code = ExitCode.STRUCTURAL if halt.structural else ExitCode.RESUMABLE
         raise SystemExit(0 if attaching.supervised() else int(code))
 
     def _rewind(self, decision: Rewind) -> None:

@@ -93,6 +93,11 @@ class Holdings:
                 passed.append(self._held[name])
         return passed
 
+    def about_to_pass(self) -> list[str]:
+        """The checkpoints that the next healthy verdict makes good."""
+        passing = self._probation - 1
+        return [name for name, healthy in self._healthy.items() if healthy >= passing and name in self._held]
+
     def restart_probation(self) -> None:
         """The steps after the candidates will be run again: what was counted of them does not count any more."""
         self._healthy = dict.fromkeys(self._healthy, 0)

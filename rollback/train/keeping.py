@@ -5,10 +5,22 @@ Between `Snapshots`, which knows files, and `Holdings`, which knows what ranks m
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from rollback.events import BecameGood, Committed, Drifted, Dropped, Evicted, Planned, Quarantined, Saving, Tier
+from rollback.events import (
+    BecameGood,
+    CheckpointLost,
+    Committed,
+    Drifted,
+    Dropped,
+    Evicted,
+    Planned,
+    Quarantined,
+    Saving,
+    Tier,
+)
 from rollback.policy import Held
 from rollback.rundir import ring
 from rollback.rundir.history import fold
@@ -29,7 +41,11 @@ from rollback.train.state import Image
 
 class Keeper:
     """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. elsewhere: the ring at a
-    URL, where there is one."""
+    URL, where there is one.
+
+    wanting: the fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room
+    for it. The same on all ranks. fault: why the last snapshot became no checkpoint, None where it did.
+    """
 
     def __init__(
         self,
@@ -51,9 +67,12 @@ class Keeper:
         self._away: set[str] = set()  # what was last offered of it
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
+        self.wanting = False
+        self.fault: str | None = None
 
     def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> None:
         """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
+        self.wanting = False
         name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over)
         self._holdings.begin(name)
 
@@ -61,19 +80,65 @@ class Keeper:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
         if beat.tiers_failed and self._snapshots.tier == "fast":
-            reason = f"the fast tier failed on {beat.tiers_failed} ranks"
-            detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
-            self._snapshots.use(0)
-            self._record.note(
-                Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=reason + detail),
-                f"{reason}{detail}; checkpoints are written to the run directory from now on",
-            )
+            self._leave_fast_tier(f"it failed on {beat.tiers_failed} ranks")
+        elif beat.missed:
+            self.look_after()
 
     def settle(self) -> None:
         """Wait for the snapshot in flight. A plan that is made then may try again what another could not fetch."""
         if self._elsewhere is not None:
             self._elsewhere.forgive()
-        self._land(self._snapshots.settle())
+        self._land(landing := self._snapshots.settle())
+        if landing is not None and not landing.committed and landing.tier == "fast":
+            self.leave_failed_tier()
+
+    def leave_failed_tier(self) -> None:
+        """Write to the run directory from now on, if the fast tier has failed on any rank."""
+        if self._snapshots.tier == "fast" and not self._ranks.all_of(self._snapshots.fault is None):
+            self._leave_fast_tier("it has failed")
+
+    def tell_left(self, why: str) -> None:
+        """Say that the fast tier is not written to any more."""
+        self._record.note(
+            Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=f"the fast tier: {why}"),
+            f"the fast tier: {why}; checkpoints are written to the run directory from now on",
+        )
+
+    def _leave_fast_tier(self, why: str) -> None:
+        detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
+        self._snapshots.use(0)
+        self.tell_left(why + detail)
+        self.wanting = True
+        self.look_after()
+
+    def look_after(self) -> None:
+        """See which checkpoints are not there any more, and hold these no longer. Where slots have lost one, the fast
+        tier is left: it is not to be relied on."""
+        in_slots = self._snapshots.committed_in_slots
+        known = in_slots | {point.name for point in self._holdings.as_held()}
+        missing = [name for name in sorted(known) if self._snapshots.misses(name)]
+        if self._ranks.all_of(not missing):
+            return
+        lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
+        for name in lost:
+            tier: Tier = "fast" if name in in_slots else "durable"
+            if tier == "fast" or self._owns_ring:  # else the drainer may have thinned its ring
+                where = "memory" if tier == "fast" else self._paths.ring
+                told = f"checkpoint {name} is gone from {where}: somebody else has removed it, or part of it"
+                self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
+            if tier == "fast":
+                self._holdings.leave(name)
+                self._snapshots.forget(name)
+            else:
+                self._holdings.drop(name)
+        if self._snapshots.tier == "fast" and not in_slots.isdisjoint(lost):
+            self._leave_fast_tier("it has lost checkpoints")
+
+    def misses_a_candidate(self) -> bool:
+        """Whether a checkpoint that is about to become good is not there any more, as far as this rank can tell.
+
+        Not collective, and nothing is asked of a disk at most steps."""
+        return any(self._snapshots.misses(name) for name in self._holdings.about_to_pass())
 
     def judge(self, healthy: bool, onset: int | None) -> None:
         """Count a verdict."""
@@ -178,12 +243,14 @@ class Keeper:
             self.ailing = landing
         if not landing.committed:
             self._holdings.drop(manifest.name)
+            self.fault = landing.reason
             self._record.note(
                 Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on"
                 if not landing.ailing else None,
             )  # fmt: skip
             return
+        self.fault = None
         self._record.note(
             Committed(
                 checkpoint=manifest.name,
@@ -217,8 +284,9 @@ class Keeper:
                 self._evict(name, reason)
 
     def _evict(self, name: str, reason: str) -> None:
-        def told(tier: Tier) -> None:
-            self._record.note(Evicted(checkpoint=name, reason=reason, tier=tier))
+        def told(tier: Tier, was_there: bool) -> None:
+            left, lost = Evicted(checkpoint=name, reason=reason, tier=tier), CheckpointLost(checkpoint=name, tier=tier)
+            self._record.note(left if was_there else lost)
 
         if name in self._snapshots.in_slots or self._owns_ring:
             self._snapshots.evict(name, told)

@@ -1,24 +1,27 @@
-"""Signs of life: a small file for each rank that says who it is, where it stands, and whether it moves.
+"""Signs of life: each rank says twice a second who it is, where it stands, and whether it moves.
 
-A thread of the rank writes it twice a second, so that it tells a rank that is busy from one that waits for ever: see
-`rollback.train.movement`. What the supervisor makes of it is `rollback.supervisor.hang`.
+It says so in two places: on the supervisor's board, which is memory and by which it is judged
+(`rollback.supervisor.hang`), and in a small file in the run directory, for people and for the next start. A thread
+writes each, so that a rank that is busy is told from one that waits for ever (`rollback.train.movement`), and so that a
+disk that holds a write up holds up that one only.
 """
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import faulthandler
 import os
 import threading
 import time
 from pathlib import Path
 
-import psutil
-
-from rollback.config import STACKS_SIGNAL, host_name
+from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.events import Window
 from rollback.rundir import files
+from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.train.cursor import Cursor
 from rollback.train.last_words import LastWords, Standing
@@ -40,11 +43,12 @@ class SignsOfLife:
         self._ranks = ranks
         self._attempt = attempt
         self._pid, self._host = os.getpid(), host_name()
-        self._created = psutil.Process().create_time()
+        self._start = start_of(self._pid) or ""
         self._movement = Movement()
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
-        self._lock = threading.Lock()
+        self._cell = _cell_on_board(ranks.rank)
+        self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
         self._write()
@@ -58,6 +62,7 @@ class SignsOfLife:
         SignsOfLife._present = self
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
+        threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
         """Say what is being done. It is written within half a second, or on return with `now`."""
@@ -97,26 +102,50 @@ class SignsOfLife:
         while not self._over.wait(_EVERY_SECONDS):
             if self._movement.seen():
                 self._moved = time.monotonic()
-            self._write()
+            self._write_on_board()
+
+    def _keep_file(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            self._write_file()
 
     def _write(self) -> None:
-        with self._lock:
-            standing = self.standing
-            doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
-            # Not into torch any more: a thread that comes back from C++ into an ending interpreter aborts the process.
-            begun = None if self._ended else self._ranks.collectives_begun()
-            beat = Heartbeat.model_construct(
-                pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
-                doing=doing, monotonic=self._moved, created=self._created, looked=time.monotonic(), collectives=begun,
-            )  # fmt: skip
+        self._write_on_board()
+        self._write_file()
+
+    def _beat(self) -> Heartbeat:
+        standing = self.standing
+        doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
+        # Not into torch any more: a thread that comes back from C++ into an ending interpreter aborts the process.
+        begun = None if self._ended else self._ranks.collectives_begun()
+        return Heartbeat.model_construct(
+            pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
+            doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
+        )  # fmt: skip
+
+    def _write_on_board(self) -> None:
+        if self._cell is not None:
+            with self._cell_lock, contextlib.suppress(OSError, ValueError):  # then the file is believed
+                self._cell.write(self._beat())
+
+    def _write_file(self) -> None:
+        with self._file_lock:
             try:
-                write_heartbeat(self._path, beat)
+                write_heartbeat(self._path, self._beat())
             except OSError as error:
                 if not self._failing and not self._ended:
                     say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
                 self._failing = True
             else:
                 self._failing = False
+
+
+def _cell_on_board(rank: int) -> HeartbeatCell | None:
+    """This rank's cell on the supervisor's board; None where there is none that can be had."""
+    path, place = os.environ.get(ENV_HEARTBEATS, ""), os.environ.get("LOCAL_RANK", "0")
+    try:
+        return HeartbeatCell(path, rank, int(place)) if path else None
+    except (OSError, ValueError):
+        return None
 
 
 def _dump_stacks_on_signal(path: Path) -> None:

@@ -24,7 +24,7 @@ from rollback.train.ranks import Handed, Ranks
 
 
 class Slot(IntEnum):
-    """Places in the vector. Those from STOP to STEP_SECONDS are known to the host, the others read on the device."""
+    """Places in the vector. Those from STOP to MISSED are known to the host, the others read on the device."""
 
     LOSS = 0
     GRAD = 1
@@ -43,12 +43,13 @@ class Slot(IntEnum):
     OUTGROWN = 14
     STALL = 15
     STEP_SECONDS = 16
-    SCALE = 17
-    KEPT = 18
-    MEASURED = 19
-    SCALE_COUNT = 20
-    KEPT_COUNT = 21
-    MEASURED_COUNT = 22
+    MISSED = 17
+    SCALE = 18
+    KEPT = 19
+    MEASURED = 20
+    SCALE_COUNT = 21
+    KEPT_COUNT = 22
+    MEASURED_COUNT = 23
 
 
 LETTER = 6
@@ -73,7 +74,8 @@ class Signs:
 
     ready: what the next snapshot is copied into is. outgrown: the state had no room in the last one. stall: seconds
     that the last snapshot held up the loop.
-    step_seconds: what a step takes. letter: `LETTER` whole numbers for all ranks to read, on all ranks or on none.
+    step_seconds: what a step takes. missed: a checkpoint that is about to become good is not there any more. letter:
+    `LETTER` whole numbers for all ranks to read, on all ranks or on none.
     """
 
     stop: bool = False
@@ -89,6 +91,7 @@ class Signs:
     outgrown: bool = False
     stall: float = 0.0
     step_seconds: float = 0.0
+    missed: bool = False
     letter: tuple[int, ...] | None = None
 
     def row(self) -> list[float]:
@@ -109,6 +112,7 @@ class Signs:
                 self.outgrown,
                 self.stall,
                 self.step_seconds,
+                self.missed,
             )
         ]
 
@@ -178,6 +182,7 @@ class Beat:
     outgrown: int = 0
     stall: float = 0.0
     step_seconds: float = 0.0
+    missed: int = 0
     letters: tuple[tuple[int, ...], ...] = ()
     scale: float | None = None
     kept: float | None = None
@@ -324,6 +329,7 @@ def _beat(vector: list[float], world_size: int) -> Beat:
         outgrown=int(slots[Slot.OUTGROWN]),
         stall=slots[Slot.STALL] / world_size,
         step_seconds=slots[Slot.STEP_SECONDS] / world_size,
+        missed=int(slots[Slot.MISSED]),
         letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
         scale=_over(slots[Slot.SCALE], slots[Slot.SCALE_COUNT]),
         kept=_over(slots[Slot.KEPT], slots[Slot.KEPT_COUNT]),

@@ -33,6 +33,14 @@ def say(text: str) -> None:
         _Unheard.lines += 1
 
 
+def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
+    """Do what the run can go on without; say so where it fails."""
+    try:
+        act()
+    except OSError as error:
+        say(f"{doing} failed ({error}); training goes on")
+
+
 class Record:
     """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
 
@@ -94,7 +102,7 @@ class Record:
                 timeline=timeline,
             )
         )
-        self._try("writing the metrics", lambda: metrics.write(line))
+        self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
         if now - self._flushed > _FLUSH_SECONDS:
             self.flush()
 
@@ -109,8 +117,11 @@ class Record:
         if unheard:
             self.note(Trouble(doing="telling people on stderr", error=f"{unheard} lines could not be shown"))
 
-    def _try(self, doing: str, act: Callable[[], _T]) -> _T | None:
-        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write."""
+    def _try(self, doing: str, act: Callable[[], _T], *, proves: bool = True) -> _T | None:
+        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write.
+
+        proves: where it succeeds, the disk has taken what it had refused.
+        """
         try:
             result = act()
         except OSError as error:
@@ -118,7 +129,7 @@ class Record:
                 self._failing.add(doing)
                 say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
             return None
-        if doing in self._failing:
+        if proves and doing in self._failing:
             self._failing.discard(doing)
             say(f"{doing} works again")
             if self._journal is not None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rollback.errors import RollbackError
 from rollback.rundir import slots
+from rollback.rundir.manifest import Manifest
 from rollback.rundir.region import Region
 from rollback.rundir.slots import SlotPaths
 from rollback.train.capture import pin, unpin
@@ -111,7 +112,7 @@ class FastTier:
         self._size = 0
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
-        self._leaving: dict[int, tuple[str, Callable[[], None]]] = {}
+        self._leaving: dict[int, tuple[str, Callable[[bool], None]]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
 
     @property
@@ -181,15 +182,28 @@ class FastTier:
         """The directory of a checkpoint."""
         return self.paths.slot(self._holding[name]) if name in self._holding else None
 
-    def number(self, name: str) -> int:
-        return self._holding[name]
-
     def memory(self, name: str) -> Region | None:
         """This rank's shard of a checkpoint where it lies, if this process has it mapped."""
         return self._regions.get(self._holding.get(name, -1))
 
-    def let_go(self, name: str, then: Callable[[], None] | None = None, *, after: Future[None] | None = None) -> None:
-        """A checkpoint leaves its slot, as soon as nobody reads it; then `then` is called, in a thread.
+    def is_there(self, name: str) -> bool:
+        """Whether a checkpoint is still in its slot, as far as this rank can tell: manifest, and this rank's shard."""
+        return self._has_checkpoint(self._holding[name])
+
+    def require_file(self, name: str) -> None:
+        """Raise OSError unless what was written for a snapshot is in the file that has its name."""
+        number = self._holding[name]
+        slots.require_file(self.paths, number, self._rank, self._regions[number])
+
+    def commit(self, manifest: Manifest) -> None:
+        """Make a snapshot a checkpoint, on this host. One rank of each. Raises OSError."""
+        slots.commit(self.paths, self._holding[manifest.name], manifest, self._here)
+
+    def let_go(
+        self, name: str, then: Callable[[bool], None] | None = None, *, after: Future[None] | None = None
+    ) -> None:
+        """A checkpoint leaves its slot, as soon as nobody reads it; then `then` is called, in a thread: with whether it
+        was there until now.
 
         after: a thread's work with this rank's file, which must have ended.
         """
@@ -200,6 +214,13 @@ class FastTier:
 
     def close(self) -> None:
         self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _has_checkpoint(self, number: int) -> bool:
+        try:
+            slots.require_committed(self.paths, number, (self._rank,))
+        except OSError:
+            return False
+        return True
 
     def _free(self) -> list[int]:
         taken = set(self._holding.values())
@@ -213,6 +234,7 @@ class FastTier:
         if after is not None:
             after.exception()
         name, then = self._leaving.get(number, ("", None))
+        there = self._has_checkpoint(number)
         if self._leads:
             if self._must_stay(name) or not slots.uncommit(self.paths, number):
                 return False
@@ -221,7 +243,7 @@ class FastTier:
             return False
         if then is not None:
             del self._leaving[number]
-            then()
+            then(there)
         region = self._regions.get(number)
         if number >= self.count or (region is not None and region.size != size):
             self._regions.pop(number, None)
@@ -233,6 +255,8 @@ class FastTier:
             if self._leads:
                 slots.discard(self.paths, number)
             return True
+        if region is not None:
+            slots.require_file(self.paths, number, self._rank, region)
         if region is None and size:
             region = slots.map_shard(self.paths, number, self._rank, size)
             pin(region)

@@ -84,7 +84,7 @@ class Saver:
             return True
         if not self._snapshots.ready:
             return False
-        if self.wanted:
+        if self.wanted or self._keeper.wanting:
             return True
         if self._pace is None:
             assert isinstance(every, int)
@@ -102,39 +102,46 @@ class Saver:
         if self._snapshots.outgrown:
             self._prepare()
         if not self._snapshots.ready:
+            self._keeper.leave_failed_tier()
+            tier = self._snapshots.tier
             self._snapshots.await_ready(image)
+            if self._snapshots.tier != tier:
+                self._keeper.tell_left("somebody reads the slot that is wanted now")
         if not self._snapshots.ready:
-            return  # there is no memory for a copy; it was said
+            return  # there is no memory for a copy
         self._measured = self._measured or self._taken_at is not None
         over = not cursor.opened
         self._keeper.begin(image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over)
         self._taken_at, self.wanted = step, False
         self._snapshots.stalled = time.perf_counter() - began
 
-    def take_now(self, timeline: int) -> None:
-        """Have a checkpoint of this very step, committed on return unless the disk refuses."""
-        self._keeper.settle()
-        if self._taken_at != self._state.counters.step and self._settings.snapshot_every:
-            self.take(timeline)
-            self._keeper.settle()
+    def take_now(self, timeline: int) -> str | None:
+        """The checkpoint of this very state, seen to be there; None where none could be had.
 
-    def take_end(self, timeline: int) -> str | None:
-        """The checkpoint of this very state, which may be that at the end of training; None where none could be had.
-
-        Nothing comes behind it, so it is waited for, and where the fast tier does not take it, the run directory does.
+        Nothing may come behind it, so it is waited for, and where the fast tier does not take it, the run directory
+        does.
         """
         self._keeper.settle()
-        self._taken_before_end = self._taken_at
-        if (kept := self._kept()) is None and self._settings.snapshot_every:
+        self._keeper.look_after()
+        kept, tier = self._kept(), ""
+        while kept is None and self._settings.snapshot_every and tier != self._snapshots.tier:
+            tier = self._snapshots.tier
             self.take(timeline)
             self._keeper.settle()
-            failed = self._keeper.ailing is None
-            if (kept := self._kept()) is None and failed and self._snapshots.tier == "fast":
-                self._leave_fast_tier("it did not take the state at the end of an epoch")
-                self.take(timeline)
-                self._keeper.settle()
-                kept = self._kept()
+            kept = self._kept()
+            if self._keeper.ailing is not None:
+                break  # the state itself is amiss, wherever it is written to
         return kept
+
+    @property
+    def fault(self) -> str:
+        """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
+        return self._keeper.fault or self._snapshots.fault or "there was no room in memory for a copy"
+
+    def take_end(self, timeline: int) -> str | None:
+        """As `take_now`, of what may be the state at the end of training."""
+        self._taken_before_end = self._taken_at
+        return self.take_now(timeline)
 
     def go_on(self, end: str) -> None:
         """What was taken as the end of training was not."""
@@ -146,13 +153,6 @@ class Saver:
         """The checkpoint of the present state, if there is one."""
         newest, here = self._keeper.newest(), (self._state.counters.step, self._state.cursor.batch)
         return newest.name if newest is not None and (newest.step, newest.batch) == here else None
-
-    def _leave_fast_tier(self, reason: str) -> None:
-        self._snapshots.use(0)
-        self._record.note(
-            Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=reason),
-            f"the fast tier: {reason}; checkpoints are written to the run directory from now on",
-        )
 
     def restored(self, step: int) -> None:
         """Training goes on at an earlier step."""
@@ -166,15 +166,15 @@ class Saver:
         failed meanwhile is left alone.
         """
         before = self._allotted
-        failed = before is not None and before.slots and not self._snapshots.slots
+        if before is not None and before.slots and not self._snapshots.slots:
+            self._tier = None, "the fast tier has failed"
         image = self._state.image()
         needed = self._snapshots.expect(image)
         self._incomplete = not self._state.optimizer.state
         if self._incomplete:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
-        tier = (None, "the fast tier has failed") if failed else self._tier
-        allotted = allot(*tier, self._ranks, needed, self._settings.keep)
+        allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
         self._snapshots.use(allotted.slots)
         on_device = any(item.is_cuda for item in image.shared_tensors.values())
         mode, why = usual_capture_mode(on_device, self._ranks)

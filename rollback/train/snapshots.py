@@ -15,12 +15,12 @@ from functools import partial
 
 from rollback.errors import RollbackError
 from rollback.events import Tier
-from rollback.rundir import ring, slots
+from rollback.rundir import ring
 from rollback.rundir.direct import write_direct
 from rollback.rundir.hashing import hash_of
 from rollback.rundir.layout import lay_out, room_for
 from rollback.rundir.manifest import Manifest, ShardRecord
-from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
+from rollback.rundir.paths import MANIFEST, RunPaths, checkpoint_name, shard_name
 from rollback.rundir.region import OFFSET, Region
 from rollback.rundir.shard import Written
 from rollback.train import drift
@@ -29,8 +29,9 @@ from rollback.train.choices import CaptureMode
 from rollback.train.flight import Flight, Landing, Letter, Stage
 from rollback.train.pulse import Beat, Signs
 from rollback.train.ranks import Ranks
-from rollback.train.record import say
+from rollback.train.record import say_if_it_fails
 from rollback.train.restoring import Place
+from rollback.train.ring_evictions import RingEvictions
 from rollback.train.rooms import FastTier, Room, Staging
 from rollback.train.state import Image
 
@@ -72,11 +73,16 @@ class Snapshots:
         self._all_ready = self._said_ready = False
         self._flight: Flight | None = None
         self._job: Future[None] | None = None
-        self._leaving: dict[str, Callable[[], None]] = {}  # touched by the thread alone
+        self._evictions = RingEvictions(paths)  # touched by the thread alone
 
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
+
+    @property
+    def committed_in_slots(self) -> set[str]:
+        """Names of the checkpoints in slots, without the snapshot on its way there; the same on all ranks."""
+        return self.in_slots - ({self._flight.manifest.name} if self._flight is not None else set())
 
     @property
     def ready(self) -> bool:
@@ -123,7 +129,7 @@ class Snapshots:
 
     @property
     def fault(self) -> str | None:
-        """Why this rank can have no room, for its log."""
+        """Why this rank can write no snapshot where the next one goes, for its log."""
         return self._room.fault
 
     def _make_room(self) -> None:
@@ -278,7 +284,7 @@ class Snapshots:
         elif not committed and self._ranks.first:
             # In the thread, behind whatever it still does with the directory.
             self._thread.submit(
-                self._tell, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
+                say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
             )
         detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
         took = time.monotonic() - flight.began
@@ -290,7 +296,9 @@ class Snapshots:
         if copied is not None:
             copied.result()
         if flight.tier == "fast":
+            assert self._fast is not None
             written = Written(region.size, hash_of(region.view))
+            self._fast.require_file(flight.manifest.name)
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
@@ -299,7 +307,7 @@ class Snapshots:
 
     def _commit(self, flight: Flight) -> None:
         if flight.tier == "fast" and self._fast is not None:
-            slots.commit(self._fast.paths, self._fast.number(flight.manifest.name), flight.manifest)
+            self._fast.commit(flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -319,6 +327,8 @@ class Snapshots:
             flight.stage = Stage.WRITTEN if flight.stage is Stage.WRITING else Stage.COMMITTED
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
+            if flight.tier == "fast" and self._fast is not None:
+                self._fast.fault = str(error)  # what has failed once may fail each time: the run directory is next
         else:
             raise error
 
@@ -342,22 +352,36 @@ class Snapshots:
         """Names of the checkpoints that the fast tier holds, and of the snapshot on its way there."""
         return self._fast.held if self._fast is not None else set()
 
-    def evict(self, name: str, then: Callable[[Tier], None]) -> None:
-        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread. `then` is called afterwards.
+    def misses(self, name: str) -> bool:
+        """Whether a checkpoint that was committed is not there any more, as far as this rank can tell. No collective.
+
+        Looks at its manifest, and in a slot at this rank's shard; those in the ring are rank 0's to look after.
+        """
+        if self._fast is not None and name in self._fast.held:
+            return not self._fast.is_there(name)
+        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
+
+    def evict(self, name: str, then: Callable[[Tier, bool], None]) -> None:
+        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread. `then` is called afterwards,
+        with the tier and whether it was there until now.
 
         A pinned one stays in the ring; if it is no longer pinned when another leaves, it leaves too.
         """
         if self._fast is not None and name in self._fast.held:
-            self._fast.let_go(name, lambda: then("fast"))
+            self._fast.let_go(name, partial(then, "fast"))
         elif self._ranks.first:
-            self._thread.submit(self._evict, name, lambda: then("durable"))
+            self._thread.submit(self._evictions.evict, name, partial(then, "durable"))
+
+    def forget(self, name: str) -> None:
+        """A checkpoint is no longer in its slot, which may be used again. All ranks alike."""
+        if self._fast is not None and name in self._fast.held:
+            self._fast.let_go(name)
 
     def quarantine(self, name: str) -> None:
         """Put a checkpoint that cannot be believed out of reach: in the ring, rank 0 moves it where it can be seen."""
-        if self._fast is not None and name in self._fast.held:
-            self._fast.let_go(name)
+        self.forget(name)
         if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
-            self._tell(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
+            say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
 
     def wait(self) -> None:
         """Wait for all that is under way in threads: for tests and measurements."""
@@ -371,22 +395,3 @@ class Snapshots:
         self._thread.shutdown(wait=True)
         if self._fast is not None:
             self._fast.close()
-
-    def _evict(self, name: str, then: Callable[[], None]) -> None:
-        self._leaving[name] = then
-        for leaving in list(self._leaving):
-            self._tell(f"evicting checkpoint {leaving}", partial(self._evict_unless_pinned, leaving))
-
-    def _evict_unless_pinned(self, name: str) -> None:
-        then = self._leaving.pop(name)
-        if ring.evict(self._paths, name):
-            then()
-        else:
-            self._leaving[name] = then
-
-    def _tell(self, doing: str, act: Callable[[], None]) -> None:
-        """Do what the run can go on without; say so where it fails."""
-        try:
-            act()
-        except OSError as error:
-            say(f"{doing} failed ({error}); training goes on")

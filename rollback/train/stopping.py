@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from rollback.config import ENV_SUPERVISOR
+from rollback.rundir.processes import is_running
 from rollback.train.record import say
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -92,13 +93,13 @@ def end_with_supervisor() -> None:
     puts ranks into sessions of their own, so neither a hang-up nor a killed parent reaches them by itself.
     """
     described = os.environ.get(ENV_SUPERVISOR, "")
-    pid, _, created = described.partition(":")
+    pid = described.partition(":")[0]
     if not pid.isdigit():
         return
     parent = os.getppid()
 
     def watch() -> None:
-        while _lives(int(pid), created) and os.getppid() == parent:
+        while is_running(described) and os.getppid() == parent:
             threading.Event().wait(_LOOK_EVERY)
         say(f"the supervisor (pid {pid}) or torchrun is gone; this rank ends. Run the same command again to go on")
         for child in psutil.Process().children(recursive=True):
@@ -106,12 +107,3 @@ def end_with_supervisor() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, name="rollback-lifeline", daemon=True).start()
-
-
-def _lives(pid: int, created: str) -> bool:
-    try:
-        process = psutil.Process(pid)
-        same = not created or abs(process.create_time() - float(created)) < 1.0
-        return same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False

@@ -10,7 +10,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from rollback.events import FinalStateLost, Finished, ScriptLeft, Stopped
+from rollback.errors import ExitCode
+from rollback.events import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.rundir.history import History
 from rollback.rundir.manifest import Manifest
 from rollback.train.keeping import Keeper
@@ -69,20 +70,33 @@ class TrainingEnd:
         if kept is not None:
             self._saver.go_on(kept)
 
-    def stop(self, halt: Halt) -> None:
-        """Collective: the ranks stop together before the end."""
-        if halt.save:
-            self._saver.take_now(self._watch.timeline)
-        newest, step = self._keeper.newest(), self._state.counters.step
+    def stop(self, halt: Halt) -> ExitCode:
+        """Collective: the ranks stop together before the end. With what a run without a supervisor ends then."""
+        kept = self._saver.take_now(self._watch.timeline) if halt.save else None
+        if not halt.structural:
+            self._keeper.look_after()
+        newest, step, account = self._keeper.newest(), self._state.counters.step, halt.account
+        failed = LastSaveFailed(
+            step=step, batch=self._state.cursor.batch, checkpoint=newest.name if newest else None,
+            steps=step - (newest.step if newest else 0), reason=self._saver.fault,
+        )  # fmt: skip
+        if lost := halt.save and kept is None and self._keeps:
+            account = failed.in_words()
+            self._record.note(failed)
         stopped = Stopped(
             reason="structural" if halt.structural else "preempted",
             step=step,
             batch=self._state.cursor.batch,
             checkpoint=newest.name if newest else None,
-            account=halt.account,
+            account=account,
         )
-        self._record.note(stopped, f"stopped at step {step}: {halt.account}")
+        self._record.note(stopped, f"stopped at step {step}: {account}")
         self._said = True
+        if halt.structural:
+            return ExitCode.STRUCTURAL
+        if newest is not None:
+            return ExitCode.RESUMABLE
+        return ExitCode.IO if lost else ExitCode.FAILED
 
     def close(self, *, changed: bool, judge: Callable[[], object] | None) -> None:
         """The script is through, by all that can be known here. Not collective.

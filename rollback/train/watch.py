@@ -164,7 +164,7 @@ class Watch:
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
         signs.asked = asked
-        signs.step_seconds = seconds
+        signs.step_seconds, signs.missed = seconds, self._keeper.misses_a_candidate()
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs, gauges)
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.

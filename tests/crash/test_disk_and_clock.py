@@ -1,10 +1,9 @@
-"""A disk that becomes read-only, and a wall clock that jumps by years, while a run trains."""
+"""A disk that becomes read-only, and a wall clock that jumps, while a run trains."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,11 +11,13 @@ from pathlib import Path
 import jumping
 import mounted
 import pytest
-from toy import facts, require_same, train
+from disks import may_mount
+from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from toy import Toy, facts, require_same, train
 
 from rollback.audit.verify import verify
 from rollback.errors import ExitCode
-from rollback.events import Committed, Drained
+from rollback.events import Attached, Committed, Drained
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.remote.fetch import fetch
@@ -24,15 +25,6 @@ from rollback.rundir.remote.store import Store
 
 SUPPORT = Path(__file__).parents[1] / "support"
 FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)
-
-
-def may_mount() -> bool:
-    if os.geteuid() != 0 or shutil.which("unshare") is None:
-        return False
-    tried = subprocess.run(
-        ["unshare", "--mount", "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, check=False
-    )
-    return tried.returncode == 0
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
@@ -80,3 +72,32 @@ def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
     elsewhere.root.mkdir()
     fetch(Store(f"file://{tmp_path}/ring"), elsewhere, print)
     assert verify(elsewhere.root).exit_code == ExitCode.DONE
+
+
+def in_its_own_proc(stat: Path, command: list[str]) -> list[str]:
+    """A command for which `stat` is /proc/stat, which has the time of boot: the wall clock less the time since then."""
+    stat.write_bytes(Path("/proc/stat").read_bytes())
+    mount = f'mount --bind {stat} /proc/stat && exec "$@"'
+    return ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
+
+
+def put_right(stat: Path, seconds: int) -> str:
+    """A shell command that steps the clock that `in_its_own_proc` shows."""
+    step = f"awk '$1 == \"btime\" {{ $2 += {seconds} }} 1' {stat} > {stat}.new"
+    return f"{step} && cat {stat}.new > {stat}"
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+@pytest.mark.parametrize("seconds", [-3600, 3])
+def test_a_wall_clock_that_is_put_right_ends_no_rank(tmp_path: Path, seconds: int) -> None:
+    """In mid-run: ranks look once a second whether their supervisor is there."""
+    scenarios, run, stat = Scenarios(tmp_path), tmp_path / "job", tmp_path / "stat"
+    scenarios.add("job", Toy(), shell=[0, 30, f"{put_right(stat, seconds)}; sleep 2.5"])
+    command = [*LAUNCH, "--nproc", "1", "--run", str(run), str(JOB), str(scenarios.path)]
+    done = subprocess.run(
+        in_its_own_proc(stat, command), env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "is gone" not in done.stdout
+    assert len(facts(run, Attached)) == 1, "a rank was ended"

@@ -18,7 +18,8 @@ from rollback.events import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.rundir.processes import start_of
+from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
 from rollback.supervisor.processes import dead_ranks
 
 RANK = int(os.environ["RANK"])
@@ -45,7 +46,7 @@ def beat(step: int, doing: str = "step") -> None:
         doing=doing,
         monotonic=time.monotonic(),
         looked=time.monotonic(),
-        created=psutil.Process().create_time(),
+        start=start_of(os.getpid()) or "",
     )
     write_heartbeat(PATHS.heartbeat(RANK), heartbeat)
 
@@ -99,7 +100,7 @@ def lose_the_peer() -> None:
     if RANK == 1:
         os.kill(os.getpid(), signal.SIGKILL)
     deadline = time.monotonic() + 60
-    while 1 not in dead_ranks(PATHS, ATTEMPT) and time.monotonic() < deadline:
+    while 1 not in dead_ranks(read_heartbeats(PATHS.ranks)) and time.monotonic() < deadline:
         time.sleep(0.02)
     now, error = time.time(), "Connection closed by peer [127.0.0.1]:1"
     failure = FailureRecord(

@@ -6,8 +6,9 @@ batch, number]`: that rank sends itself a signal there; `[rank, batch, number, a
 supervised run), `full_disk` (`[rank, batch]`: from there on that rank can write no shard), `flip` (`[rank, batch]`:
 there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or several in a row: rank 0 hands in that
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
-is restored, see unreadable.py). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or
-`error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+is restored, see unreadable.py), `shell` (`[rank, batch, command]`, or several in a row: that rank runs the command
+there, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json`
+beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ import contextlib
 import errno
 import json
 import os
+import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -59,6 +62,10 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
                 os.kill(os.getpid(), number)
         if scenario.get("full_disk") == [rank, position]:
             snapshots.write_direct = refuse
+        time.sleep(scenario.get("slow", 0.0))
+        for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
+            if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+                subprocess.run(["sh", "-c", command], check=True)
         if scenario.get("flip") == [rank, position] and guard is not None:
             weight = next(guard._state.model.parameters()).data
             weight.view(torch.int32)[0, 0] ^= 1

@@ -32,6 +32,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import rollback
+from rollback.rundir.processes import start_of
 from rollback.supervisor import host
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
@@ -69,7 +70,7 @@ def _enter_register() -> None:
 
 def _entry(process: psutil.Process) -> Path:
     """A pid is used again."""
-    return _register / f"warm-{process.pid}-{process.create_time()}"
+    return _register / f"warm-{process.pid}-{(start_of(process.pid) or 'gone').partition('@')[0]}"
 
 
 class WarmPython:

@@ -23,7 +23,8 @@ from rollback.rundir.durable import open_regular, write_file
 from rollback.rundir.identity import Job, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.records import Heartbeat, LineWriter, write_heartbeat
+from rollback.rundir.processes import start_of
+from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, write_heartbeat
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.processes import leftovers, living_ranks
 from rollback.train.draws import DrawLog
@@ -121,7 +122,7 @@ def bystander() -> Iterator[psutil.Process]:
 def heartbeat_of(process: psutil.Process) -> Heartbeat:
     return Heartbeat(
         pid=process.pid, host=os.uname().nodename, attempt=1, step=1, batch=1, doing="training",
-        monotonic=time.monotonic(), created=process.create_time(), looked=time.monotonic(),
+        monotonic=time.monotonic(), start=start_of(process.pid) or "", looked=time.monotonic(),
     )  # fmt: skip
 
 
@@ -129,7 +130,7 @@ def test_a_process_that_only_a_heartbeat_names_is_not_ended(paths: RunPaths, bys
     paths.ranks.mkdir()
     write_heartbeat(paths.heartbeat(0), heartbeat_of(bystander))
     assert leftovers(paths) == []
-    assert living_ranks(paths, 1) == {}
+    assert living_ranks(read_heartbeats(paths.ranks), paths) == {}
 
 
 def test_a_rank_that_this_launch_has_started_is_found_by_its_heartbeat(paths: RunPaths) -> None:
@@ -141,7 +142,7 @@ def test_a_rank_that_this_launch_has_started_is_found_by_its_heartbeat(paths: Ru
             time.sleep(0.01)
         (rank,) = children  # its own environment says nothing, as that of a program that has given itself a title
         write_heartbeat(paths.heartbeat(0), heartbeat_of(rank))
-        assert living_ranks(paths, 1) == {0: rank}
+        assert living_ranks(read_heartbeats(paths.ranks), paths) == {0: rank}
         torchrun.kill()
         rank.kill()
 

@@ -31,5 +31,10 @@ def test_a_module_is_read_in_one_sitting(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
+def test_processes_are_told_apart_in_one_place_and_not_by_the_time_of_day(path: Path) -> None:
+    assert not re.search(r"create_time\(|boot_time\(|btime", path.read_text())
+
+
+@pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_pickled(path: Path) -> None:
     assert not re.search(r"^\s*(import|from) +c?pickle\b|torch\.(save|load)\(", path.read_text(), re.MULTILINE)

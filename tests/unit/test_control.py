@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from click.testing import Result
 from hypothesis import given
@@ -27,6 +26,7 @@ from rollback.control import asking
 from rollback.events import Answered, Drained, Finished, Window
 from rollback.rundir import requests
 from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.requests import Inbox, Request, names, read_request
 
@@ -36,7 +36,7 @@ def live(run: RecordedRun) -> None:
     run.paths.ranks.mkdir(exist_ok=True)
     beat = Heartbeat(
         pid=os.getpid(), host=socket.gethostname(), attempt=1, step=36, batch=72, doing="training",
-        monotonic=time.monotonic(), created=psutil.Process().create_time(),
+        monotonic=time.monotonic(), start=start_of(os.getpid()) or "",
     )  # fmt: skip
     write_heartbeat(run.paths.heartbeat(0), beat)
 

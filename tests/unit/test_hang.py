@@ -11,7 +11,7 @@ from rollback.supervisor.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, Han
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:
-    fields = {"pid": 1, "host": "h", "attempt": 1, "created": 0.0, "batch": step, **more}
+    fields = {"pid": 1, "host": "h", "attempt": 1, "batch": step, **more}
     return Heartbeat(step=step, doing=doing, monotonic=moved, looked=looked, **fields)  # type: ignore[arg-type]
 
 
@@ -204,3 +204,16 @@ class TestStuckAtExit:
 
     def test_where_one_is_heard_of_nobody_is(self) -> None:
         assert self.told(LEAVING, LEAVING, silent=AT_EXIT + 60, beating=True) is None
+
+
+def test_what_a_disk_may_hold_back_ends_no_job_whose_ranks_compute() -> None:
+    watch = HangWatch(HangLimits(after=10), began=0.0)
+    frozen = {rank: beat(5, moved=1.0, looked=1.0) for rank in (0, 1)}
+    assert all(watch.look(float(now), frozen, {0}) is None for now in range(1, 100)), "rank 0 is unknown"
+    found = next(silence for now in range(100, 200) if (silence := watch.look(float(now), frozen)))
+    assert found.silent == 10, "nobody computes any more"
+
+
+def test_a_rank_that_looks_and_does_not_move_is_not_unknown_because_it_computes() -> None:
+    watch = HangWatch(HangLimits(after=10), began=0.0)
+    assert any(watch.look(float(now), {0: beat(5, moved=1.0, looked=float(now))}, {0}) for now in range(1, 20))

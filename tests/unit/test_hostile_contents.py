@@ -13,6 +13,7 @@ from commands import Commands, Outcome
 
 from recorded_run import eventful_run
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
 from rollback.supervisor.processes import dead_ranks, leftovers, living_ranks
 
 MEGABYTES = 300
@@ -103,15 +104,15 @@ def test_a_sparse_file_of_five_gibibytes_is_not_read_into_memory(
 @pytest.mark.parametrize("pid", [-5, 0, 1 << 40, 1 << 70])
 def test_a_number_that_is_no_pid_is_nobody(paths: RunPaths, pid: int) -> None:
     paths.heartbeat(0).write_bytes(heartbeat(pid=pid))
-    assert living_ranks(paths, 2) == {}
-    assert dead_ranks(paths, 2) == [0]
+    assert living_ranks(read_heartbeats(paths.ranks), paths) == {}
+    assert dead_ranks(read_heartbeats(paths.ranks)) == [0]
     assert leftovers(paths) == []
 
 
 def heartbeat(**changes: Any) -> bytes:
     beat = {
         "pid": os.getpid(), "host": os.uname().nodename, "attempt": 2, "step": 60, "batch": 120, "doing": "training",
-        "monotonic": 1.0, "created": 1.0,
+        "monotonic": 1.0, "start": "1@boot",
     }  # fmt: skip
     return json.dumps({**beat, **changes}).encode()
 
@@ -119,7 +120,7 @@ def heartbeat(**changes: Any) -> bytes:
 @pytest.mark.parametrize(
     "changes",
     [
-        {"pid": -5}, {"monotonic": float("nan")}, {"created": float("inf")}, {"step": -(1 << 70)}, {"attempt": 10**400},
+        {"pid": -5}, {"monotonic": float("nan")}, {"looked": float("inf")}, {"step": -(1 << 70)}, {"attempt": 10**400},
     ],
     ids=str,
 )  # fmt: skip

@@ -117,7 +117,7 @@ def test_a_damaged_holder_file_spoils_neither_lock_nor_message(paths: RunPaths, 
 def test_who_holds_it_can_be_read(paths: RunPaths) -> None:
     lock = RunLock(paths, "supervisor")
     body = json.loads(paths.holder.read_text())
-    assert body.keys() == {"pid", "host", "since", "role"}
+    assert body.keys() == {"pid", "start", "host", "since", "role"}
     lock.release()
 
 

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
 from pathlib import Path
 
 import pytest
+from disks import disk_of, fill, may_mount
 from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import RunInUse, UsageError
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
+from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
@@ -125,15 +127,53 @@ def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_p
     tower = Watchtower(tmp_path, "node-*.json", Report, clock=lambda: now[0])
     path, said = RunPaths(tmp_path).node("node-1"), report("ready")
     path = tmp_path / path.name
-    path.write_text(said.model_dump_json())
+    write_in_place(path, said.model_dump_json().encode())
     (tmp_path / "node-2.json").write_text("{")
     assert tower.look() == {"node-1.json": said}
     now[0] += SILENT_AFTER - 1
     assert tower.look()
     now[0] += 2
     assert tower.look() == {}
-    path.write_text(said.model_copy(update={"beat": 1}).model_dump_json())
+    write_in_place(path, said.model_copy(update={"beat": 1}).model_dump_json().encode())
     assert tower.look()
+
+
+def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path: Path) -> None:
+    tower, path, said = Watchtower(tmp_path, "node-*.json", Report), tmp_path / "node-1.json", report("ready")
+    write_in_place(path, said.model_dump_json().encode())
+    assert tower.look() == {"node-1.json": said}
+    with path.open("r+b") as file:
+        file.write(b'{"node":"half of a new one')
+    assert tower.look() == {"node-1.json": said}
+    path.unlink()
+    assert tower.look() == {}
+
+
+def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
+    now, blind = [1000.0], [True]
+    tower = Watchtower(tmp_path, "node-*.json", Report, clock=lambda: now[0], blind=lambda: blind[0])
+    write_in_place(tmp_path / "node-1.json", report("ready").model_dump_json().encode())
+    for _ in range(5):
+        now[0] += SILENT_AFTER
+        assert tower.look(), "whether it is silent cannot be told"
+    blind[0] = False
+    now[0] += SILENT_AFTER - 1
+    assert tower.look(), "counted from when it could be told again"
+    now[0] += 2
+    assert tower.look() == {}
+
+
+@pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
+    with disk_of("1m", tmp_path / "disk") as disk:
+        path, said = disk / "node-1.json", []
+        beacon = Beacon(path, report("ready"), said.append)
+        subprocess.run(["sh", "-c", fill(disk)], check=True)
+        beacon.show(state="running", signals=("SIGTERM",) * 100)
+        assert Report.model_validate_json(read_in_place(path)).signals
+        assert not said
+        assert not beacon.failing
+        beacon.put_out()
 
 
 def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
@@ -142,12 +182,12 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
     beats = set()
     enough = threading.Event()
     for _ in range(500):
-        beats.add(Report.model_validate_json(path.read_bytes()).beat)
+        beats.add(Report.model_validate_json(read_in_place(path)).beat)
         if len(beats) > 1 or enough.wait(0.02):
             break
     assert len(beats) > 1
     beacon.show(state="running")
-    assert Report.model_validate_json(path.read_bytes()).state == "running"
+    assert Report.model_validate_json(read_in_place(path)).state == "running"
     beacon.put_out()
     assert not path.exists()
 
@@ -190,7 +230,7 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
             attempt=1,
             state="ready",
         )
-        paths.node(there.node).write_text(there.model_dump_json())
+        write_in_place(paths.node(there.node), there.model_dump_json().encode())
     began = time.monotonic()
     assert leader.gather(1, lambda: time.monotonic() > began + 2) is bool(gathered)
     if gathered:

@@ -35,6 +35,7 @@ from rollback.live.telling import line_of
 from rollback.live.view import View
 from rollback.live.watch import standing, watch_lines
 from rollback.rundir.lock import RunLock
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
 
 LIMIT = 30.0
@@ -108,7 +109,7 @@ def beat(run: RecordedRun, step: int, doing: str = "training") -> None:
     run.paths.ranks.mkdir(exist_ok=True)
     heartbeat = Heartbeat(
         pid=me.pid, host=os.uname().nodename, attempt=1, step=step, batch=2 * step, doing=doing,
-        monotonic=time.monotonic(), created=me.create_time(),
+        monotonic=time.monotonic(), start=start_of(me.pid) or "",
     )  # fmt: skip
     write_heartbeat(run.paths.heartbeat(0), heartbeat)
 

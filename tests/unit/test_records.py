@@ -117,7 +117,7 @@ def test_what_is_not_a_regular_file_is_refused_at_once(path: Path, make: Any) ->
         list(read_skipped(path))
 
 
-BEAT = Heartbeat(pid=7, host="h", attempt=1, step=5, batch=10, doing="training", monotonic=1.5, created=2.5)
+BEAT = Heartbeat(pid=7, host="h", attempt=1, step=5, batch=10, doing="training", monotonic=1.5, start="2")
 
 
 def test_heartbeats_are_found_by_rank_and_bad_ones_left_out(tmp_path: Path) -> None:

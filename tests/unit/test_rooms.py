@@ -55,8 +55,50 @@ def test_a_slot_that_is_let_go_while_rooms_change_is_still_told_of(tier: FastTie
     tier.wait(30)
     tier.take("c000000-s00000001")
     left = threading.Event()
-    tier.let_go("c000000-s00000001", left.set)
+    tier.let_go("c000000-s00000001", lambda was_there: left.set())
     tier.fit(2 * SIZE)
     tier.wait(30)
     assert left.is_set()
     assert tier.take("c000001-s00000002").size == 2 * SIZE
+
+
+def test_a_map_whose_file_has_lost_its_name_is_not_used_again(tier: FastTier) -> None:
+    tier.fit(SIZE)
+    tier.wait(30)
+    tier.take("c000000-s00000001")
+    tier.let_go("c000000-s00000001")
+    tier.settle()
+    (tier.paths.slot(0) / "rank-00000.safetensors").unlink()
+    tier.fit(SIZE)
+    tier.wait(30)
+    assert not tier.ready()
+    assert "No such file" in (tier.fault or "")
+
+
+def test_what_is_written_where_another_file_has_taken_the_name_is_no_shard(tier: FastTier) -> None:
+    tier.fit(SIZE)
+    tier.wait(30)
+    tier.take("c000000-s00000001")
+    tier.require_file("c000000-s00000001")
+    path = tier.paths.slot(0) / "rank-00000.safetensors"
+    path.unlink()
+    path.write_bytes(bytes(SIZE))
+    with pytest.raises(OSError, match="another file"):
+        tier.require_file("c000000-s00000001")
+
+
+@pytest.mark.parametrize("removed", ["rank-00000.safetensors", "manifest.json"])
+def test_who_lets_a_checkpoint_go_is_told_whether_it_was_there_until_then(tier: FastTier, removed: str) -> None:
+    told: list[bool] = []
+    tier.fit(SIZE)
+    for number, name in enumerate(["c000000-s00000001", "c000001-s00000002"]):
+        tier.wait(30)
+        tier.take(name)
+        (tier.paths.slot(number) / "manifest.json").touch()
+        assert tier.is_there(name)
+    (tier.paths.slot(1) / removed).unlink()
+    assert not tier.is_there("c000001-s00000002")
+    for name in ("c000000-s00000001", "c000001-s00000002"):
+        tier.let_go(name, told.append)
+    tier.settle()
+    assert told == [True, False]

@@ -11,7 +11,6 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 from typer.testing import CliRunner
 
@@ -23,6 +22,7 @@ from rollback.cli import app
 from rollback.events import Drained, Finished
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, write_heartbeat
 
 C0, C1 = "c000000-s00000000", "c000001-s00000020"
@@ -43,7 +43,7 @@ def beat(run: RecordedRun, rank: int, **changed: Any) -> None:
     """A heartbeat of this very process, 2 s old, unless something else is said."""
     fields: dict[str, Any] = {
         "pid": os.getpid(), "host": socket.gethostname(), "attempt": 1, "step": 36, "batch": 72, "doing": "training",
-        "monotonic": time.monotonic() - 2, "created": psutil.Process().create_time(),
+        "monotonic": time.monotonic() - 2, "start": start_of(os.getpid()),
     }  # fmt: skip
     run.paths.ranks.mkdir(exist_ok=True)
     write_heartbeat(run.paths.heartbeat(rank), Heartbeat(**{**fields, **changed}))
@@ -80,7 +80,7 @@ def test_the_rate_is_that_of_the_present_stretch_of_training(run: RecordedRun, m
 
 
 def test_another_process_under_the_same_pid_is_not_the_rank(run: RecordedRun) -> None:
-    beat(run, 0, created=psutil.Process().create_time() - 1000)
+    beat(run, 0, start="1@another boot")
     beat(run, 1, pid=gone())
     status = status_of(run)
     assert [entry.alive for entry in status.ranks] == ["no", "no"]
@@ -112,7 +112,7 @@ def test_a_holder_without_ranks_is_starting_and_one_that_was_killed_is_not(run: 
     run.paths.holder.write_text(json.dumps({**said, "pid": gone()}))
     assert status_of(run).state == "died"
     # The pid is in use again, by a process that started after the holder took the lock.
-    run.paths.holder.write_text(json.dumps({**said, "since": "2020-01-01T00:00:00+00:00"}))
+    run.paths.holder.write_text(json.dumps({**said, "start": "1@another boot"}))
     assert status_of(run).state == "died"
     lock.release()
 

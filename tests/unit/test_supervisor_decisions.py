@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, Record, Stopped
+from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, LastSaveFailed, Record, Stopped
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
 from rollback.supervisor.evidence import got_further
@@ -21,8 +21,9 @@ from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun import Instructions
 
-PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
+PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
+UNSAVED = LastSaveFailed(step=3, batch=3, checkpoint=None, steps=3, reason="the disk is full")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
 
 
@@ -36,6 +37,9 @@ def evidence(
     finished: bool = False,
     lost: bool = False,
     attached: bool = True,
+    unsaved: bool = False,
+    step: int | None = None,
+    kept: int | None = None,
 ) -> Evidence:
     return Evidence(
         status=status,
@@ -46,11 +50,46 @@ def evidence(
         refusal=refusal,
         stopped=stopped,
         failures=failures,
-        step=None,
+        step=step,
+        save_failed=UNSAVED if unsaved else None,
+        kept=kept,
     )
 
 
 class TestEnding:
+    @pytest.mark.parametrize(
+        ("unsaved", "told", "status", "expected"),
+        [
+            (True, True, 0, "unsaved"),
+            (True, False, 0, "unsaved"),
+            (True, False, 1, "failed"),
+            (False, True, 0, "ended"),
+        ],
+    )
+    def test_a_stop_without_a_checkpoint_is_not_resumable(
+        self, unsaved: bool, told: bool, status: int, expected: str
+    ) -> None:
+        stopped = PREEMPTED.model_copy(update={"checkpoint": None})
+        assert ending(evidence(stopped=stopped, told=told, status=status, unsaved=unsaved)) == expected
+
+    def test_a_stop_with_an_older_checkpoint_is(self) -> None:
+        assert ending(evidence(stopped=PREEMPTED, told=True, unsaved=True)) == "resumable"
+
+    @pytest.mark.parametrize(
+        ("step", "kept", "expected"),
+        [
+            (None, None, "resumable"),
+            (0, None, "resumable"),
+            (5, None, "ended"),
+            (5, 0, "resumable"),
+            (5, 4, "resumable"),
+        ],
+    )
+    def test_ranks_that_did_not_get_to_save_are_resumable_if_something_is_there_or_nothing_is_lost(
+        self, step: int | None, kept: int | None, expected: str
+    ) -> None:
+        assert ending(evidence(told=True, status=-9, step=step, kept=kept)) == expected
+
     @pytest.mark.parametrize(
         ("stopped", "told", "status", "expected"),
         [
@@ -226,6 +265,7 @@ class TestCommand:
             settings=Settings(rewind=7),
             supervisor="12:3.5",
             instructions=Instructions(12, "/p/refusal", "/p/failures", "/p/guard", "id", 3, 60.0),
+            heartbeats="/proc/12/fd/5",
         )
         told = json.loads(found.pop("ROLLBACK_TORCHRUN"))
         assert (told["supervisor"], told["failures"], told["restarts"]) == (12, "/p/failures", 3)
@@ -234,6 +274,7 @@ class TestCommand:
             "GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000",
             "ROLLBACK_RUN": str(Path.cwd() / "runs/x"),
             "ROLLBACK_ATTEMPT": "4",
+            "ROLLBACK_HEARTBEATS": "/proc/12/fd/5",
             "ROLLBACK_SETTINGS": '{"rewind":7}',
             "ROLLBACK_SUPERVISOR": "12:3.5",
             "ROLLBACK_REFUSAL": "/p/refusal",

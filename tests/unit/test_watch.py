@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from rollback.config import Settings
-from rollback.events import Advice, Fact, Incident, Planned
+from rollback.events import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned
 from rollback.rundir.history import History
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -155,3 +156,15 @@ def test_advice_is_given_once(steps: Steps) -> None:
     for _ in range(3):
         steps.record.advise("code", "do it otherwise")
     assert len(steps.facts(Advice)) == 1
+
+
+def test_a_checkpoint_that_has_been_removed_never_becomes_good(steps: Steps) -> None:
+    for step in range(30):
+        steps.take(1.0)
+        if step in (2, 4):
+            steps.snapshot()
+        if step == 6:
+            shutil.rmtree(steps.paths.checkpoint("c000001-s00000005"))
+    assert [fact.checkpoint for fact in steps.facts(BecameGood)] == ["c000000-s00000003"]
+    assert [fact.checkpoint for fact in steps.facts(CheckpointLost)] == ["c000001-s00000005"]
+    assert [point.name for point in steps.keeper.as_held()] == ["c000000-s00000003"]

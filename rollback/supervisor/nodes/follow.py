@@ -38,7 +38,10 @@ class Follower:
     ) -> None:
         self._paths, self._place, self._host, self._grace = paths, place, host, grace
         self._signals, self._say = signals, say
-        self._tower = Watchtower(paths.nodes, paths.orders.name, Orders)
+        self._beacon: Beacon[Report] | None = None
+        self._tower = Watchtower(
+            paths.nodes, paths.orders.name, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
+        )
         self._journal = TrainJournal(paths.train_journal)
         self._lock_looked_at = time.monotonic()
         self._next_look = 0.0
@@ -60,7 +63,7 @@ class Follower:
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
             leader=self._leader, attempt=-1, state="ended",
         )  # fmt: skip
-        beacon = Beacon(self._paths.node(self._place.name), report, self._say)
+        beacon = self._beacon = Beacon(self._paths.node(self._place.name), report, self._say)
         helper = Helper(self._paths, self._place.name, self._say)
         helper.start()
         verdict: Verdict | None = None
@@ -70,6 +73,7 @@ class Follower:
         finally:
             helper.close(over=verdict is not None)
             beacon.put_out()
+            self._beacon = None
 
     def _introduce(self, in_use: RunInUse) -> Orders | None:
         """The orders of the process that holds the lock. None if the lock is free meanwhile."""
@@ -102,7 +106,7 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
-                    beacon.show(state="ready", attempt=orders.attempt, states=(), stacks=None, left=None)
+                    beacon.show(state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None)
                 case "start":
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
@@ -146,7 +150,7 @@ class Follower:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
             states = sorted((rank, state) for rank, state in running.look().items() if state in _TELLING)
-            beacon.show(states=tuple(states))
+            beacon.show(states=tuple(states), beats=running.beats_in_memory())
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())

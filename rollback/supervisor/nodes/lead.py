@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
-from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.small_json import read_model
+from rollback.rundir.records import Heartbeat
+from rollback.rundir.small_json import parse_model
 from rollback.supervisor.nodes.membership import Place, file_system_of
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
@@ -51,6 +52,9 @@ class Nodes(Protocol):
     def states(self) -> dict[int, str]:
         """Of ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
 
+    def beats(self) -> dict[int, Heartbeat]:
+        """Heartbeats of the ranks on other nodes, as these told them last."""
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Have the ranks of all nodes write their stacks: those that did. own: does it here; may raise OSError.
 
@@ -89,6 +93,9 @@ class Alone:
     def states(self) -> dict[int, str]:
         return {}
 
+    def beats(self) -> dict[int, Heartbeat]:
+        return {}
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         return own()
 
@@ -107,7 +114,7 @@ class Leader:
 
     def __init__(self, paths: RunPaths, place: Place, say: Callable[[str], None]) -> None:
         self._paths, self._place, self._say = paths, place, say
-        self._tower = Watchtower(paths.nodes, "node-*.json", Report)
+        self._tower = Watchtower(paths.nodes, "node-*.json", Report, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
@@ -163,6 +170,10 @@ class Leader:
     def states(self) -> dict[int, str]:
         return {rank: state for report in self._member_reports().values() if report for rank, state in report.states}
 
+    def beats(self) -> dict[int, Heartbeat]:
+        reports = [report for report in self._member_reports().values() if report]
+        return {rank: beat for report in reports for rank, beat in report.beats.items()}
+
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         self._beacon.show(stacks=True)
         taken = own()
@@ -199,7 +210,7 @@ class Leader:
     def _look(self) -> None:
         """Read the reports of those who follow us, and make sure that nobody else gives orders here."""
         try:
-            orders = read_model(self._paths.orders, Orders, 1 << 20)
+            orders = parse_model(read_in_place(self._paths.orders), Orders)
         except (OSError, ValueError):
             orders = self._beacon.record
         if orders.leader != self._place.launch:

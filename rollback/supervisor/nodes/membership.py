@@ -15,7 +15,7 @@ import psutil
 from rollback.errors import RunDirectoryError, RunInUse, UsageError
 from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.processes import name_process
+from rollback.rundir.processes import name_process
 
 NODE_TIMEOUT = 600.0
 _LAST_CALL = 30.0  # torchrun's own
@@ -52,12 +52,12 @@ def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIM
     least, most = _range(str(flags.get("nnodes", "1")))
     if most == 1:
         return None
-    host, process = socket.gethostname(), psutil.Process()
+    host, pid = socket.gethostname(), os.getpid()
     # Where any number will do, nobody waits for one node to come back, and several may be on one host.
-    own = f"{host}-{process.pid}" if least < most else host
+    own = f"{host}-{pid}" if least < most else host
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
-    launch = f"{host}:{name_process(process)}"
-    return Place(least, most, name, launch, host, process.pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
+    launch = f"{host}:{name_process(pid)}"
+    return Place(least, most, name, launch, host, pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
 
 
 def _range(nnodes: str) -> tuple[int, int]:

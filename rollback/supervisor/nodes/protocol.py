@@ -32,6 +32,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from rollback.errors import ExitCode, RollbackError
+from rollback.rundir.records import Heartbeat
 from rollback.supervisor.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
@@ -81,7 +82,8 @@ class Report(BaseModel):
     """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
 
     insistent: it was told to stop twice. states: ranks of the attempt there that are stopped, in an uninterruptible
-    call or gone, with the letter of `Running.look`. stacks: those that have written theirs, once that was ordered.
+    call or gone, with the letter of `Running.look`. beats: of the ranks there, by rank, out of memory. stacks: ranks
+    that have written theirs, once that was ordered.
     left: what the attempt left on that node, once it has ended there.
     """
 
@@ -96,6 +98,7 @@ class Report(BaseModel):
     signals: tuple[str, ...] = ()
     insistent: bool = False
     states: tuple[tuple[int, str], ...] = ()
+    beats: dict[int, Heartbeat] = {}
     stacks: tuple[int, ...] | None = None
     left: Left | None = None
     beat: int = 0

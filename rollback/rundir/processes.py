@@ -1,0 +1,70 @@
+"""Which process is which. All comparisons of processes are made here.
+
+A pid is used again, so what names a process is its pid and when it began. That is compared as the kernel states it: in
+ticks since the machine was booted (`/proc/PID/stat`, field 22), and which boot that was. As a time of day it would hang
+on the time of boot, which the kernel reckons back from the wall clock: when that clock is put right by a second, every
+process seems to be another one.
+"""
+
+from __future__ import annotations
+
+import functools
+from pathlib import Path
+
+_STATE, _UTIME, _STIME, _START = 0, 11, 12, 19  # behind the name, which may hold blanks and brackets
+_DEAD = ("Z", "X", "x")
+
+
+def start_of(pid: int) -> str | None:
+    """When a process began, for `==` on one host only; None where there is none, or where it cannot be told."""
+    fields = _stat(pid)
+    return None if fields is None else f"{fields[_START]}@{_boot()}"
+
+
+def name_process(pid: int) -> str:
+    """`pid:start`, which names it as no other on its host. Raises ProcessLookupError where there is no such process."""
+    if (start := start_of(pid)) is None:
+        raise ProcessLookupError(f"there is no process {pid}")
+    return f"{pid}:{start}"
+
+
+def runs(pid: int, start: str) -> bool:
+    """Whether the process that began at `start` (see `start_of`) is there and has not ended."""
+    fields = _stat(pid)
+    return fields is not None and fields[_STATE] not in _DEAD and f"{fields[_START]}@{_boot()}" == start
+
+
+def is_running(name: str) -> bool:
+    """Whether the process that `name_process` named is there and has not ended."""
+    pid, _, start = name.partition(":")
+    return pid.isdigit() and runs(int(pid), start)
+
+
+def state_of(pid: int) -> str | None:
+    """The letter that /proc has for a process's state (`T`: stopped); None where it is gone."""
+    fields = _stat(pid)
+    return None if fields is None else fields[_STATE]
+
+
+def ticks_computed(pid: int) -> int | None:
+    """For how long a process has computed, in the kernel's ticks; None where it is gone."""
+    fields = _stat(pid)
+    return None if fields is None else int(fields[_UTIME]) + int(fields[_STIME])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat from the state on."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
+    except OSError:
+        return None
+    return fields if len(fields) > _START else None
+
+
+@functools.cache
+def _boot() -> str:
+    """Names the boot of this machine as no other; nothing where the kernel does not tell."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""

@@ -1,0 +1,150 @@
+"""Supervised jobs whose fast tier fails, whose disk is full, or whose last save fails: what they say and go on from."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from disks import disk_of, fill, may_mount
+from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from toy import Toy, facts, require_same
+
+from rollback.events import (
+    Attached,
+    BecameGood,
+    CheckpointLost,
+    Committed,
+    Dropped,
+    Evicted,
+    LastSaveFailed,
+    LeftDurableRing,
+    Saving,
+    Stopped,
+)
+from rollback.rundir import tiers
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+
+pytestmark = pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
+
+TOY = Toy(samples=400, augment=True, sampler="distributed")  # 100 steps, a snapshot every 10
+STOPPED_AT = 84
+
+
+@pytest.fixture
+def memory(tmp_path: Path) -> Iterator[Path]:
+    with disk_of("8m", tmp_path / "memory") as disk:
+        yield disk
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    scenarios = Scenarios(tmp_path_factory.mktemp("undisturbed"))
+    scenarios.add("job", TOY)
+    scenarios.torchrun(1)
+    return scenarios.portrait("job", 0)
+
+
+def launch(scenarios: Scenarios, run: Path, *flags: str) -> tuple[int, str]:
+    command = [*LAUNCH, "--nproc", "1", "--run", str(run), *flags, str(JOB), str(scenarios.path)]
+    done = subprocess.run(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, text=True, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+@pytest.mark.parametrize("fault", ["full", "removed", "its shards removed"])
+def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_directory(
+    tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
+) -> None:
+    does = {
+        "full": fill(memory),
+        "removed": f"rm -rf {memory}/*",
+        "its shards removed": f"rm {memory}/*/*/slot-*/rank-*",
+    }[fault]
+    scenarios, run = Scenarios(tmp_path), tmp_path / "job"
+    toy = TOY.with_settings(fast_tier=str(memory))
+    scenarios.add("job", toy, shell=[0, 57, does], signal=[0, STOPPED_AT, signal.SIGTERM, 1])
+    status, output = launch(scenarios, run)
+    assert status == 75, output
+    (stopped,) = facts(run, Stopped)
+    dropped = facts(run, Dropped)
+    assert len(dropped) <= 1, dropped
+    assert facts(run, Saving)[-1].slots == 0
+    assert {fact.tier for fact in facts(run, Committed) if fact.step > 70} == {"durable"}, facts(run, Committed)
+    assert max(fact.step for fact in facts(run, Committed)) == stopped.step >= STOPPED_AT
+    assert stopped.checkpoint in {place.name for place in tiers.locate(RunPaths(run)) if place.tier == "durable"}
+    held = {place.name for place in tiers.locate(RunPaths(run)) if tiers.is_whole(place)}
+    drainer = read_journal(RunPaths(run).supervisor_journal).records
+    left = {fact.checkpoint for fact in facts(run, Evicted, CheckpointLost)}
+    left |= {record.fact.checkpoint for record in drainer if isinstance(record.fact, LeftDurableRing)}
+    committed = {fact.checkpoint for fact in facts(run, Committed)}
+    assert committed - left <= held, "these do not exist, and nobody has said so"
+    lost = facts(run, CheckpointLost)
+    assert {fact.checkpoint for fact in facts(run, BecameGood)} <= committed
+    assert bool(lost) == (fault != "full")
+    status, output = launch(scenarios, run)
+    assert status == 0, output
+    assert facts(run, Attached)[-1].step == stopped.step
+    require_same(scenarios.portrait("job", 0), undisturbed, fault)
+
+
+def test_a_disk_that_is_full_for_longer_than_the_hang_limit_ends_no_job(
+    tmp_path: Path, undisturbed: dict[str, str]
+) -> None:
+    with disk_of("8m", tmp_path / "disk") as disk:
+        scenarios, run = Scenarios(tmp_path), disk / "job"
+        room = f"rm {disk}/filler"
+        scenarios.add("job", TOY.with_settings(fast_tier="off"), shell=[0, 25, fill(disk), 0, 85, room], slow=0.1)
+        status, output = launch(scenarios, run, "--hang-after", "3")
+        assert status == 0, output
+        assert len(facts(run, Attached)) == 1, "it was ended"
+        dropped = [fact.step for fact in facts(run, Dropped)]
+        assert dropped == [30, 40, 50, 60, 70, 80], "it was not full for long enough"
+        assert output.count("writing the metrics fails") == 1, "it is said once"
+        require_same(scenarios.portrait("job", 0), undisturbed, "full disk")
+
+
+@pytest.mark.parametrize("there", [True, False], ids=["an older checkpoint", "no checkpoint"])
+def test_a_stop_whose_last_save_failed_says_so_and_is_resumable_only_if_a_checkpoint_is_there(
+    tmp_path: Path, there: bool
+) -> None:
+    scenarios, run = Scenarios(tmp_path), tmp_path / "job"
+    removed = [] if there else [0, 55, f"rm -rf {run}/ring/c*"]
+    scenarios.add(
+        "job", TOY.with_settings(fast_tier="off"), full_disk=[0, 41], shell=removed,
+        signal=[0, 57, signal.SIGTERM, 1],
+    )  # fmt: skip
+    status, output = launch(scenarios, run)
+    (failed,), (stopped,) = facts(run, LastSaveFailed), facts(run, Stopped)
+    assert failed.step == stopped.step >= 57
+    assert stopped.checkpoint == failed.checkpoint
+    if there:
+        assert status == 75, output
+        assert failed.checkpoint.endswith("s00000040")
+        assert f"stopped, resumable at step 40 of {stopped.step}: the last save failed because " in output
+        assert f"{stopped.step - 40} updates will be done again" in output
+    else:
+        assert status == 74, output
+        assert failed.checkpoint is None
+        assert "there is no checkpoint to go on from: the last save failed because " in output
+    assert "No space left on device" in output.splitlines()[-1]
+
+
+def test_a_rank_that_loses_its_files_takes_all_ranks_to_the_run_directory(tmp_path: Path, memory: Path) -> None:
+    scenarios, run = Scenarios(tmp_path), tmp_path / "lost"
+    removed = f"rm {memory}/*/*/slot-*/rank-00001.safetensors"
+    scenarios.add("lost", TOY.with_settings(fast_tier=str(memory)), shell=[1, 33, removed])
+    scenarios.add("undisturbed", TOY)
+    scenarios.torchrun(2)
+    assert len(facts(run, Dropped)) <= 1
+    assert {fact.tier for fact in facts(run, CheckpointLost)} == {"fast"}
+    assert {fact.tier for fact in facts(run, Committed) if fact.step <= 30} == {"fast"}
+    assert {fact.tier for fact in facts(run, Committed) if fact.step > 40} == {"durable"}
+    for rank in range(2):
+        require_same(scenarios.portrait("lost", rank), scenarios.portrait("undisturbed", rank), f"rank {rank}")
