@@ -27,6 +27,7 @@ class RunLock:
 
     def __init__(self, paths: RunPaths, role: str) -> None:
         self._paths = paths
+        was_there = paths.lock.exists()
         try:
             paths.root.mkdir(parents=True, exist_ok=True)
             self._lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
@@ -46,6 +47,8 @@ class RunLock:
         try:
             write_file(paths.holder, json.dumps(holder).encode(), durable=False)
         except OSError as error:
+            if not was_there:
+                paths.lock.unlink(missing_ok=True)
             self._lock.release()
             raise RunDirectoryError(
                 f"writing {paths.holder}: {error.strerror or error}",
@@ -53,8 +56,8 @@ class RunLock:
             ) from error
 
     def release(self) -> None:
-        with contextlib.suppress(OSError):  # a disk that has become read-only: the lock itself is what counts
-            self._paths.holder.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # gone, or on a disk that has become read-only: the lock itself counts
+            self._paths.holder.unlink()
         self._lock.release()
 
 
