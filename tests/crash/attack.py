@@ -126,7 +126,7 @@ def draw(seed: int) -> Case:
                 what = one(LIMITS)
             case "memory":
                 what = dice.choice(["fill", "remove"])
-        acts.append(Act(kind, what, how, round(dice.random(), 3), round(dice.random(), 3)))
+        acts.append(Act(kind, what, how, int(1000 * dice.random()) / 1000, int(1000 * dice.random()) / 1000))
     memory = dice.choice([None, None, 0, 1 << 20, 8 << 20])
     job = dice.randrange(len(JOBS))
     return Case(job, memory, dice.random() > COLD, tuple(acts))
@@ -357,6 +357,7 @@ class Assault(Undertaking):
         self.memory.mkdir()
         self.limits: dict[int, int] = {}
         self.mounted = False
+        self.met = 0  # acts that began while the run was not yet through
         if case.memory and os.geteuid() == 0:
             mount = ["mount", "-t", "tmpfs", "-o", f"size={case.memory}", "rollback-attack", str(self.memory)]
             self.mounted = subprocess.run(mount, capture_output=True, check=False).returncode == 0
@@ -387,6 +388,7 @@ class Assault(Undertaking):
                 process.kill()
 
     def perform(self, act: Act, start_up: float) -> None:
+        self.met += not self.ended()
         match act.kind:
             case "kill":
                 self.carry_out(Kill(act.what, act.how, act.share, act.pick), start_up)
@@ -508,6 +510,7 @@ class Attack:
     def __init__(self, folder: Path, say: Callable[[str], None]) -> None:
         self.folder, self.say = folder, say
         self.ends: Counter[str] = Counter()
+        self.acts = self.met = 0
         self.violations: list[tuple[str, Case, str]] = []
         self._oracles: dict[tuple[int, bool], Oracle] = {}
         self._number = itertools.count()
@@ -528,6 +531,8 @@ class Attack:
             run.launch()
             for act in case.acts:
                 run.perform(act, oracle.start_up)
+            self.acts += len(case.acts)
+            self.met += run.met
             self.ends[run.require_a_good_end(oracle)] += 1
         except AssertionError as error:
             return str(error)
@@ -596,7 +601,10 @@ def main() -> int:
     for name, case, fault in attack.violations:
         print(f"{name}: {', '.join(map(str, case.acts))}: {fault.splitlines()[0]}")
     seconds = time.monotonic() - began
-    print(f"{cases} cases in {seconds:.0f} s: {len(attack.violations)} violations; ends (shrinking included): {ends}")
+    print(
+        f"{cases} cases in {seconds:.0f} s: {len(attack.violations)} violations; ends, shrinking included: {ends}; "
+        f"{attack.met} of {attack.acts} acts met a run that was not yet through"
+    )
     return int(bool(attack.violations))
 
 
