@@ -131,8 +131,8 @@ def plan_request(incident: Incident, target: Held, skip: Window | None, held: Se
     incident: the operator's. held: checkpoints of the present timeline, oldest first. Batches before the restored
     checkpoint are part of the run and stay so: a window is cut to what lies behind it.
     """
-    if skip is not None and skip.first < target.batch:
-        skip = Window(first=target.batch, last=skip.last) if skip.last >= target.batch else None
+    if skip is not None:
+        skip = Window(first=max(skip.first, target.batch), last=skip.last) if skip.last >= target.batch else None
     return Planned(
         incident=incident.incident,
         action="rollback",
@@ -148,7 +148,7 @@ def plan_request(incident: Incident, target: Held, skip: Window | None, held: Se
     )
 
 
-def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int = 1) -> bool:
+def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int) -> bool:
     """Whether an incident is the trouble that `previous` answered, come back."""
     if previous.action not in ("rollback", "retry") or previous.batch is None:
         return False
@@ -167,7 +167,7 @@ def comes_back(incident: Incident, previous: Planned, settings: Settings, stream
     return not (beyond and (incident.in_hand or previous.in_hand or suspected))
 
 
-def horizon_end(plan: Planned, settings: Settings, batches_per_step: int = 1) -> int:
+def horizon_end(plan: Planned, settings: Settings, batches_per_step: int) -> int:
     """The batch up to which an incident would be a repeat; beyond it the planned rollback has proved itself."""
     end = plan.skip.last if plan.skip else plan.through
     return end + settings.horizon * batches_per_step
@@ -215,7 +215,7 @@ def _target(
 
 def _window(incident: Incident, target: Held, previous: Planned | None, reach: Reach, stream: Stream) -> Window:
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
-    length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min, 1)
+    length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min)
     if previous is not None and previous.skip is not None:
         # Not from before the restored checkpoint: those batches are part of the run and stay so.
         first = max(target.batch, min(first, previous.skip.first))

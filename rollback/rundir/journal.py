@@ -198,7 +198,6 @@ class Journal:
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
-        self.path = path
         self.attempt = attempt
         reading = read_journal(path)
         self.records = reading.records
@@ -220,7 +219,7 @@ class Journal:
                 hint="check the permissions and free space of the run directory",
             ) from error
 
-    def append(self, fact: Fact) -> Record:
+    def append(self, fact: Fact) -> None:
         """Append a fact; it is on disk when this returns.
 
         Raises OSError where the disk refuses. The fact is then kept in memory and written before the next one, so that
@@ -236,7 +235,6 @@ class Journal:
         self.records.append(record)
         self._backlog.append(line.encode())
         self.flush()
-        return record
 
     def flush(self) -> None:
         """Write and sync what earlier failures left in memory. Raises OSError."""

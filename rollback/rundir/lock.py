@@ -32,6 +32,7 @@ class RunLock:
 
     def __init__(self, paths: RunPaths, role: str) -> None:
         self._paths = paths
+        was_there = paths.lock.exists()
         try:
             files.make_directory(paths.root)
             for path in (paths.lock, paths.holder):
@@ -54,6 +55,8 @@ class RunLock:
         try:
             write_file(paths.holder, json.dumps(holder).encode(), durable=False)
         except OSError as error:
+            if not was_there:
+                paths.lock.unlink(missing_ok=True)
             self._lock.release()
             raise RunDirectoryError(
                 f"writing {paths.holder}: {error.strerror or error}",

@@ -14,7 +14,9 @@ from hypothesis import strategies as st
 
 from rollback.rundir import direct
 from rollback.rundir.direct import BLOCK, write_direct
+from rollback.rundir.drain.in_run import copy_shard
 from rollback.rundir.hashing import hash_of
+from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.region import Region
 
 SIZE = 3 * BLOCK + 17
@@ -125,3 +127,29 @@ def test_an_existing_file_is_not_touched(tmp_path: Path, region: Region) -> None
     with pytest.raises(FileExistsError):
         write_direct(tmp_path / "file", region.view)
     assert (tmp_path / "file").read_bytes() == b"there"
+
+
+@pytest.mark.parametrize("refused_at", [1, 2])
+def test_a_copy_that_the_disk_refuses_is_told_as_the_disk_tells_it(
+    tmp_path: Path, region: Region, monkeypatch: pytest.MonkeyPatch, refused_at: int
+) -> None:
+    """Whoever copies checkpoints tries them again; nothing else that goes wrong on the way must be raised instead."""
+    source, target = tmp_path / "source", tmp_path / "target"
+    source.write_bytes(region.view)
+    shard = ShardRecord(file="source", size=SIZE, hash=hash_of(region.view))
+    really, writes = os.write, 0
+
+    def refuse(fd: int, data: Any) -> int:
+        nonlocal writes
+        writes += 1
+        if writes == refused_at:
+            raise OSError(errno.EFBIG, os.strerror(errno.EFBIG))
+        return really(fd, data[:BLOCK])
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", refuse)
+        with pytest.raises(OSError, match="File too large"):
+            copy_shard(source, target, shard)
+    assert not target.exists()
+    copy_shard(source, target, shard)
+    assert target.read_bytes() == source.read_bytes()

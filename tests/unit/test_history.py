@@ -9,20 +9,30 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from recorded_run import incident, rollback_plan
+from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
 from rollback.events import (
+    Accepted,
+    Advice,
+    Answered,
+    Attached,
     BecameGood,
     Committed,
     Concluded,
     Evicted,
     Fact,
+    Fetched,
+    Finished,
     Incident,
+    PhaseAnnounced,
     Planned,
     Quarantined,
     Record,
+    Requested,
     Restored,
+    SampleQuarantine,
     SkipAdded,
+    Stopped,
     Window,
 )
 from rollback.rundir.history import History, fold, merge_windows
@@ -133,6 +143,140 @@ def test_folding_in_two_parts_is_folding_at_once(cut: int) -> None:
     whole = records(STORY)
     in_parts = fold(whole[cut:], fold(whole[:cut], History()))
     assert in_parts == at_once
+
+
+# --- what became of incidents -----------------------------------------------------------------------------------------
+
+
+def told(*facts: Fact) -> History:
+    return fold(records(facts))
+
+
+PLAN = rollback_plan(1, C1, 20, (40, 101))
+
+
+@pytest.mark.parametrize(
+    ("facts", "carried_out", "awaits"),
+    [
+        ([incident(1, 45, 49)], False, False),
+        ([incident(1, 45, 49), PLAN], False, True),
+        ([incident(1, 45, 49), PLAN, restored(1, C1, 20)], True, True),
+        ([incident(1, 45, 49), PLAN.model_copy(update={"action": "retry"}), restored(1, C1, 20)], True, True),
+        ([incident(1, 45, 49), PLAN.model_copy(update={"action": "stop"})], False, False),
+        (STORY[-4:], True, False),
+        ([incident(1, 45, 49, request="r"), PLAN, restored(1, C1, 20)], True, False),
+    ],
+)
+def test_an_incident_awaits_its_outcome_from_its_plan_on_but_not_one_of_an_operator(
+    facts: list[Fact], carried_out: bool, awaits: bool
+) -> None:
+    (case,) = told(*facts).cases
+    assert (case.carried_out, case.awaits_outcome) == (carried_out, awaits)
+
+
+def test_only_the_latest_incident_can_be_pending() -> None:
+    later = rollback_plan(2, C0, 0, (0, 20))
+    done = [incident(1, 45, 49), PLAN, restored(1, C1, 20)]
+    assert told(*done, incident(2, 60, 61), later).pending == later
+    assert told(incident(1, 45, 49), PLAN, incident(2, 60, 61), later, restored(2, C0, 0)).pending is None
+
+
+def test_the_last_plan_is_that_of_a_trouble_and_not_one_that_was_only_observed_or_asked_for() -> None:
+    observed = rollback_plan(2, C1, 20, (60, 70), action="observe")
+    asked = rollback_plan(3, C1, 20, (80, 90))
+    early = [incident(1, 45, 49), PLAN]
+    later = [incident(2, 60, 61), observed, incident(3, 70, 71, request="r"), asked, incident(4, 80, 81)]
+    assert told(*early, *later).last_plan == PLAN
+    assert told(*later).last_plan is None
+    again = rollback_plan(4, C0, 0, (0, 20))
+    assert told(*early, *later, again).last_plan == again
+
+
+def test_incidents_have_cost_what_rollbacks_skipped_that_answered_a_trouble() -> None:
+    facts = [
+        incident(1, 45, 49), PLAN,
+        incident(2, 60, 61), rollback_plan(2, C1, 20, None, action="retry"),
+        incident(3, 70, 71, request="r"), rollback_plan(3, C1, 20, (80, 90)),
+        incident(4, 80, 81), rollback_plan(4, C1, 20, (90, 99), action="observe"),
+        incident(5, 80, 81), rollback_plan(5, C1, 20, None),
+        incident(6, 80, 81),
+    ]  # fmt: skip
+    history = told(*facts)
+    assert history.skipped_by_incidents == [Window(first=40, last=101)]
+    assert history.skip_list == [Window(first=40, last=101), Window(first=80, last=90)], (
+        "what was asked for is in force"
+    )
+
+
+def test_a_request_is_found_by_its_name() -> None:
+    history = told(incident(1, 45, 49, request="r"), incident(2, 50, 51, request="s"), incident(3, 60, 61))
+    assert history.case_of("r") is history.cases[0]
+    assert history.case_of("s") is history.cases[1]
+    assert history.case_of("t") is None
+
+
+# --- the course of a run ----------------------------------------------------------------------------------------------
+
+
+def test_the_last_attempt_is_the_latest_that_has_left_a_line() -> None:
+    assert fold([*records(STORY, attempt=3), *records(CHECKPOINTS, attempt=2)]).last_attempt == 3
+
+
+FINISHED = Finished(step=60, batch=120, checkpoint=C2)
+
+
+def test_a_run_has_come_to_its_end_until_it_goes_on_or_back() -> None:
+    assert told(FINISHED).finished == FINISHED
+    assert told(FINISHED).final == C2
+    assert told(FINISHED, commit("c000003-s00000060", 60)).finished is None
+    assert told(FINISHED, incident(1, 45, 49)).finished == FINISHED
+    assert told(FINISHED, incident(1, 45, 49), PLAN).finished is None
+    assert told(FINISHED, incident(1, 45, 49), PLAN.model_copy(update={"action": "observe"})).finished == FINISHED
+
+
+def stopped(reason: str) -> Stopped:
+    return Stopped.model_validate({"reason": reason, "step": 9, "batch": 18, "checkpoint": C1, "account": ""})
+
+
+def test_a_structural_stop_stands_until_the_run_goes_on() -> None:
+    assert told(stopped("structural")).structural == stopped("structural")
+    assert told(stopped("preempted")).structural is None
+    assert told(stopped("structural"), attached(C1, 20)).structural is None
+    assert told(attached(C1, 20), stopped("structural"), stopped("preempted")).structural is None
+
+
+def test_settings_are_those_of_the_last_attempt_and_how_often_the_script_had_written_that_of_the_first() -> None:
+    def attach(writes: int | None, **settings: object) -> Attached:
+        return attached(C1, 20).model_copy(update={"writes": writes, "settings": settings})
+
+    history = told(attach(7, keep=3), attach(9, keep=4))
+    assert (history.first_writes, history.settings) == (7, {"keep": 4})
+    assert told(attach(None), attach(9)).first_writes == 9
+
+
+def test_a_checkpoint_that_was_fetched_is_here_again_and_good() -> None:
+    fetched = Fetched(checkpoint=C2, step=40, place="s3://b", bytes=1, seconds=0.1)
+    history = told(commit(C2, 40), Evicted(checkpoint=C2, reason="full"), fetched)
+    assert (history.gone, history.good) == (set(), {C2})
+
+
+def test_what_leaves_the_fast_tier_is_not_gone() -> None:
+    assert told(commit(C2, 40), Evicted(checkpoint=C2, reason="full", tier="fast")).gone == set()
+
+
+def test_what_the_run_was_told_and_has_told_is_remembered() -> None:
+    request = Requested(request="r", order="rewind", to=4, skip=None, who="ada", why="", step=9, batch=18)
+    answer = Answered(request="r", carried_out=True, text="done")
+    sample = SampleQuarantine(batch=4, samples=(1,), added=(1,), released=(), who="w", why="")
+    history = told(
+        request, answer, Advice(code="c", text="t"), PhaseAnnounced(step=1, batch=2, phase=None), sample,
+        Accepted(what="ranks", before={}, after={}),
+    )  # fmt: skip
+    assert (history.requests, history.answers) == ({"r": request}, {"r": answer})
+    assert (history.advised, history.phases, history.quarantine) == ({"c"}, {2}, [sample])
+    assert not history.other_data
+    accepted = Accepted(what="data", before={}, after={})
+    assert told(accepted, Accepted(what="ranks", before={}, after={})).other_data
 
 
 windows = st.tuples(st.integers(0, 60), st.integers(0, 10)).map(lambda pair: Window(first=pair[0], last=sum(pair)))

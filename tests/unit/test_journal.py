@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import json
 import os
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.events import Fact, Finished, PassedOver, Trouble
 from rollback.rundir import durable
-from rollback.rundir.journal import Journal, read_journal
+from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal
 
 FACTS: list[Fact] = [
     PassedOver(first=4, last=9, step=2, timeline=1),
@@ -126,6 +127,9 @@ def swap(lines: list[bytes]) -> list[bytes]:
         pytest.param(lambda lines: [lines[0], *lines], id="a line twice"),
         pytest.param(swap, id="two lines swapped"),
         pytest.param(lambda lines: [lines[0], b"", *lines[1:]], id="an empty line"),
+        pytest.param(lambda lines: [b"", *lines], id="an empty line at the beginning"),
+        pytest.param(lambda lines: [lines[0], b"7", *lines[1:]], id="a number"),
+        pytest.param(lambda lines: [lines[0], b"[]", *lines[1:]], id="a list"),
         pytest.param(lambda lines: [lines[0], b"[" * 100_000, *lines[1:]], id="nested too deep"),
         pytest.param(lambda lines: [lines[0], b"7" * 10_000, *lines[1:]], id="a number of 10,000 digits"),
     ],
@@ -200,3 +204,78 @@ def test_an_unreadable_directory_is_a_clear_error(tmp_path: Path) -> None:
     (tmp_path / "journal").write_text("a file where the directory should be")
     with pytest.raises(RunDirectoryError, match=r"journal.train\.jsonl"):
         Journal(tmp_path / "journal" / "train.jsonl", 1)
+
+
+def test_a_line_is_plain_text_and_its_chain_can_be_reckoned_by_anybody(path: Path, written: bytes) -> None:
+    assert written.isascii()
+    chain = "0" * 32
+    for line in written.splitlines():
+        body = json.loads(line)
+        stated = body.pop("chain")
+        text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+        chain = hashlib.sha256((chain + text).encode()).hexdigest()[:32]
+        assert stated == chain
+
+
+def test_damage_is_told_by_line_and_byte_with_all_that_is_sound_before_it(path: Path, written: bytes) -> None:
+    lines = written.splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"{}\n", *lines[2:]]))
+    reading = examine_journal(path)
+    assert [record.fact for record in reading.records] == FACTS[:2]
+    assert reading.damage == Damage(3, len(b"".join(lines[:2])), "sequence number None where 2 should stand")
+    assert (reading.sound_bytes, reading.torn_bytes) == (len(b"".join(lines[:2])), 0)
+
+
+def test_a_tail_that_is_cut_off_is_cut_off_for_good_before_anything_follows(
+    path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path.write_bytes(written + b"torn")
+    synced: list[bytes] = []
+    monkeypatch.setattr(durable.os, "fsync", lambda fd: synced.append(path.read_bytes()))
+    Journal(path, 2).close()
+    assert synced[0] == written
+
+
+def test_a_journal_that_was_closed_holds_no_file_open(path: Path) -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        Journal(path, 1).close()
+    assert len(os.listdir("/proc/self/fd")) == before
+
+
+# --- read as it grows -------------------------------------------------------------------------------------------------
+
+
+def test_a_journal_that_grows_is_read_line_by_line_and_each_line_once(path: Path, written: bytes) -> None:
+    path.unlink()
+    tail = JournalTail(path)
+    assert tail.torn_bytes == 0
+    assert tail.new() == []
+    seen: list[Fact] = []
+    for length in range(len(written) + 1):
+        path.write_bytes(written[:length])
+        seen += [record.fact for record in tail.new()]
+        whole = written[:length].count(b"\n")
+        assert seen == FACTS[:whole]
+        assert tail.torn_bytes == length - len(b"\n".join(written.split(b"\n")[:whole])) - (whole > 0)
+    write(path, FACTS, attempt=2)
+    assert [record.seq for record in tail.new()] == [4, 5, 6, 7]
+    assert tail.new() == []
+
+
+def test_damage_in_what_has_grown_is_told_by_its_line(path: Path, written: bytes) -> None:
+    tail = JournalTail(path)
+    lines = written.splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:2]))
+    assert len(tail.new()) == 2
+    path.write_bytes(b"".join([*lines[:2], b"{}\n", lines[2]]))
+    with pytest.raises(JournalDamaged, match=r"line 3 is not what was written"):
+        tail.new()
+
+
+def test_a_journal_that_vanishes_while_it_is_read_is_told(path: Path, written: bytes) -> None:
+    tail = JournalTail(path)
+    tail.new()
+    path.unlink()
+    with pytest.raises(RunDirectoryError, match="it is gone"):
+        tail.new()

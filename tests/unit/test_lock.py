@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
+import threading
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
 
 from rollback.errors import ExitCode, RunDirectoryError, RunInUse
-from rollback.rundir.lock import RunLock, read_holder
+from rollback.rundir import lock
+from rollback.rundir.lock import RunLock, launch_of, read_holder
 from rollback.rundir.paths import RunPaths
 
 # Ready, then tries when told to by a line on stdin, says how it went, and holds on until stdin closes.
 CONTENDER = """
 import sys
+import threading
 from pathlib import Path
 from rollback.errors import RunInUse
+from rollback.rundir import lock
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 print("ready", flush=True)
@@ -114,6 +120,50 @@ def test_a_damaged_holder_file_spoils_neither_lock_nor_message(paths: RunPaths, 
     lock.release()
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("[]", r"in use by another process \(which has not said yet who it is\)"),
+        (
+            '{"role": "r", "pid": 4, "host": "h", "since": "2999-01-01T00:00:00+00:00"}',
+            "r with pid 4 on host h, since 0 min 0 s",
+        ),
+        ('{"role": "r", "pid": 4, "host": "h", "since": "2020-01-01T00:00:00+00:00"}', r"h, since \d{4,} h \d+ min$"),
+        ('{"role": "r", "pid": 4, "host": "h", "since": "then"}', "h, since an unknown time"),
+    ],
+)
+def test_who_holds_it_and_since_when_is_said(paths: RunPaths, text: str, said: str) -> None:
+    lock = RunLock(paths, "supervisor")
+    paths.holder.write_text(text)
+    with pytest.raises(RunInUse) as caught:
+        RunLock(paths, "supervisor")
+    assert re.search(said, caught.value.message), caught.value.message
+    lock.release()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"),
+    [(59, "0 min 59 s"), (60, "1 min 0 s"), (3599, "59 min 59 s"), (3600, "1 h 0 min"), (90_059, "25 h 0 min")],
+)
+def test_for_how_long_it_is_held_is_said_in_minutes_or_hours(
+    paths: RunPaths, seconds: int, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    began = datetime(2030, 1, 1, tzinfo=timezone.utc)
+
+    class Clock(datetime):
+        @classmethod
+        def now(cls, tz: object = None) -> datetime:  # type: ignore[override]
+            return began + timedelta(seconds=seconds)
+
+    held = RunLock(paths, "supervisor")
+    paths.holder.write_text(json.dumps({"since": began.isoformat()}))
+    monkeypatch.setattr(lock, "datetime", Clock)
+    with pytest.raises(RunInUse) as caught:
+        RunLock(paths, "supervisor")
+    assert caught.value.message.endswith(f"since {said}")
+    held.release()
+
+
 def test_who_holds_it_can_be_read(paths: RunPaths) -> None:
     lock = RunLock(paths, "supervisor")
     body = json.loads(paths.holder.read_text())
@@ -125,3 +175,24 @@ def test_a_run_directory_that_cannot_be_made_is_a_clear_error(tmp_path: Path) ->
     (tmp_path / "runs").write_text("a file where a directory should be")
     with pytest.raises(RunDirectoryError, match="runs"):
         RunLock(RunPaths(tmp_path / "runs" / "demo"), "supervisor")
+
+
+def test_another_thread_may_release_it(paths: RunPaths) -> None:
+    lock = RunLock(paths, "supervisor")
+    thread = threading.Thread(target=lock.release)
+    thread.start()
+    thread.join()
+    RunLock(paths, "supervisor").release()
+
+
+def test_the_name_of_a_launch_is_of_that_launch_alone_and_fits_into_a_request(paths: RunPaths) -> None:
+    assert launch_of(paths) is None
+    lock = RunLock(paths, "supervisor")
+    holder = read_holder(paths)
+    assert holder is not None
+    assert launch_of(paths) == f"{holder['host']}:{os.getpid()}:{holder['since']}"
+    paths.holder.write_text(json.dumps({**holder, "host": "h" * 300}))
+    assert launch_of(paths) == "h" * 200
+    lock.release()
+    lock.release()
+    assert launch_of(paths) is None

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.events import Incident, Planned, Window
-from rollback.policy import Held, Stream, horizon_end, plan, repeats
+from rollback.policy import Held, Stream, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import checkpoint_name
 
 
@@ -126,6 +126,13 @@ def test_a_repeat_is_what_begins_between_the_restored_batch_and_the_horizon(onse
     assert story.meets(onset).escalation == escalation
 
 
+def test_the_horizon_is_told_in_steps_and_reckoned_in_batches() -> None:
+    answer = plan(incident(230, 233, batches_per_step=4), None, held(200, batches_per_step=4), rules(), Stream(4))
+    assert answer.skip is not None
+    assert horizon_end(answer, rules(horizon=10), 4) == answer.skip.last + 40
+    assert horizon_end(answer.model_copy(update={"skip": None}), rules(horizon=10), 4) == answer.through + 40
+
+
 def test_retry_first_replays_once_then_skips_then_escalates() -> None:
     story = Story(rules(retry_first=True))
     retry = story.meets(230)
@@ -147,6 +154,8 @@ def test_retry_first_replays_once_then_skips_then_escalates() -> None:
         ({}, [(130, "hand", 130, 130, 100, 0), (160, "hand", 160, 160, 150, 0), (190, "hand", 190, 190, 150, 0)]),
         # Directly behind one another they are a stretch: from its beginning through 20 batches more, then harder.
         ({}, [(130, "hand", 130, 130, 100, 0), (131, "hand", 130, 151, 100, 0), (152, "hand", 50, 172, 50, 1)]),
+        # Such a stretch is gone back behind by no more than it needs.
+        ({}, [(149, "hand", 149, 149, 100, 0), (150, "hand", 150, 170, 150, 0)]),
         # A spike soon after a batch that did it alone is another trouble; soon after a spike only with a suspect.
         ({}, [(130, "hand", 130, 130, 100, 0), (160, "spike", 100, 180, 100, 0)]),
         ({}, [(130, "spike", 100, 150, 100, 0), (180, "spike", 50, 200, 50, 1), (230, "suspected", 200, 250, 200, 0)]),
@@ -174,6 +183,11 @@ def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[A
         ({}, Stream(skipped=(Window(first=0, last=46),), total=2020), 230, True),  # 101 of 2020: five in a hundred
         ({}, Stream(skipped=(Window(first=0, last=46), Window(first=210, last=250))), 230, False),
         ({}, Stream(skipped=(Window(first=205, last=250),)), 230, True),  # skipped already: nothing is counted twice
+        ({}, Stream(skipped=(Window(first=0, last=45), Window(first=200, last=200))), 230, True),
+        ({}, Stream(skipped=(Window(first=0, last=46), Window(first=200, last=200))), 230, False),
+        ({"max_skipped": "99%"}, Stream(skipped=(Window(first=0, last=196),)), 230, True),  # 251 of 254
+        ({"max_skipped": "99%"}, Stream(skipped=(Window(first=0, last=197),)), 230, False),
+        ({"max_skipped": "100%"}, Stream(skipped=(Window(first=300, last=900),)), 230, True),
         ({"max_skipped": "50%"}, Stream(skipped=(Window(first=0, last=60),)), 230, True),
         ({"max_skipped": "0%"}, Stream(skipped=(Window(first=0, last=60),), total=10**6), 230, False),
         ({"policy": "palm"}, Stream(), 150, True),
@@ -186,6 +200,16 @@ def test_no_window_makes_incidents_cost_more_than_they_may(
     answer = plan(incident(onset, onset + 3), None, RING, Settings(**settings), stream)
     assert answer.action == ("rollback" if allowed else "stop")
     assert ("max_skipped" in answer.reason) == (not allowed)
+
+
+@pytest.mark.parametrize(("skipped", "action"), [(71, "rollback"), (72, "stop")])
+def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, action: str) -> None:
+    """80 updates of 2 batches and 20 batches more, 108 of which are this window."""
+    answer = plan(
+        incident(220, 223, batches_per_step=2), None, held(0, 180, batches_per_step=2), Settings(rewind=20),
+        Stream(2, skipped=(Window(first=0, last=skipped),)),
+    )  # fmt: skip
+    assert answer.action == action, answer.reason
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=40), st.sampled_from(["0%", "5%", "30%"]))
@@ -225,7 +249,61 @@ def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(r
 
 def test_a_plan_that_was_not_carried_out_has_no_repeats() -> None:
     observed = plan(incident(230, 233), None, RING, rules(observe_only=True))
-    assert not repeats(incident(231, 233), observed, rules())
+    assert not repeats(incident(231, 233), observed, rules(), 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "skipped"),
+    [
+        (None, None),
+        ((250, 260), (250, 260)),
+        ((100, 120), (100, 120)),
+        ((90, 120), (100, 120)),  # batches before the restored checkpoint are part of the run
+        ((90, 100), (100, 100)),
+        ((90, 99), None),
+    ],
+)
+def test_an_operator_goes_back_to_what_they_name_and_past_what_lies_behind_it(
+    asked: tuple[int, int] | None, skipped: tuple[int, int] | None
+) -> None:
+    ring = [*RING[:2], Held(RING[2].name, 100, 100, False), *RING[3:]]
+    skip = Window(first=asked[0], last=asked[1]) if asked else None
+    answer = plan_request(incident(230, 233, timeline=4), ring[2], skip, ring)
+    assert answer.skip == (Window(first=skipped[0], last=skipped[1]) if skipped else None)
+    assert (answer.action, answer.escalation, answer.timeline, answer.through) == ("rollback", 0, 5, 233)
+    assert (answer.checkpoint, answer.step, answer.batch) == (RING[2].name, 100, 100)
+    assert answer.discards == tuple(point.name for point in RING[3:])
+    assert "only a candidate" in answer.reason
+    assert "a good checkpoint" in plan_request(incident(230, 233), RING[2], skip, RING).reason
+
+
+@pytest.mark.parametrize("stream", [Stream(4, 303, None), Stream(4, None, 101), Stream(4, 303, 0)])
+def test_a_window_is_whole_updates_where_the_length_of_epochs_is_not_known(stream: Stream) -> None:
+    assert stream.end_of_update(60, 108) == 111
+
+
+def test_a_reason_says_which_checkpoint_was_taken_and_why() -> None:
+    first = plan(incident(230, 230), None, RING, rules())
+    assert first.reason == "first answer to this trouble; the newest good checkpoint at least 20 steps before the onset"
+    assert "its batch alone did it" not in first.reason
+    back = plan(incident(260, 263), first, RING, rules())
+    assert back.reason == "the trouble came back; an older good checkpoint than last time"
+    again = plan(incident(10, 12), plan(incident(10, 12), None, RING, rules()), RING, rules())
+    assert again.reason == "the trouble came back; the oldest good checkpoint"
+    alone = plan(incident(230, 230, in_hand=True), None, RING, rules())
+    assert alone.reason.startswith(
+        "first answer to this trouble; the newest good checkpoint before the onset; its batch"
+    )
+    early = plan(incident(10, 12), None, RING, rules())
+    assert early.reason.endswith("the oldest good checkpoint; none is 20 steps before the onset")
+
+
+@pytest.mark.parametrize("action", ["observe", "stop"])
+def test_a_plan_that_was_never_carried_out_says_nothing_of_its_batch(action: str) -> None:
+    ring = RING if action == "observe" else []
+    answer = plan(incident(230, 230, in_hand=True), None, ring, rules(observe_only=action == "observe"))
+    assert answer.action == action
+    assert answer.in_hand == (action == "observe")
 
 
 # --- rules that hold for all ------------------------------------------------------------------------------------------

@@ -48,6 +48,30 @@ def test_with_a_plan_pending_the_planned_one_then_older_good_ones(action: str) -
     assert names(candidates(history, RING)) == [NAMES[2], NAMES[1], NAMES[0]]
 
 
+def test_with_a_plan_pending_only_what_is_good_and_older_than_the_planned_one_may_stand_in() -> None:
+    good = [BecameGood(checkpoint=name, step=0) for name in NAMES]
+    again = RING[2].model_copy(update={"name": "c000009-s00000040", "seq": 9})  # taken at the planned step once more
+    good.append(BecameGood(checkpoint=again.name, step=40))
+    history = history_of(*good[:1], *good[2:], incident(1, 45, 49), plan_to(2))
+    assert names(candidates(history, [RING[0], RING[1], RING[2], RING[3]])) == [NAMES[2], NAMES[1], NAMES[0]]
+    only_candidate = history_of(incident(1, 45, 49), plan_to(3))
+    assert names(candidates(only_candidate, RING)) == [NAMES[3], NAMES[1], NAMES[0]], "the third was never good"
+    assert names(candidates(history, [RING[0], again])) == [NAMES[0]], "it is not older"
+
+
+def test_a_plan_that_goes_back_to_the_first_step_has_nothing_older() -> None:
+    history = history_of(incident(1, 5, 9), plan_to(0))
+    assert names(candidates(history, RING)) == [NAMES[0]]
+    assert candidates(history, RING[1:]) == []
+
+
+def test_several_that_were_taken_behind_an_epoch_come_last_newest_first() -> None:
+    manifests = [RING[0], RING[1], *(manifest.model_copy(update={"over": True}) for manifest in RING[2:])]
+    again = manifest_of(4, 80).model_copy(update={"over": True})
+    expected = [NAMES[1], NAMES[0], again.name, NAMES[3], NAMES[2]]
+    assert names(candidates(history_of(), [*manifests, again])) == expected
+
+
 def test_a_planned_checkpoint_that_is_gone_gives_way_to_older_good_ones() -> None:
     history = history_of(incident(1, 45, 49), plan_to(2))
     assert names(candidates(history, [RING[0], RING[1], RING[3]])) == [NAMES[1], NAMES[0]]

@@ -144,3 +144,17 @@ def test_a_drift_that_began_long_ago_is_gone_back_behind(ago: int) -> None:
 
 def test_the_only_one_that_is_not_needed_leaves() -> None:
     assert choose_evictions(NAMES[:4], {NAMES[0]}, (), 3) == [(NAMES[2], "the ring is full")]
+
+
+def test_what_is_thinned_out_leaves_the_least_gap_in_proportion_to_its_neighbours_ages() -> None:
+    """Of steps, whatever the sequence numbers are: checkpoints are not all as far apart."""
+
+    def leaving(*steps: int) -> list[int]:
+        held = [checkpoint_name(seq, step) for seq, step in enumerate(steps)]
+        return [step_of(name) for name, _ in choose_evictions(held, set(held), (), len(held) - 1)]
+
+    assert leaving(0, 900, 990, 1000) == [0], "the others would be more than four times apart"
+    assert leaving(0, 300, 400, 700, 1000) == [300]
+    assert leaving(0, 300, 600, 650, 1000) == [600]
+    assert leaving(988, 990, 996, 997, 999, 1000) == [990]
+    assert leaving(0, 1000, 1000, 1000) == [1000], "the same step again, after a crash"

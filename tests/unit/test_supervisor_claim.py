@@ -8,12 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from rollback.errors import ExitCode, RollbackError
-from rollback.events import Finished
+from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
+from rollback.events import AttemptStarted, Finished
+from rollback.rundir import lock
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.claim import Claim, read_past
+from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 
 
 def tree(root: Path) -> dict[str, bytes | None]:
@@ -92,16 +93,17 @@ def test_a_run_directory_below_a_file_is_refused(tmp_path: Path) -> None:
     assert caught.value.exit_code == ExitCode.IO
 
 
+@pytest.mark.parametrize("missing", [os.R_OK, os.W_OK, os.X_OK])
 @pytest.mark.parametrize("name", ["", "ring", "journal"])
 def test_a_directory_without_permission_is_refused_by_name(
-    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, name: str, missing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     paths = RunPaths(tmp_path / "run")
     write_past(paths)
     paths.ring.mkdir()
     forbidden = paths.root / name if name else paths.root
     # Tests may run as root, whom permissions do not stop.
-    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != forbidden)
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != forbidden or not mode & missing)
     with pytest.raises(RollbackError) as caught:
         read_past(paths)
     assert caught.value.message.endswith(f"may not read and write {forbidden}")
@@ -148,3 +150,113 @@ def test_a_directory_can_be_claimed_again_after_a_claim_was_undone(tmp_path: Pat
     claim = Claim(paths)
     claim.release()
     assert not paths.holder.exists()
+
+
+def test_the_last_start_is_the_latest_of_the_supervisor(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    assert read_past(paths).last_start is None
+    journal = Journal(paths.supervisor_journal, 5)
+    starts = [AttemptStarted(command=("torchrun",), host="node1", pid=pid) for pid in (4, 5, 6)]
+    for start in starts:
+        journal.append(start)
+        journal.append(Finished(step=1, batch=1))
+    journal.close()
+    assert read_past(paths).last_start == starts[-1]
+
+
+@pytest.mark.parametrize("name", ["run.json", "journal"])
+def test_a_run_directory_may_hold_other_files_once_it_is_one(tmp_path: Path, name: str) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    (paths.root / "notes.txt").write_text("mine")
+    if name == "run.json":
+        for journal in paths.train_journal.parent.iterdir():
+            journal.unlink()
+        paths.train_journal.parent.rmdir()
+    else:
+        paths.identity.unlink()
+    assert read_past(paths).last_attempt == (0 if name == "run.json" else 4)
+
+
+@pytest.mark.parametrize(("others", "named"), [(["a"], "but 'a'"), (["b", "a"], "but 'a' and 1 more")])
+def test_what_stands_in_the_way_is_named(tmp_path: Path, others: list[str], named: str) -> None:
+    for name in others:
+        (tmp_path / name).write_text("")
+    with pytest.raises(RunDoesNotFit) as caught:
+        read_past(RunPaths(tmp_path))
+    assert caught.value.message.endswith(named)
+
+
+# --- where there may be no guard --------------------------------------------------------------------------------------
+
+
+def test_a_directory_that_can_be_used_is_held(tmp_path: Path) -> None:
+    paths, claim, error = claim_or_stand_in(RunPaths(tmp_path / "run"), tmp_path / "stand-in", insist=False)
+    assert (paths.root, error) == (tmp_path / "run", None)
+    with pytest.raises(RunInUse):
+        Claim(paths)
+    claim.release()
+
+
+def test_another_one_stands_in_for_a_directory_that_cannot_be_used_and_the_error_is_kept(tmp_path: Path) -> None:
+    broken = RunPaths(tmp_path / "run")
+    holds_other_files(broken)
+    before = tree(broken.root)
+    paths, claim, error = claim_or_stand_in(broken, tmp_path / "stand-in", insist=False)
+    assert paths.root == tmp_path / "stand-in"
+    assert isinstance(error, RunDoesNotFit)
+    assert paths.holder.exists()
+    assert tree(broken.root) == before
+    claim.release()
+
+
+@pytest.mark.parametrize("insist", [True, False])
+def test_nothing_stands_in_for_a_run_or_where_the_directory_itself_is_asked_for(tmp_path: Path, insist: bool) -> None:
+    broken = RunPaths(tmp_path / "run")
+    if insist:
+        holds_other_files(broken)
+    else:
+        has_a_damaged_journal(broken)
+    with pytest.raises(RollbackError):
+        claim_or_stand_in(broken, tmp_path / "stand-in", insist=insist)
+    assert not (tmp_path / "stand-in").exists()
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_a_claim_that_fails_leaves_nothing_of_what_it_made(
+    tmp_path: Path, there: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError("no room")
+
+    paths = RunPaths(tmp_path / "runs" / "train")
+    if there:
+        Claim(paths).release()
+    before = tree(tmp_path)
+    monkeypatch.setattr(lock, "write_file", refuse)
+    with pytest.raises(RunDirectoryError, match="holder") as caught:
+        Claim(paths)
+    assert tree(tmp_path) == before
+    monkeypatch.undo()
+    Claim(paths).release()
+    assert caught.value.hint is not None
+
+
+def test_a_claim_is_undone_although_its_lock_has_vanished(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    claim = Claim(paths)
+    paths.lock.unlink()
+    claim.undo()
+    assert not paths.root.exists()
+
+
+def test_a_directory_that_the_disk_refuses_to_list_is_a_clear_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> None:
+        raise OSError(5, "Input/output error")
+
+    monkeypatch.setattr(os, "scandir", refuse)
+    with pytest.raises(RunDirectoryError, match=r"reading the run directory .*: Input/output error"):
+        read_past(RunPaths(tmp_path))

@@ -43,6 +43,8 @@ def quarantine(**given: Any) -> SampleQuarantine:
         ([(10, (1, 9)), (30, (5, 9)), (60, (1, 3))], {1: (0, 2)}),
         # ... and the other one has its own.
         ([(10, (1, 9)), (30, (5, 9)), (60, (1, 3)), (90, (5, 7))], {1: (0, 2), 5: (1, 3)}),
+        # Of two that explain as many, the one with the later ones counts: what was left out meanwhile has not done it.
+        ([(10, (1,)), (30, (2,)), (50, (2,)), (70, (1,)), (90, (1, 2))], {1: (0, 3, 4), 2: (1, 2)}),
         # Those that cannot be told apart are all suspected.
         ([(10, (1, 2, 3)), (60, (2, 3, 4))], {2: (0, 1), 3: (0, 1)}),
         # The same batch again, after a replay, says nothing new.

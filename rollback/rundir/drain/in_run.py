@@ -101,7 +101,7 @@ def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
             content = mmap.mmap(file.fileno(), shard.size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
         raise CheckpointDamaged(f"reading the shard {source}: {getattr(error, 'strerror', None) or error}") from error
-    with content, memoryview(content) as view:
-        written = write_direct(target, view)
+    # It is closed when nobody holds it any more. By hand it cannot be where the disk refuses: the error's frames do.
+    written = write_direct(target, memoryview(content))
     if written != shard.written:
         raise CheckpointDamaged(f"the shard {source} is not what its manifest says (hash {written.digest})")

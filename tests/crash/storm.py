@@ -1,23 +1,17 @@
-"""Random SIGKILLs against supervised runs, until enough of them are survived or the time is up: `scripts/soak`.
+"""A supervised run of a tiny job, and how its processes are killed: what `attack.py` is made of.
 
-A kill is planned by seed: what dies (a rank, all ranks, a loader worker, torchrun, the supervisor, everything at once)
-and when (while the attempt starts, in training, while a checkpoint is being written). A run is killed again and again
-until it is through; it has survived if it ends bit for bit as one that was never disturbed and leaves no process.
+A kill says what dies (a rank, all ranks, a loader worker, torchrun, the supervisor, everything at once) and when (while
+the attempt starts, in training, while a checkpoint is being written).
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import os
-import random
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +19,7 @@ from typing import Any
 import psutil
 from job_results import JOB, Scenarios
 from toy import Toy, require_same
-from warm import WarmPython, environment_of, warm_up
+from warm import WarmPython, environment_of
 
 from rollback.config import ENV_RUN
 from rollback.rundir import tiers
@@ -37,18 +31,18 @@ VICTIMS = {
 }  # fmt: skip
 MOMENTS = {"start-up": 3, "training": 4, "saving": 3}
 """How often each is drawn, relative to the others."""
-COLD = 8  # one run in so many starts its processes as users do
-KILLS_OF_A_RUN = 40  # then it is left alone, so that it ends
-UNDISTURBED_FOR = 1.0  # seconds of training from which the moment of a kill is drawn
+UNDISTURBED_FOR = 0.5  # seconds of training from which the moment of a kill is drawn
 LIMIT = 180.0  # a wait that is longer than this has failed
+
+WORDS = ("--restart-budget", "1000")
 
 # What is skipped must not depend on which checkpoints a killed run happens to have: only what is bad, each time.
 _SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20}
 JOBS: tuple[tuple[int, Toy], ...] = (
-    (2, Toy(samples=2400, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(100, 450), nan_rank=1,
+    (1, Toy(loader="drawn", accumulate=2, nan=(70,), max_steps=150, patient=False, settings=_SURGICAL)),
+    (2, Toy(samples=600, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(40, 110), nan_rank=1,
             patient=False, settings=_SURGICAL)),
-    (1, Toy(samples=2400, workers=2, augment=True, nan=(150, 400), patient=False, settings=_SURGICAL)),
-    (1, Toy(loader="drawn", accumulate=2, max_steps=500, patient=False, settings=_SURGICAL)),
+    (1, Toy(samples=600, workers=2, augment=True, nan=(50, 120), patient=False, settings=_SURGICAL)),
 )  # fmt: skip
 """Number of ranks and the job. All steps take a millisecond or two, so that a checkpoint is nearly always under way."""
 
@@ -69,15 +63,6 @@ class Kill:
         return f"{self.victim} in {self.moment} at {self.share:.2f}"
 
 
-def plan(seed: int, run: int) -> Iterator[Kill]:
-    """The kills of a run, without end. A pure function of its arguments."""
-    source = random.Random(f"{seed}/{run}")
-    while True:
-        (victim,) = source.choices([*VICTIMS], [*VICTIMS.values()])
-        (moment,) = source.choices([*MOMENTS], [*MOMENTS.values()])
-        yield Kill(victim, moment, source.random(), source.random())
-
-
 @dataclass(frozen=True)
 class Oracle:
     """An undisturbed run: what it ended with on each rank, and how many seconds it took to begin."""
@@ -96,6 +81,7 @@ class Undertaking:
     warm: bool
     supervisor: Any = field(init=False)
     killed: list[str] = field(default_factory=list)
+    environment: dict[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.folder.mkdir(parents=True)
@@ -109,9 +95,9 @@ class Undertaking:
         """The same command as ever."""
         command = [
             sys.executable, "-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run),
-            "--restart-budget", "1000", *(["--no-preload"] if self.warm else []), str(JOB), str(self.scenarios.path),
+            *WORDS, *(["--no-preload"] if self.warm else []), str(JOB), str(self.scenarios.path),
         ]  # fmt: skip
-        environment = {**os.environ, "NO_COLOR": "1"}
+        environment = {**os.environ, "NO_COLOR": "1", **self.environment}
         with open(self.output, "ab") as output:
             start: Callable[..., Any] = WarmPython if self.warm else subprocess.Popen
             self.supervisor = start(command, cwd=self.folder, env=environment, stdout=output, stderr=subprocess.STDOUT)
@@ -248,98 +234,3 @@ def undisturbed(folder: Path, ranks: int, toy: Toy, warm: bool) -> Oracle:
     start_up = time.monotonic() - began
     assert job.supervisor.wait(LIMIT) == 0, job.tail()
     return Oracle([job.scenarios.portrait("run", rank) for rank in range(ranks)], start_up)
-
-
-class Soak:
-    """Kills until `kills` are survived, the time is up, or a run ended otherwise than it should have."""
-
-    def __init__(self, folder: Path, seed: int, kills: int, minutes: float, say: Callable[[str], None]) -> None:
-        self.folder, self.seed, self.kills, self.say = folder, seed, kills, say
-        self.survived: Counter[str] = Counter()
-        self.lost: list[str] = []
-        self.runs = 0
-        register = folder / "register"
-        register.mkdir()
-        warm_up(register)
-        self._oracles: dict[tuple[int, bool], Oracle] = {}
-        self.began = time.monotonic()
-        self._until = self.began + 60 * minutes
-
-    def over(self) -> bool:
-        return self.survived.total() >= self.kills or bool(self.lost) or time.monotonic() > self._until
-
-    def keep_running(self) -> None:
-        for number in itertools.count():
-            if self.over():
-                return
-            self.endure(number)
-
-    def endure(self, number: int) -> None:
-        """One run: kill it until it is through or enough was killed, and compare."""
-        ranks, toy = JOBS[number % len(JOBS)]
-        warm = number % COLD != COLD - 1
-        oracle = self._oracle(number % len(JOBS), warm)
-        job = Undertaking(self.folder / f"run-{number}", ranks, toy, warm)
-        try:
-            job.launch()
-            for kill in itertools.islice(plan(self.seed, number), KILLS_OF_A_RUN):
-                enough = self.survived.total() + len(job.killed) >= self.kills
-                if enough or self.over() or not job.carry_out(kill, oracle.start_up):
-                    break
-            job.require_undisturbed_end(oracle)
-        except (AssertionError, subprocess.TimeoutExpired, KeyError, OSError) as error:
-            self.lost.append(f"run {number} after {job.killed}: {error}\n{job.tail()}")
-            self.say(f"run {number} is lost; its folder is kept: {job.folder}")
-        else:
-            shutil.rmtree(job.folder)
-            self.survived.update(job.killed)
-            self.runs += 1
-            self.say(f"run {number}: {self.account()}")
-        finally:
-            job.clear_up()
-
-    def _oracle(self, which: int, warm: bool) -> Oracle:
-        """Made when first needed: what a job ends with is the same each time, how long it takes to begin is not."""
-        if (which, warm) not in self._oracles:
-            began = time.monotonic()
-            folder = self.folder / f"undisturbed-{which}-{'warm' if warm else 'cold'}"
-            self._oracles[which, warm] = undisturbed(folder, *JOBS[which], warm)
-            self._until += time.monotonic() - began
-            self.began += time.monotonic() - began
-        return self._oracles[which, warm]
-
-    def account(self) -> str:
-        minutes = max(time.monotonic() - self.began, 0.1) / 60
-        total = self.survived.total()
-        return f"{total} kills survived in {self.runs} runs, {minutes:.1f} min, {total / minutes:.1f} kills a minute"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(prog="scripts/soak", description=__doc__.splitlines()[0])
-    parser.add_argument("--kills", type=int, default=1000, help="stop when so many are survived (default: 1000)")
-    parser.add_argument("--minutes", type=float, default=60.0, help="begin no other kill after this time (default: 60)")
-    parser.add_argument("--seed", type=int, help="of all that is drawn (default: a new one each time)")
-    parser.add_argument("--run", type=int, help="carry out the kills of this run only")
-    parser.add_argument("--folder", type=Path, help="where runs are kept while they last (default: a temporary one)")
-    arguments = parser.parse_args()
-    seed = arguments.seed if arguments.seed is not None else random.SystemRandom().randrange(10**6)
-    print(f"seed {seed}", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="rollback-soak-", dir=arguments.folder))
-    soak = Soak(folder, seed, arguments.kills, arguments.minutes, lambda line: print(line, flush=True))
-    if arguments.run is None:
-        soak.keep_running()
-    else:
-        soak.endure(arguments.run)
-    for what, count in sorted(soak.survived.items()):
-        print(f"{count:6} {what}")
-    print(f"seed {seed}: {soak.account()}; {len(soak.lost)} runs lost")
-    for account in soak.lost:
-        number = account.split()[1]
-        print(f"{account}\nplay it again: scripts/soak --seed {seed} --run {number}")
-    if not soak.lost:
-        shutil.rmtree(folder)
-    return 1 if soak.lost else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
