@@ -179,10 +179,10 @@ def test_where_memory_does_not_take_the_state_at_the_end_the_run_directory_does(
     run, commit = tmp_path / "run", slots.commit
     (tmp_path / "memory").mkdir()
 
-    def full(paths: slots.SlotPaths, number: int, manifest: object) -> None:
+    def full(paths: slots.SlotPaths, number: int, manifest: object, here: object) -> None:
         if getattr(manifest, "step", 0) > 55:
             raise OSError(28, "No space left on device")
-        commit(paths, number, manifest)  # type: ignore[arg-type]
+        commit(paths, number, manifest, here)  # type: ignore[arg-type]
 
     monkeypatch.setattr("rollback.rundir.slots.commit", full)
     train(EPOCHS.with_settings(fast_tier=str(tmp_path / "memory")), run)
