@@ -199,6 +199,7 @@ class Journal:
 
     def __init__(self, path: Path, attempt: int) -> None:
         self.attempt = attempt
+        self._what = path.stem
         reading = read_journal(path)
         self.records = reading.records
         self.torn_bytes = reading.torn_bytes
@@ -228,7 +229,7 @@ class Journal:
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
         body = {"seq": self._next, "at": at, "attempt": self.attempt, **json.loads(fact.model_dump_json())}
         self._chain = _chain(self._chain, body)
-        sealed = {"seal": key.of(self.path.stem, self._chain)} if (key := seal.present()) else {}
+        sealed = {"seal": key.of(self._what, self._chain)} if (key := seal.present()) else {}
         line = json.dumps({**body, "chain": self._chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
         record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)
         self._next += 1
