@@ -30,14 +30,19 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
     One that another buffer or parameter is the very same tensor as is that one's. What no checkpoint can keep (a sparse
     tensor, say) is left out.
     """
-    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_kept(item)}
     found: dict[str, Tensor | None] = {}
     for name, owner, key in _registered(module):
-        item = owner._buffers[key]
-        if item is not None and (not is_kept(item) or memory_of(item) in seen):
-            continue
-        found[name] = item
-        if item is not None:
+        item, stored = owner._buffers[key], state.get(name)
+        same = isinstance(stored, Tensor) and item is not None and stored.data_ptr() == item.data_ptr() != 0
+        if item is None or (not same and is_kept(item)):
+            found[name] = item
+    if all(item is None for item in found.values()):
+        return found
+    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_kept(item)}
+    for name, item in list(found.items()):
+        if item is not None and memory_of(item) in seen:
+            del found[name]
+        elif item is not None:
             seen.add(memory_of(item))
     return found
 
