@@ -21,6 +21,7 @@ from rollback.rundir.paths import RunPaths
 
 UNAVAILABLE = why_not()
 pytestmark = pytest.mark.skipif(UNAVAILABLE is not None, reason=str(UNAVAILABLE))
+_CHANGES = ("mkdirat", "openat", "openat2", "write", "pwrite64", "fsync", "renameat")
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 
 
@@ -46,7 +47,7 @@ def test_a_save_killed_at_every_call_leaves_the_old_checkpoint_or_both(
     paths, status, places = save(tmp_path / "undisturbed", None)
     assert status == 0
     assert ring.names(paths) == [OLD, NEW]
-    assert {"mkdir", "openat", "write", "fsync", "rename"} <= {name for name, _ in places}
+    assert {"mkdirat", "openat", "write", "fsync", "renameat"} <= {name for name, _ in places}
     seen = []
     for number, place in enumerate(places):
         paths, status, calls = save(tmp_path / str(number), place)
@@ -79,7 +80,7 @@ def test_a_disk_that_fails_at_any_call_of_a_save_leaves_no_false_checkpoint(
 
     _, status, places = save(tmp_path / "undisturbed", None)
     assert status == 0
-    changes = [place for place in places if place[0] in ("mkdir", "openat", "write", "pwrite64", "fsync", "rename")]
+    changes = [place for place in places if place[0] in _CHANGES]
     for number, place in enumerate(changes):
         paths, status, _ = save(tmp_path / str(number), place)
         assert status in (0, 5), place

@@ -28,6 +28,7 @@ from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, writ
 from rollback.supervisor.claim import Claim
 from rollback.supervisor.processes import leftovers, living_ranks
 from rollback.train.draws import DrawLog
+from rollback.train.drill import _FullDisk
 
 
 @pytest.fixture
@@ -251,3 +252,13 @@ def test_a_stranger_s_file_where_everybody_may_write_is_not_believed(paths: RunP
         Claim(paths)
     paths.root.chmod(0o2770)  # a group's: what its members write is believed
     assert open_regular(paths.holder).read() == b"{}"
+
+
+def test_a_disk_that_a_drill_has_made_full_refuses_what_is_made_below_a_descriptor(paths: RunPaths) -> None:
+    disk = _FullDisk(str(paths.root))
+    disk.full = True
+    for make in (writes_metrics, writes_a_journal, lambda paths: ring.begin_writing(paths, "c000001-s00000010")):
+        with pytest.raises((OSError, RunDirectoryError), match="No space"):
+            make(paths)
+    disk.full = False
+    writes_metrics(paths)
