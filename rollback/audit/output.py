@@ -1,4 +1,4 @@
-"""Files that a reading command was asked to write: whole or not at all."""
+"""Files that a reading command was asked to write: whole or not at all. A device or a pipe is written as it is."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from rollback.rundir.durable import sync_directory
 def replacing(output: Path, run: Path) -> Iterator[Path]:
     """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
 
+    Where `output` is no regular file (`/dev/null`, `/dev/stdout`) it is that path itself: nothing takes its place.
     Raises UsageError where nothing may be written there (inside the run directory `run`, say), and OutputNotWritten
     where the disk refuses, also for an OSError of the body.
     """
@@ -24,15 +25,19 @@ def replacing(output: Path, run: Path) -> Iterator[Path]:
         raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
     if output.is_dir():
         raise UsageError(f"{output} is a directory", hint="name a file")
-    temporary = output.with_name(f".{output.name}.{os.getpid()}.tmp")
+    through = output.exists() and not output.is_file()
+    temporary = output if through else output.with_name(f".{output.name}.{os.getpid()}.tmp")
     try:
         try:
             yield temporary
+            if through:
+                return
             with open(temporary, "rb") as file:
                 os.fsync(file.fileno())
             os.replace(temporary, output)
         finally:
-            temporary.unlink(missing_ok=True)
+            if not through:
+                temporary.unlink(missing_ok=True)
         sync_directory(output.parent)
     except OSError as error:
         raise OutputNotWritten(

@@ -9,7 +9,6 @@ from typing import Annotated
 import typer
 
 from rollback.cli.terminal import say
-from rollback.errors import OutputNotWritten
 
 
 def report(
@@ -21,15 +20,11 @@ def report(
     The file needs no network and no other file. Reads the run directory and writes nothing into it; a running run is
     not disturbed.
     """
+    from rollback.audit.output import replacing
     from rollback.report.page import make_page
-    from rollback.rundir.durable import write_file
 
     began = time.monotonic()
     page = make_page(run).encode()
-    try:
-        write_file(output, page, durable=False)
-    except OSError as error:
-        raise OutputNotWritten(
-            f"writing the report {output}: {error.strerror or error}", hint="name a file that can be written with -o"
-        ) from error
+    with replacing(output, run) as path:
+        path.write_bytes(page)
     say(f"{output}: {len(page) / 1e6:.2f} MB, made in {time.monotonic() - began:.1f} s")
