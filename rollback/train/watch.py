@@ -288,8 +288,8 @@ class Watch:
             return None
         found = agreed(self._ranks.from_each, landing.nonfinite)
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
-        if not self._marks:
-            return None  # not of training: the script did it before its first update
+        if not self._marks or self._observed:
+            return None  # the script did it before its first update, or it is of a trouble that is left alone
         manifest, newest = landing.manifest, self._keeper.newest()
         since = newest.step if newest else 0
         what = self._finite.in_words(min(found))
