@@ -30,7 +30,10 @@ def name_process(pid: int) -> str:
 
 def runs(pid: int, start: str) -> bool:
     """Whether the process that began at `start` (see `start_of`) is there and has not ended."""
-    fields = _stat(pid)
+    try:
+        fields = _read_stat(pid)
+    except OSError:
+        return True  # it cannot be told (no descriptor is free, say), and nobody is ended because of that
     return fields is not None and fields[_STATE] not in _DEAD and f"{fields[_START]}@{_boot()}" == start
 
 
@@ -53,10 +56,18 @@ def ticks_computed(pid: int) -> int | None:
 
 
 def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat from the state on."""
+    """The fields of /proc/PID/stat from the state on; None also where they cannot be read."""
+    try:
+        return _read_stat(pid)
+    except OSError:
+        return None
+
+
+def _read_stat(pid: int) -> list[str] | None:
+    """None where there is no such process."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None
     return fields if len(fields) > _START else None
 

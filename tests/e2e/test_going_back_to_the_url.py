@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +18,7 @@ from rollback.events import Drained, Fetched, Planned, Quarantined, Restored, Sa
 from rollback.rundir import ring, tiers
 from rollback.rundir.drain import drainer
 from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import name_process
 from rollback.rundir.remote import store as storing
 from rollback.train import elsewhere
 
@@ -225,7 +227,7 @@ def test_a_crash_in_mid_fetch_ends_with_the_same_rollback(
     for name in ring.names(RunPaths(run)):
         shutil.rmtree(RunPaths(run).checkpoint(name))  # with none of them there is no older one to go back to
     if supervised:
-        monkeypatch.setenv("ROLLBACK_SUPERVISOR", "1")
+        monkeypatch.setenv("ROLLBACK_SUPERVISOR", name_process(os.getppid()))
         monkeypatch.setenv("ROLLBACK_SETTINGS", '{"ring": "faulty://bucket/run"}')
     ended = train(BAD, run, log=log)
     assert [(fact.checkpoint, fact.route) for fact in facts(run, Restored)] == [(PLANNED, "relaunch")]

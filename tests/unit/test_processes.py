@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
@@ -60,3 +61,15 @@ def test_the_start_is_the_kernel_s_own_number_whatever_the_process_is_called() -
     finally:
         child.kill()
         child.wait()
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_gone() -> None:
+    """As in a job that has used its descriptors up: its ranks must not end because of that."""
+    name = name_process(os.getpid())
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, most[1]))
+    try:
+        running = is_running(name)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, most)
+    assert running
