@@ -16,8 +16,8 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from rollback.errors import UsageError
-from rollback.events import Window
-from rollback.fact import SamplesFrom
+from rollback.facts.fact import SamplesFrom
+from rollback.facts.training import Window
 
 Sensitivity = Literal["low", "normal", "high"]
 PresetName = Literal["balanced", "palm", "surgical"]

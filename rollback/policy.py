@@ -28,7 +28,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollback.config import PRESETS, Reach, Settings
-from rollback.events import Action, Incident, Planned, Window
+from rollback.facts.training import Action, Incident, Planned, Window
 
 FIRST_ANSWER = 60
 """Updates that a first answer takes besides `rewind` and `skip_after`: checkpoints are 50 apart in a run that has just

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 
-from rollback.events import Incident, SampleQuarantine
+from rollback.facts.training import Incident, SampleQuarantine
 
 MOST = 4096  # samples of an incident; among more, suspects could not be told from chance
 

@@ -29,7 +29,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.data import DataLoader, Dataset
 
-from rollback.train.cursor import cursor_for
+from rollback.train.data.cursor import cursor_for
 
 BAR_SECONDS = 0.15
 BATCH_SIZE = 4

@@ -31,7 +31,15 @@ from rich.console import Console
 from rich.text import Text
 
 from demo_view import Progress, View, clock, table
-from rollback.events import Attached, AttemptEnded, AttemptStarted, Fact, Incident, Planned, Restored
+from rollback.facts.training import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    Fact,
+    Incident,
+    Planned,
+    Restored,
+)
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import runs

@@ -25,9 +25,9 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import rollback
-from rollback.audit.compile import compile_ledger
-from rollback.audit.ledger import Ledger
-from rollback.audit.material import read_material
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.report import Ledger
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
 from stdlib_text import StdlibText

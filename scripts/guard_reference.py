@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 import rollback
 from rollback.config import Settings
-from rollback.train.kept_values import KeptValues
+from rollback.train.state.kept_values import KeptValues
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "guard.md"
 _MARK = "<!-- made by scripts/guard_reference.py from the docstrings -->\n"

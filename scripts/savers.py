@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import rollback
-from rollback.rundir import tiers
-from rollback.rundir.sizing import bytes_of
-from rollback.train.restoring import restore
+from rollback.checkpoints import tiers
+from rollback.checkpoints.sizing import bytes_of
+from rollback.train.snapshots.restore import restore
 
 try:
     import torchsnapshot

@@ -14,7 +14,7 @@ from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
 from rollback.backtest.table import read_table
 from rollback.config import FIRST_PACE, Settings
-from rollback.events import Incident, Planned
+from rollback.facts.training import Incident, Planned
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 
 SCHEMA = 1

@@ -6,7 +6,7 @@ import math
 from textwrap import TextWrapper
 
 from rollback.backtest.replay import Replay
-from rollback.events import Planned
+from rollback.facts.training import Planned
 from rollback.sentinel import Verdict
 
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: rows from the top, columns from the left

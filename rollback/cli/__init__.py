@@ -20,11 +20,11 @@ from rollback.cli.launch_options import LAUNCH_CONTEXT
 from rollback.cli.report import report
 from rollback.cli.ring import ring
 from rollback.cli.status import status
-from rollback.cli.terminal import show_error
 from rollback.cli.track import track
 from rollback.cli.why import why
 from rollback.errors import RollbackError
 from rollback.rundir.seal import use
+from rollback.terminal.messages import show_error
 
 app = typer.Typer(
     help="Fault-tolerant checkpoint-and-rollback for PyTorch training.",

@@ -9,8 +9,8 @@ from typing import Annotated, Literal, TextIO
 
 import typer
 
-from rollback.cli.terminal import say
 from rollback.errors import ExitCode, UsageError
+from rollback.terminal.messages import say
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
 AUDIT_CODES = (
@@ -71,10 +71,10 @@ def _choose(json: bool, form: Format | None, question: str | None) -> Format:
 
 
 def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool) -> None:
-    from rollback.audit.compile import compile_ledger
-    from rollback.audit.material import read_material
-    from rollback.audit.terminal import console_for
-    from rollback.audit.text import print_ledger
+    from rollback.inspect.audit.compile import compile_ledger
+    from rollback.inspect.audit.reading import read_material
+    from rollback.inspect.audit.text import print_ledger
+    from rollback.terminal.escape import console_for
 
     ledger = compile_ledger(read_material(run))
 
@@ -89,9 +89,9 @@ def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool
 
 
 def _write_samples(run: Path, form: Format, output: Path | None) -> None:
-    from rollback.audit.output import replacing
-    from rollback.audit.samples import read_samples
-    from rollback.audit.tables import require_pyarrow, write_csv, write_jsonl, write_parquet
+    from rollback.inspect.audit.samples import read_samples
+    from rollback.inspect.audit.tables import require_pyarrow, write_csv, write_jsonl, write_parquet
+    from rollback.terminal.files import replacing
 
     if form == "parquet":
         if output is None:
@@ -108,7 +108,7 @@ def _write_samples(run: Path, form: Format, output: Path | None) -> None:
 
 
 def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
-    from rollback.audit.quarantine import in_words, read_sample_account
+    from rollback.inspect.audit.quarantine import in_words, read_sample_account
 
     account = read_sample_account(run)
     text = account.to_json() if form == "json" else in_words(account)
@@ -117,7 +117,7 @@ def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
 
 
 def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
-    from rollback.audit.integrity import check_integrity, in_words
+    from rollback.inspect.audit.verify import check_integrity, in_words
 
     found = check_integrity(run)
     text = found.to_json() if form == "json" else in_words(found)
@@ -127,7 +127,7 @@ def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
 
 def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> None:
     """To the file if one is named, else to stdout. Raises UsageError or OutputNotWritten."""
-    from rollback.audit.output import replacing
+    from rollback.terminal.files import replacing
 
     if output is not None:
         with replacing(output, run) as path, open(path, "w", encoding="utf-8", newline="") as file:

@@ -10,9 +10,9 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import printable, show_error
 from rollback.config import PresetName, Sensitivity
 from rollback.errors import ExitCode, UsageError
+from rollback.terminal.messages import printable, show_error
 
 
 def backtest(

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rollback.cli.terminal import say
 from rollback.cli.windows import parse_window
 from rollback.errors import UsageError
+from rollback.terminal.messages import say
 
 if TYPE_CHECKING:
     from rollback.control.asking import Asked

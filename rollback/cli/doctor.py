@@ -11,8 +11,8 @@ import typer
 
 from rollback.cli.launch import default_run
 from rollback.cli.launch_options import GRACE
-from rollback.cli.terminal import say
 from rollback.errors import UsageError
+from rollback.terminal.messages import say
 
 DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -44,9 +44,9 @@ def doctor(
     Flags come before the script and its arguments, as for rollback launch; nothing of the script is run.
     Takes some seconds. What is written to be measured is removed again; a run directory is not made.
     """
-    from rollback.audit.terminal import console_for
     from rollback.doctor.examine import Question, examine
     from rollback.doctor.text import print_report
+    from rollback.terminal.escape import console_for
 
     if script is not None and not Path(script).exists():
         raise UsageError(f"there is no training script {script!r}")

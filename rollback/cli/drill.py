@@ -11,10 +11,10 @@ import typer
 
 from rollback.cli.launch import read_settings, require_script
 from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, parameter
-from rollback.cli.terminal import say
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
 from rollback.supervisor.flags import FLAGS, read_flags
+from rollback.terminal.messages import say
 
 _PANEL = "The drill"
 _RUN = ("arguments", "restart_budget", "grace", "hang_after", "torchrun_flag")
@@ -82,12 +82,12 @@ def drill(
     Flags, script and arguments as for rollback launch. Each run has a run directory of its own below --scratch; the
     job's real one is not touched. Runs are ended in the guard, so what stands behind the script's loop is not reached;
     what the script writes by itself on the way, it writes."""
-    from rollback.audit.terminal import console_for
     from rollback.drill.drill import Request, scratch_for
     from rollback.drill.drill import drill as run_drill
     from rollback.drill.faults import FAULTS, choose
     from rollback.drill.text import print_report
     from rollback.drill.trials import Stage
+    from rollback.terminal.escape import console_for
 
     if listed:
         for fault in FAULTS:

@@ -19,24 +19,24 @@ import typer
 from pydantic import ValidationError
 
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
-from rollback.cli.terminal import line_for, occupy_standard_streams, say
 from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, UsageError
-from rollback.fact import SamplesFrom
+from rollback.facts.fact import SamplesFrom
+from rollback.facts.history import History, fold, merge_windows
 from rollback.live.screen import Screen
-from rollback.rundir.history import History, fold, merge_windows
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import use
 from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.command import Job
+from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.flags import FLAGS, read_flags
-from rollback.supervisor.hang import HangLimits
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.redaction import redacted
 from rollback.supervisor.supervise import supervise
-from rollback.trackers.beside import Beside
+from rollback.terminal.messages import line_for, occupy_standard_streams, say
+from rollback.trackers.process import Beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import say
+from rollback.terminal.messages import say
 
 
 def report(
@@ -20,8 +20,8 @@ def report(
     The file needs no network and no other file. Reads the run directory and writes nothing into it; a running run is
     not disturbed.
     """
-    from rollback.audit.output import replacing
     from rollback.report.page import make_page
+    from rollback.terminal.files import replacing
 
     began = time.monotonic()
     page = make_page(run).encode()

@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import say
 from rollback.errors import RunDirectoryError
+from rollback.terminal.messages import say
 
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
 
@@ -31,10 +31,10 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     Those in the ring and those in memory of this host (the fast tier). Reads manifests only, and writes nothing; a
     running run is not disturbed.
     """
-    from rollback.audit.at_url import readable
-    from rollback.audit.checkpoints import read_listing
-    from rollback.audit.ring_text import print_listing
-    from rollback.audit.terminal import console_for
+    from rollback.inspect.ring.at_url import readable
+    from rollback.inspect.ring.checkpoints import read_listing
+    from rollback.inspect.ring.text import print_listing
+    from rollback.terminal.escape import console_for
 
     with readable(run) as place:
         at_url = {} if place.store is None else {"ring": place.name}
@@ -57,10 +57,10 @@ def verify(
     In the ring and in memory of this host (the fast tier). What is wrong is named. Reads every byte, and writes
     nothing; a running run is not disturbed: what it evicts or overwrites meanwhile is named and does not count.
     """
-    from rollback.audit.at_url import readable
-    from rollback.audit.ring_text import print_verification
-    from rollback.audit.terminal import console_for
-    from rollback.audit.verify import verify as verify_checkpoints
+    from rollback.inspect.ring.at_url import readable
+    from rollback.inspect.ring.text import print_verification
+    from rollback.inspect.ring.verify import verify as verify_checkpoints
+    from rollback.terminal.escape import console_for
 
     with readable(run) as place:
         verification = verify_checkpoints(place, names or ())
@@ -86,9 +86,9 @@ def export(
     Parameters, and the buffers of rank 0. The checkpoint is verified first. One that is only in memory of this host is
     held there until it is written: the run postpones a snapshot that would need that room.
     """
-    from rollback.audit.at_url import readable
-    from rollback.audit.export import export as export_model
-    from rollback.audit.ring_text import size
+    from rollback.inspect.ring.at_url import readable
+    from rollback.inspect.ring.export import export as export_model
+    from rollback.inspect.ring.text import size
 
     with readable(run) as place:
         done = export_model(place, name, output, force=force)
@@ -105,8 +105,8 @@ def pin(run: _Run, name: Annotated[str, typer.Argument(help=_NAMES, show_default
 
     Works on a running run too. One that is in memory only cannot be pinned until it is in the ring.
     """
-    from rollback.audit.checkpoints import choose_from_ring, read_listing
-    from rollback.rundir import pins
+    from rollback.checkpoints import pins
+    from rollback.inspect.ring.checkpoints import choose_from_ring, read_listing
     from rollback.rundir.paths import RunPaths
 
     chosen = choose_from_ring(read_listing(run), name)
@@ -122,8 +122,8 @@ def unpin(
     run: _Run, name: Annotated[str, typer.Argument(help="Name of a pinned checkpoint.", show_default=False)]
 ) -> None:
     """Let a pinned checkpoint leave the ring when its time comes."""
-    from rollback.audit.material import require_run_directory
-    from rollback.rundir import pins
+    from rollback.checkpoints import pins
+    from rollback.inspect.audit.reading import require_run_directory
 
     try:
         pins.unpin(require_run_directory(run), name)

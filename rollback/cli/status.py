@@ -8,8 +8,8 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import say
 from rollback.errors import UsageError
+from rollback.terminal.messages import say
 
 
 def status(
@@ -27,9 +27,9 @@ def status(
     if watch:
         _watch(run, plain)
         return
-    from rollback.audit.status import read_status
-    from rollback.audit.status_text import print_status
-    from rollback.audit.terminal import console_for
+    from rollback.inspect.status.status import read_status
+    from rollback.inspect.status.text import print_status
+    from rollback.terminal.escape import console_for
 
     found = read_status(run)
     if json:
@@ -42,7 +42,7 @@ def status(
 
 def _watch(run: Path, plain: bool) -> None:
     """The panel on stdout where that is a terminal, else lines."""
-    from rollback.audit.material import require_run_directory
+    from rollback.inspect.audit.reading import require_run_directory
     from rollback.live.panel_screen import terminal
     from rollback.live.watch import watch_lines, watch_panel
 

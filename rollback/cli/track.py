@@ -10,8 +10,8 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import say
 from rollback.errors import OutputNotWritten, UsageError
+from rollback.terminal.messages import say
 
 
 def track(
@@ -31,7 +31,7 @@ def track(
     Reads the run directory and writes nothing into it; training does not wait. `rollback launch --tensorboard DIR` does
     the same while the run goes on.
     """
-    from rollback.audit.material import require_run_directory
+    from rollback.inspect.audit.reading import require_run_directory
     from rollback.trackers.follow import follow as tell_on
     from rollback.trackers.follow import group_of, name_of
     from rollback.trackers.story import Tracker

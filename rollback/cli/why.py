@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from rollback.cli.terminal import say
+from rollback.terminal.messages import say
 
 
 def why(
@@ -22,9 +22,9 @@ def why(
 
     Works on a running, dead or finished run, and writes nothing into it.
     """
-    from rollback.audit.terminal import console_for
-    from rollback.audit.why import read_account
-    from rollback.audit.why_text import print_account
+    from rollback.inspect.why.text import print_account
+    from rollback.inspect.why.why import read_account
+    from rollback.terminal.escape import console_for
 
     account = read_account(run, attempt)
     if json:

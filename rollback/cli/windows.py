@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from rollback.errors import UsageError
-from rollback.events import Window
-from rollback.fact import SamplesFrom
+from rollback.facts.fact import SamplesFrom
+from rollback.facts.training import Window
 
 
 def parse_window(text: str, where: str) -> Window:

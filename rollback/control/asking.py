@@ -19,12 +19,12 @@ from typing import Literal
 
 from pydantic import Field, ValidationError
 
-from rollback.audit.checkpoints import has_memory_elsewhere, read_held
-from rollback.audit.ledger import Entry
-from rollback.audit.material import require_run_directory
-from rollback.audit.status import Status, read_status
 from rollback.errors import ExitCode, NoUsableCheckpoint, UsageError
-from rollback.events import Answered, Order, Window
+from rollback.facts.training import Answered, Order, Window
+from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.audit.report import Entry
+from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
+from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import launch_of

@@ -7,6 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from rollback.checkpoints.sizing import bytes_of
+from rollback.checkpoints.slots import DEFAULT_BASE
+from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
 from rollback.doctor.findings import Finding, Report
 from rollback.doctor.machine import cores, judge_cores, look_at_clock, look_at_limits, look_at_torch
@@ -15,9 +18,6 @@ from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
 from rollback.errors import RollbackError
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.sizing import bytes_of
-from rollback.rundir.slots import DEFAULT_BASE
-from rollback.rundir.tiers import base_of, fast_tier_of, locate
 
 
 @dataclass(frozen=True)

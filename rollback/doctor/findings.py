@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.audit.ledger import Entry
 from rollback.errors import ExitCode
+from rollback.inspect.audit.report import Entry
 
 Level = Literal["ok", "warn", "fail"]
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 from rollback.doctor.findings import Finding, size
-from rollback.rundir.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 
 _TOPIC = "fast tier"
 _SMALL = 1 << 30

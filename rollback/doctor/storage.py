@@ -12,11 +12,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollback.checkpoints.direct import write_direct
+from rollback.checkpoints.region import Region
 from rollback.doctor.findings import Finding, size
 from rollback.errors import RollbackError
-from rollback.rundir.direct import write_direct
-from rollback.rundir.region import Region
-from rollback.rundir.remote.store import Store
+from rollback.ring.url.store import Store
 
 _FIRST, _LARGEST = 16 << 20, 256 << 20  # bytes that are written to see how fast it goes
 _ENOUGH = 1.0  # seconds of writing after which more would tell nothing new

@@ -6,8 +6,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.terminal import quoted
 from rollback.doctor.findings import Report
+from rollback.terminal.escape import quoted
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 

@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollback.audit.ledger import Entry
 from rollback.drill.faults import Expected, Fault
 from rollback.drill.judge import Comparison, Difference, Row, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import Stage, Trial
 from rollback.errors import RollbackError, UsageError
+from rollback.inspect.audit.report import Entry
 from rollback.rundir.exercise import Exercise
 
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start

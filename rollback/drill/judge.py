@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.audit.ledger import AttemptEntry, Entry, IncidentEntry, Ledger
 from rollback.drill.faults import Expected, Fault
 from rollback.drill.trials import Trial, mean_loss
 from rollback.errors import ExitCode
+from rollback.inspect.audit.report import AttemptEntry, Entry, IncidentEntry, Ledger
 from rollback.rundir.exercise import FaultName
 
 Bitwise = Literal["yes", "no", "cannot be told", "not compared"]

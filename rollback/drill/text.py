@@ -6,9 +6,9 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.audit.terminal import quoted
 from rollback.drill.drill import Report
 from rollback.drill.judge import Row
+from rollback.terminal.escape import quoted
 
 
 def print_report(console: Console, report: Report) -> None:

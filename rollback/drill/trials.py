@@ -14,13 +14,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollback.audit import Ledger, compile_ledger, read_material
+from rollback.checkpoints import slots
+from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, RollbackError
-from rollback.rundir import slots
+from rollback.inspect.audit import Ledger, compile_ledger, read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
-from rollback.rundir.tiers import fast_tier_of
 
 _MANNERS = 30.0  # seconds that a launch has to end when it is told to
 _TAIL = 12

@@ -11,11 +11,11 @@ from typing import TextIO
 from rich.console import Console, Group, RenderableType
 from rich.text import Text
 
-from rollback.audit.terminal import printable
-from rollback.live.canvas import Canvas
 from rollback.live.screen import Screen
 from rollback.live.view import EVERY, View
 from rollback.supervisor.output import Stream
+from rollback.terminal.canvas import Canvas
+from rollback.terminal.escape import printable
 
 # What a terminal takes for commands. Colours (m) are kept, everything else a script may send would tear the panel.
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\^_]?)")

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from rollback.audit.text import number
-from rollback.drain_facts import DrainFailed
-from rollback.events import (
+from rollback.facts.ring import DrainFailed
+from rollback.facts.training import (
     Attached,
     AttemptEnded,
     AttemptStarted,
@@ -20,6 +19,7 @@ from rollback.events import (
     Signalled,
     Stopped,
 )
+from rollback.inspect.audit.text import number
 
 
 def line_of(record: Record) -> str | None:

@@ -7,10 +7,10 @@ from pathlib import Path
 
 from rich.panel import Panel
 
-from rollback.audit.cost import seconds_since_epoch
-from rollback.audit.status import Status, StatusReader
 from rollback.errors import RollbackError
-from rollback.events import Record
+from rollback.facts.training import Record
+from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.status.status import Status, StatusReader
 from rollback.live.panel import Curves, panel
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import MetricTail

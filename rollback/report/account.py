@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollback.audit.ledger import Ledger
+from rollback.inspect.audit.report import Ledger
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Account:
 
 
 def account(ledger: Ledger) -> Account | None:
-    """The account of a run, at the prices of `rollback.audit.cost`; None where there is no time on record."""
+    """The account of a run, at the prices of `rollback.inspect.audit.cost`; None where there is no time on record."""
     totals = ledger.totals
     if totals.seconds is None:
         return None

@@ -6,9 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from rollback.audit.ledger import IncidentEntry, Ledger
-from rollback.audit.material import Material
-from rollback.audit.text import OUTCOMES, VERDICTS, answer_in_words, duration, indices_in_words, number
+from rollback.inspect.audit.reading import Material
+from rollback.inspect.audit.report import IncidentEntry, Ledger
+from rollback.inspect.audit.text import (
+    OUTCOMES,
+    VERDICTS,
+    answer_in_words,
+    duration,
+    indices_in_words,
+    number,
+)
 from rollback.rundir.evidence import RankEvidence
 
 _TENSORS = 24

@@ -9,10 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from rollback.audit.ledger import Ledger
-from rollback.audit.text import number
-from rollback.drain_facts import Drained
-from rollback.events import PassedOver, Record
+from rollback.facts.ring import Drained
+from rollback.facts.training import PassedOver, Record
+from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.text import number
 from rollback.report.series import Series, Stretch, series, stretches, table
 from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
 

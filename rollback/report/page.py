@@ -19,16 +19,16 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from rollback import __version__
-from rollback.audit.compile import compile_ledger
-from rollback.audit.ledger import Ledger
-from rollback.audit.material import Material, read_material
-from rollback.audit.terminal import printable
-from rollback.audit.text import at_least, duration
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import Material, read_material
+from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.text import at_least, duration
 from rollback.report.account import Account, account
 from rollback.report.cards import cards
 from rollback.report.chart import chart
 from rollback.report.tables import blocks
 from rollback.rundir.paths import RunPaths
+from rollback.terminal.escape import printable
 
 _ENDINGS = {"finished": "good", "preempted": "warn", "structural": "bad", "gave_up": "bad", "asked": "calm"}
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}

@@ -7,14 +7,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from rollback.audit.ledger import AttemptEntry, CheckpointEntry, Ledger
-from rollback.audit.status import place_of
-from rollback.audit.text import at_least, duration, number
-from rollback.drain_facts import Drained
-from rollback.events import Record
+from rollback.facts.ring import Drained
+from rollback.facts.supervisor import Hung
+from rollback.facts.training import Record
+from rollback.inspect.audit.report import AttemptEntry, CheckpointEntry, Ledger
+from rollback.inspect.audit.text import at_least, duration, number
+from rollback.inspect.status.status import place_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import read_processes, read_stacks
-from rollback.supervisor_facts import Hung
 
 _MOST = 200  # rows of a table
 _STACK = 1 << 15  # bytes of the stacks of one process

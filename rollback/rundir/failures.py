@@ -15,7 +15,7 @@ from pathlib import Path
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from rollback.events import Window
+from rollback.facts.training import Window
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
 from rollback.rundir.small_json import read_model

@@ -10,7 +10,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
-from rollback.events import Accepted
+from rollback.facts.training import Accepted
 from rollback.rundir import seal
 from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, RunPaths

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
-from rollback.events import Fact, Record, parse_fact
+from rollback.facts.training import Fact, Record, parse_fact
 from rollback.rundir import files, seal
 from rollback.rundir.durable import append_line, open_regular, sync_directory
 from rollback.rundir.small_json import parse_json

@@ -23,7 +23,7 @@ from typing import Annotated
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from rollback.errors import RunDirectoryError
-from rollback.events import Order, Window
+from rollback.facts.training import Order, Window
 from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_all
 from rollback.rundir.paths import RunPaths

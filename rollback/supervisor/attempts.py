@@ -10,28 +10,36 @@ from dataclasses import dataclass
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
-from rollback.events import AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled, StuckAtExit
+from rollback.facts.training import (
+    AttemptEnded,
+    AttemptStarted,
+    Hung,
+    RestartScheduled,
+    RunEnded,
+    Signalled,
+    StuckAtExit,
+)
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.asked import StopRequests
-from rollback.supervisor.blame import blame
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import Past
-from rollback.supervisor.classify import FirstCause, cause, first_cause
 from rollback.supervisor.command import Job
 from rollback.supervisor.complete import fingerprint
+from rollback.supervisor.diagnosis.blame import blame
+from rollback.supervisor.diagnosis.classify import FirstCause, cause, first_cause
+from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
+from rollback.supervisor.diagnosis.hang import HangLimits
+from rollback.supervisor.diagnosis.outcome import EXIT_CODES, Ending, Evidence, account_of, ending
 from rollback.supervisor.draining import Draining
-from rollback.supervisor.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
-from rollback.supervisor.hang import HangLimits
+from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.host import Host, Running
-from rollback.supervisor.ledger import Ledger
-from rollback.supervisor.lookout import Lookout
+from rollback.supervisor.journal import Ledger
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Place
-from rollback.supervisor.outcome import EXIT_CODES, Ending, Evidence, account_of, ending
 from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.start_conditions import differences
+from rollback.supervisor.stop_request import StopRequests
 
 _POLL = 0.1
 
@@ -42,7 +50,7 @@ class Order:
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
     hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
-    preload: see `rollback.supervisor.nursery`. expects_guard: what was asked for concerns a guard, so there is one.
+    preload: see `rollback.agent.fork_server`. expects_guard: what was asked for concerns a guard, so there is one.
     """
 
     paths: RunPaths

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
-from rollback.events import AttemptStarted, Record
+from rollback.facts.training import AttemptStarted, Record
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key

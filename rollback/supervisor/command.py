@@ -8,9 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollback.config import ENV_ATTEMPT, ENV_HEARTBEATS, ENV_REFUSAL, ENV_RUN, ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.agent.entry import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
+from rollback.config import (
+    ENV_ATTEMPT,
+    ENV_HEARTBEATS,
+    ENV_REFUSAL,
+    ENV_RUN,
+    ENV_SETTINGS,
+    ENV_SUPERVISOR,
+    Settings,
+)
 from rollback.supervisor.flags import names_a_rendezvous
-from rollback.supervisor.torchrun import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
 """glibc copies past the caches from this size on (2 MiB), half as fast again as through them. By itself it begins at a

@@ -13,18 +13,18 @@ from pathlib import Path
 
 import xxhash
 
+from rollback.agent.entry import MODULE
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
-from rollback.events import AttemptStarted, Finished, RunEnded
-from rollback.rundir import ring
-from rollback.rundir.history import fold
-from rollback.rundir.manifest import read_manifest
+from rollback.facts.history import fold
+from rollback.facts.training import AttemptStarted, Finished, RunEnded
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import Past
 from rollback.supervisor.command import Job, torchrun_command
 from rollback.supervisor.redaction import redacted
-from rollback.supervisor.torchrun import MODULE
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time

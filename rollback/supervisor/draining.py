@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from rollback.config import Settings
-from rollback.events import Attached, Record
-from rollback.rundir.drain.drainer import Drainer, Phase, drainer_for
-from rollback.rundir.drain.helper import drained
+from rollback.facts.training import Attached, Record
+from rollback.ring.drainer import Drainer, Phase, drainer_for
+from rollback.ring.helper import drained
+from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote.store import Store
-from rollback.supervisor.ledger import Ledger
+from rollback.supervisor.journal import Ledger
 
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 30.0

@@ -2,7 +2,7 @@
 
 As long as the script is not known to have a guard, all ranks are shown, as under torchrun.
 
-A thread empties the pipes that torchrun's process made for its ranks (`rollback.train.streams`). It waits for nothing
+A thread empties the pipes that torchrun's process made for its ranks (`rollback.agent.streams`). It waits for nothing
 but output: not for a disk that is full, whose loss it counts, nor for a terminal, which is the audience's to see to.
 
 Where the user says what is to become of the output (`--tee`, `--redirects`, `--log-dir` and the like), torchrun does as
@@ -24,10 +24,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
+from rollback.agent.entry import LOGS_SPECS
 from rollback.rundir import files
 from rollback.rundir.durable import write_all
 from rollback.supervisor.command import Job
-from rollback.supervisor.torchrun import LOGS_SPECS
 
 Stream = Literal["out", "err"]
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 
+from rollback.agent.fork_server import NURSERY
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import is_running, runs
 from rollback.rundir.records import LEAVING, Heartbeat
-from rollback.supervisor.nursery import NURSERY
 
 THIS_HOST = socket.gethostname()
 """As it was called when this process started; its ranks are told (`ENV_HOST`)."""

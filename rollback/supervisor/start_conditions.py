@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rollback.events import AttemptStarted
+from rollback.facts.training import AttemptStarted
 from rollback.supervisor.command import Job
 from rollback.supervisor.redaction import is_secret, redacted, without_digests, without_secrets
 

@@ -19,20 +19,20 @@ from pathlib import Path
 
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.store import Store
 from rollback.supervisor.attempts import Attempts, Order, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
+from rollback.supervisor.diagnosis.outcome import Refusal
 from rollback.supervisor.draining import reach
 from rollback.supervisor.host import Host
-from rollback.supervisor.ledger import Ledger
+from rollback.supervisor.journal import Ledger
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
 from rollback.supervisor.nodes.membership import Membership, Place, place_among_nodes
 from rollback.supervisor.nodes.protocol import Verdict
-from rollback.supervisor.outcome import Refusal
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from rollback.events import Incident, PassedOver, Planned, Record, Restored
+from rollback.facts.training import Incident, PassedOver, Planned, Record, Restored
 from rollback.rundir.records import Metric
 
 

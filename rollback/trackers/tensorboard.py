@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollback.audit.terminal import printable
 from rollback.errors import UsageError
-from rollback.events import Incident, PassedOver, Planned, Restored
+from rollback.facts.training import Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
+from rollback.terminal.escape import printable
 from rollback.trackers.story import Leg
 
 _LIMIT = 4096  # characters of a text

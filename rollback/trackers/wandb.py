@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollback.errors import UsageError
-from rollback.events import Incident, PassedOver, Planned, Restored
+from rollback.facts.training import Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 from rollback.trackers.story import Leg
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from rollback.config import Settings, settings_from
 from rollback.errors import UsageError
 from rollback.sentinel import Sentinel
-from rollback.train.state import Stateful
+from rollback.train.state.state import Stateful
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:

@@ -19,12 +19,34 @@ from typing import Any, NoReturn
 import torch
 
 from rollback import errors
-from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
+from rollback.checkpoints.slots import SlotPaths
+from rollback.config import (
+    ENV_ATTEMPT,
+    ENV_NO_RUN,
+    ENV_REFUSAL,
+    ENV_RUN,
+    ENV_SUPERVISOR,
+    Settings,
+    guard_mark,
+)
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.events import THE_SUPERVISOR, Accepted, Attached, Blamed, Evicted, Quarantined, Restored, SkipAdded, Tier
-from rollback.events import Record as JournalRecord
-from rollback.rundir import files, ring, tiers
-from rollback.rundir.history import History, fold
+from rollback.facts.history import History, fold
+from rollback.facts.training import (
+    THE_SUPERVISOR,
+    Accepted,
+    Attached,
+    Blamed,
+    Evicted,
+    Quarantined,
+    Restored,
+    SkipAdded,
+    Tier,
+)
+from rollback.facts.training import Record as JournalRecord
+from rollback.rundir import files
 from rollback.rundir.identity import (
     Identity,
     Job,
@@ -36,21 +58,18 @@ from rollback.rundir.identity import (
 )
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
-from rollback.rundir.manifest import Manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.resume import candidates, is_provisional, next_seq, of_present_timeline
-from rollback.rundir.slots import SlotPaths
-from rollback.train.advice import NOT_IN_CHECKPOINT, NOT_KEPT
-from rollback.train.capture import share_of
-from rollback.train.draining import fetch_run, reach_ring
-from rollback.train.going_on import leaves_out, left_out_by_order, require_a_change
-from rollback.train.inventory import take_inventory
-from rollback.train.nonfinite import agreed
-from rollback.train.own_snapshot import traces_of
-from rollback.train.ranks import Ranks
-from rollback.train.record import Record, say
-from rollback.train.restoring import Place, restore
-from rollback.train.state import TrainingState
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record, say
+from rollback.train.snapshots.capture import share_of
+from rollback.train.snapshots.draining import fetch_run, reach_ring
+from rollback.train.snapshots.inventory import take_inventory
+from rollback.train.snapshots.restore import Place, restore
+from rollback.train.start_record import leaves_out, left_out_by_order, require_a_change
+from rollback.train.state.nonfinite import agreed
+from rollback.train.state.own_snapshot import traces_of
+from rollback.train.state.state import TrainingState
+from rollback.train.updates.advice import NOT_IN_CHECKPOINT, NOT_KEPT
 
 
 def supervised(environment: Mapping[str, str] = os.environ) -> bool:

@@ -28,10 +28,19 @@ import xxhash
 from torch import Tensor, nn
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.rundir.exercise import EndState, Exercise, FaultName, Folder, Injected, exercise_of, read_note
+from rollback.rundir.exercise import (
+    EndState,
+    Exercise,
+    FaultName,
+    Folder,
+    Injected,
+    exercise_of,
+    read_note,
+)
 from rollback.rundir.files import WRITES
-from rollback.train import rng, tree
-from rollback.train.buffers import all_of
+from rollback.train.data import rng
+from rollback.train.state import tree
+from rollback.train.state.module_buffers import all_of
 
 if TYPE_CHECKING:
     from rollback.train.guard import Guard

@@ -10,41 +10,47 @@ from typing import Any
 import torch
 from torch import nn
 
+from rollback.checkpoints import tiers
+from rollback.checkpoints.manifest import Manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError, RunDoesNotFit, UsageError
-from rollback.rundir import tiers
-from rollback.rundir.manifest import Manifest
 from rollback.sentinel import Hint
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
-from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
-from rollback.train.batches import Batches
-from rollback.train.choices import open_tier
-from rollback.train.cursor import cursor_for
-from rollback.train.draining import at_exit, end_draining, start_draining
-from rollback.train.elsewhere import elsewhere_of
-from rollback.train.evidence import Evidence
-from rollback.train.hand import StepInHand
-from rollback.train.holdings import Holdings
-from rollback.train.keeping import Keeper
-from rollback.train.life import SignsOfLife
-from rollback.train.passes import Again, Passes
-from rollback.train.prefetch import PrefetchWatch
-from rollback.train.pulse import Pulse
-from rollback.train.rehearsal import needs_rehearsal
-from rollback.train.requests import Requests
-from rollback.train.rewinding import Rewinder
-from rollback.train.rooms import fast_tier
-from rollback.train.saving import Saver
+from rollback.train.arguments import (
+    check_run,
+    check_trained,
+    sentinel_for,
+    settings_and_objects,
+    whole_number,
+)
+from rollback.train.comm.pulse import Pulse
+from rollback.train.data.batches import Batches
+from rollback.train.data.cursor import cursor_for
+from rollback.train.data.passes import Again, Passes
+from rollback.train.data.prefetch import PrefetchWatch
+from rollback.train.data.skips import SkipList
+from rollback.train.ending import TrainingEnd
+from rollback.train.incidents.evidence import Evidence
+from rollback.train.incidents.judge import Attend, Decision, Halt, Rewind, Watch
+from rollback.train.incidents.requests import Requests
+from rollback.train.incidents.rollback import Rewinder
+from rollback.train.process.heartbeat import SignsOfLife
+from rollback.train.process.rehearsal import needs_rehearsal
+from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
-from rollback.train.skips import SkipList
-from rollback.train.snapshots import Snapshots
-from rollback.train.state import Stateful, TrainingState
-from rollback.train.stopping import StopRequest, end_with_supervisor
-from rollback.train.training_end import TrainingEnd
-from rollback.train.updates import Updates
-from rollback.train.watch import Attend, Decision, Halt, Rewind, Watch
+from rollback.train.snapshots.buffers import fast_tier
+from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.snapshots.draining import at_exit, end_draining, start_draining
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.remote import elsewhere_of
+from rollback.train.snapshots.schedule import Saver
+from rollback.train.snapshots.tier_choice import open_tier
+from rollback.train.state.state import Stateful, TrainingState
+from rollback.train.step import StepInHand
+from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
+from rollback.train.updates.optimizer import Updates
 
 
 class Guard(ScriptSide):
@@ -61,7 +67,7 @@ class Guard(ScriptSide):
     and must iterate over it alike. docs/guard.md says more.
 
     model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
-    Stateful loader, a callable or an iterable (see `rollback.train.cursor`). Anything else that has `state_dict` and
+    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Anything else that has `state_dict` and
     `load_state_dict` can be handed over by a name of its own (scheduler, scaler, ema, ...) and is kept and restored
     with the rest; it must be the same on all ranks.
 

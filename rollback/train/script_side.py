@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
-from rollback.train.hand import StepInHand
-from rollback.train.kept_values import KeptValues
-from rollback.train.passes import Passes
-from rollback.train.state import TrainingState
-from rollback.train.updates import Updates
+from rollback.train.data.passes import Passes
+from rollback.train.state.kept_values import KeptValues
+from rollback.train.state.state import TrainingState
+from rollback.train.step import StepInHand
+from rollback.train.updates.optimizer import Updates
 
 
 class ScriptSide:

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from rollback.events import AttemptEnded, Finished, StuckAtExit
+from rollback.facts.training import AttemptEnded, Finished, StuckAtExit
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 

@@ -21,8 +21,8 @@ from job_results import JOB, Scenarios
 from toy import Toy, require_same
 from warm import WarmPython, environment_of
 
+from rollback.checkpoints import tiers
 from rollback.config import ENV_RUN
-from rollback.rundir import tiers
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

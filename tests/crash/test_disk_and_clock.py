@@ -15,13 +15,13 @@ from disks import may_mount
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import Toy, facts, require_same, train
 
-from rollback.audit.verify import verify
 from rollback.errors import ExitCode
-from rollback.events import Attached, Committed, Drained
+from rollback.facts.training import Attached, Committed, Drained
+from rollback.inspect.ring.verify import verify
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.store import Store
 
 SUPPORT = Path(__file__).parents[1] / "support"
 FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))), None)

@@ -16,23 +16,24 @@ from faulty import new_bucket
 from checkpoints import damage, manifest_of, whole, write_checkpoint
 from mortal import Mortal
 from recorded_run import RecordedRun
+from rollback.checkpoints import ring, slots, tiers
+from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.events import Drained, Fact
-from rollback.rundir import beacon, ring, slots, tiers
-from rollback.rundir.drain import helper as helping
-from rollback.rundir.drain import hosts as module
-from rollback.rundir.drain.drainer import Phase, drainer_for
-from rollback.rundir.drain.helper import Helper
-from rollback.rundir.drain.hosts import Part, unclaimed, under_way
-from rollback.rundir.drain.in_run import RingInRun
+from rollback.facts.training import Drained, Fact
+from rollback.ring import helper as helping
+from rollback.ring import hosts as module
+from rollback.ring.drainer import Phase, drainer_for
+from rollback.ring.helper import Helper
+from rollback.ring.hosts import Part, unclaimed, under_way
+from rollback.ring.in_run import RingInRun
+from rollback.ring.url import store as storing
+from rollback.ring.url.index import checkpoint_key
+from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.store import Store
+from rollback.rundir import beacon
 from rollback.rundir.identity import read_identity
-from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.rundir.remote import store as storing
-from rollback.rundir.remote.index import checkpoint_key
-from rollback.rundir.remote.ring import RingAtUrl
-from rollback.rundir.remote.store import Store
 
 URL = "faulty://bucket/runs/one"
 

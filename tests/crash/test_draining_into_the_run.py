@@ -11,18 +11,18 @@ import pytest
 from checkpoints import manifest_of, whole, write_checkpoint
 from mortal import Mortal
 from recorded_run import RecordedRun
+from rollback.checkpoints import ring, slots, tiers
+from rollback.checkpoints.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged
-from rollback.events import Drained, Fact
-from rollback.rundir import ring, slots, tiers
-from rollback.rundir.drain.drainer import Phase, drainer_for
-from rollback.rundir.drain.in_run import RingInRun
+from rollback.facts.training import Drained, Fact
+from rollback.ring.drainer import Phase, drainer_for
+from rollback.ring.in_run import RingInRun
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import read_journal
-from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.draining import Draining
-from rollback.supervisor.ledger import Ledger
+from rollback.supervisor.journal import Ledger
 
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 

@@ -9,18 +9,18 @@ from faulty import Bucket, Died, Manner, new_bucket
 
 from checkpoints import whole, write_checkpoint
 from recorded_run import RecordedRun
-from rollback.events import Drained, Fetched, Quarantined
-from rollback.rundir import ring
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.facts.training import Drained, Fetched, Quarantined
+from rollback.ring.url import store as storing
+from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
-from rollback.rundir.manifest import Manifest, read_manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote import store as storing
-from rollback.rundir.remote.ring import RingAtUrl
-from rollback.rundir.remote.store import Store
-from rollback.train import elsewhere
-from rollback.train.elsewhere import Elsewhere
-from rollback.train.ranks import Ranks
-from rollback.train.record import Record
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record
+from rollback.train.snapshots import remote as elsewhere
+from rollback.train.snapshots.remote import Elsewhere
 
 URL = "faulty://bucket/runs/one"
 NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]

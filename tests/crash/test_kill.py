@@ -19,7 +19,7 @@ from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, facts, require_same
 
-from rollback.events import Attached, AttemptEnded, Incident
+from rollback.facts.training import Attached, AttemptEnded, Incident
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats

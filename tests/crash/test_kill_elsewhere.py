@@ -9,7 +9,7 @@ from pathlib import Path
 from attempts import Forker
 from toy import Toy, facts, require_same
 
-from rollback.events import Attached
+from rollback.facts.training import Attached
 
 SEED = 20260815
 LOSSES = 3

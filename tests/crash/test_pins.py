@@ -10,8 +10,8 @@ import pytest
 
 from checkpoints import whole, write_checkpoint
 from mortal import OPERATIONS, Mortal
+from rollback.checkpoints import pins, ring
 from rollback.errors import UsageError
-from rollback.rundir import pins, ring
 from rollback.rundir.paths import RunPaths
 
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"

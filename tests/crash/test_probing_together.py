@@ -9,7 +9,7 @@ import faulty
 import pytest
 
 from rollback.errors import RingUnavailable
-from rollback.rundir.remote.store import Store
+from rollback.ring.url.store import Store
 from rollback.supervisor.draining import reach
 
 NODES = 8

@@ -12,17 +12,17 @@ from faulty import MANNERS, Bucket, Died, Manner, new_bucket
 
 from checkpoints import damage, whole, write_checkpoint
 from recorded_run import RecordedRun
-from rollback.audit.at_url import readable
-from rollback.audit.checkpoints import read_listing
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
-from rollback.rundir import ring
+from rollback.inspect.ring.at_url import readable
+from rollback.inspect.ring.checkpoints import read_listing
+from rollback.ring.url import store as storing
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
-from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote import store as storing
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.ring import RingAtUrl
-from rollback.rundir.remote.store import Store
 
 URL = "faulty://bucket/runs/one"
 NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
@@ -338,7 +338,7 @@ def test_a_slow_bucket_and_one_that_shows_new_objects_late_hold_up_nothing_but_t
 def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Bucket, tmp_path: Path) -> None:
     import json
 
-    from rollback.rundir.remote import index as indexes
+    from rollback.ring.url import index as indexes
 
     put(opened(run.paths), run.paths, NAMES[1])
     sound = dict(bucket.objects)

@@ -14,7 +14,7 @@ import pytest
 
 from checkpoints import damage, whole, write_checkpoint
 from mortal import Died, Mortal
-from rollback.rundir import ring
+from rollback.checkpoints import ring
 from rollback.rundir.paths import RunPaths
 
 

@@ -11,13 +11,13 @@ from asking import asking, hand_in
 from s3_server import S3Server, serving_s3
 from toy import Toy, facts, require_same, train
 
-from rollback.audit.verify import verify
+from rollback.checkpoints.hashing import hash_of
 from rollback.errors import ExitCode, RingUnavailable
-from rollback.events import Attached, Committed, DrainFailed, Fetched, Restored
-from rollback.rundir.hashing import hash_of
-from rollback.rundir.remote import store as storing
-from rollback.rundir.remote.store import Store
-from rollback.train import draining
+from rollback.facts.training import Attached, Committed, DrainFailed, Fetched, Restored
+from rollback.inspect.ring.verify import verify
+from rollback.ring.url import store as storing
+from rollback.ring.url.store import Store
+from rollback.train.snapshots import draining
 
 BUCKET = "checkpoints"
 URL = f"s3://{BUCKET}/runs/one"
@@ -73,7 +73,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_only_in_s3_through_503s(s3: S3S
 def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: Path) -> None:
     import os
 
-    from rollback.rundir.shard import Written
+    from rollback.checkpoints.shard import Written
 
     data = os.urandom((20 << 20) + 5)
     (tmp_path / "large").write_bytes(data)

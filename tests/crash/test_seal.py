@@ -12,20 +12,27 @@ from faulty import Bucket, new_bucket
 
 from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
-from rollback.audit import read_material
-from rollback.audit.checkpoints import read_listing
-from rollback.audit.integrity import check_integrity
-from rollback.audit.status import read_status
-from rollback.errors import CheckpointDamaged, JournalDamaged, RingUnavailable, RunDoesNotFit, UsageError
-from rollback.events import Advice
-from rollback.rundir import ring, seal
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import _check, read_manifest
+from rollback.errors import (
+    CheckpointDamaged,
+    JournalDamaged,
+    RingUnavailable,
+    RunDoesNotFit,
+    UsageError,
+)
+from rollback.facts.training import Advice
+from rollback.inspect.audit import read_material
+from rollback.inspect.audit.verify import check_integrity
+from rollback.inspect.ring.checkpoints import read_listing
+from rollback.inspect.status.status import read_status
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.store import Store
+from rollback.rundir import seal
 from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import Journal, read_journal
-from rollback.rundir.manifest import _check, read_manifest
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.ring import RingAtUrl
-from rollback.rundir.remote.store import Store
 from rollback.supervisor.claim import read_past
 
 URL = "faulty://sealed/runs/one"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from mortal import Mortal
-from rollback.events import Finished
+from rollback.facts.training import Finished
 from rollback.rundir.durable import write_file
 from rollback.rundir.journal import Journal, read_journal
 

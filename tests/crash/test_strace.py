@@ -13,10 +13,10 @@ from toy import Toy, facts, require_same
 
 from checkpoints import whole, write_checkpoint
 from counted import Tell
-from rollback.audit.verify import verify
+from rollback.checkpoints import ring
 from rollback.errors import ExitCode
-from rollback.events import Attached
-from rollback.rundir import ring
+from rollback.facts.training import Attached
+from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
 
 UNAVAILABLE = why_not()

@@ -17,9 +17,9 @@ from straced import READS, Place, Server, why_not
 from toy import Toy, facts, require_same, skip_list
 
 from counted import Tell
-from rollback.events import Attached, Finished, Restored
-from rollback.rundir import tiers
-from rollback.rundir.drain.in_run import RingInRun
+from rollback.checkpoints import tiers
+from rollback.facts.training import Attached, Finished, Restored
+from rollback.ring.in_run import RingInRun
 from rollback.rundir.paths import RunPaths
 
 UNAVAILABLE = why_not()

@@ -10,15 +10,15 @@ from faulty import BUCKETS, Bucket, Manner, new_bucket
 from toy import Toy, facts, require_same, train
 
 from counted import Tell
-from rollback.audit.verify import verify
 from rollback.errors import ExitCode, RingUnavailable
-from rollback.events import Attached, Committed, Drained, DrainFailed, Finished
-from rollback.rundir.drain import drainer
+from rollback.facts.training import Attached, Committed, Drained, DrainFailed, Finished
+from rollback.inspect.ring.verify import verify
+from rollback.ring import drainer
+from rollback.ring.url import store as storing
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote import store as storing
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.store import Store
-from rollback.train import draining
+from rollback.train.snapshots import draining
 
 URL = "faulty://bucket/run"
 TOY = Toy(samples=64, max_steps=14, settings={"snapshot_every": 4, "probation": 7, "ring": URL})

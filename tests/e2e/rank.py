@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 
 from rollback.config import guard_mark
-from rollback.events import Attached, Committed, Fact, Finished, Stopped, Window
+from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths

@@ -8,7 +8,7 @@ import pytest
 from job_results import Scenarios
 from toy import Toy, facts, require_same, weights
 
-from rollback.events import Planned
+from rollback.facts.training import Planned
 
 TOY = Toy(808, epochs=3, sampler="distributed", accumulate=4, settings={"snapshot_every": 5, "skip_after": 20})
 

@@ -17,7 +17,7 @@ from toy import (
     weights,
 )
 
-from rollback.events import Incident, Planned, Restored
+from rollback.facts.training import Incident, Planned, Restored
 
 JOBS = {
     "shuffled": Toy(augment=True),

@@ -13,10 +13,10 @@ from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import PRESETS, Toy, facts, left_out, require_same, same_skips_from_the_start, skipped, train
 from typer.testing import CliRunner
 
-from rollback.audit.compile import compile_ledger
-from rollback.audit.material import read_material
 from rollback.cli import app
-from rollback.events import Incident, Planned, SampleQuarantine, Stopped
+from rollback.facts.training import Incident, Planned, SampleQuarantine, Stopped
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
 
 BAD = (417, 1603)
 TOY = Toy(2048, epochs=12, batch_size=16, sampler="distributed", loop="epochs", bad=BAD, settings=PRESETS)

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import rollback
-from rollback.events import Window
-from rollback.rundir.history import fold
+from rollback.facts.history import fold
+from rollback.facts.training import Window
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.pulse import Pulse, Signs
-from rollback.train.ranks import Ranks
+from rollback.train.comm.pulse import Pulse, Signs
+from rollback.train.comm.ranks import Ranks
 
 pytestmark = [
     pytest.mark.gpu,

@@ -11,10 +11,19 @@ from pathlib import Path
 import pytest
 from toy import Toy, facts, files, require_same, same_skips_from_the_start, train, weights
 
+from rollback.checkpoints import direct, ring
 from rollback.errors import NoUsableCheckpoint
-from rollback.events import Attached, Committed, Dropped, Incident, Planned, Quarantined, Restored
-from rollback.rundir import direct, durable, journal, records, ring
-from rollback.train import snapshots
+from rollback.facts.training import (
+    Attached,
+    Committed,
+    Dropped,
+    Incident,
+    Planned,
+    Quarantined,
+    Restored,
+)
+from rollback.rundir import durable, journal, records
+from rollback.train.snapshots import pipeline as snapshots
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
 

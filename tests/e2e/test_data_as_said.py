@@ -13,7 +13,7 @@ import pytest
 from attempts import Forker
 from toy import facts
 
-from rollback.events import Advice
+from rollback.facts.training import Advice
 
 STARTER = Path(__file__).parents[1] / "support" / "starter.py"
 SCRIPT = Path(__file__).parent / "jobs" / "as_said.py"

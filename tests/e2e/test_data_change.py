@@ -8,7 +8,7 @@ import pytest
 from toy import Toy, consumed, facts, files, train
 
 from rollback.errors import RunDoesNotFit
-from rollback.events import Accepted, Attached, Restored
+from rollback.facts.training import Accepted, Attached, Restored
 
 TOY = Toy(sampler="sequential")  # 400 samples, 100 batches
 GROWN = TOY.but(samples=440)

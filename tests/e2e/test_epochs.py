@@ -9,7 +9,7 @@ import pytest
 from attempts import Forker
 from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, train, weights
 
-from rollback.events import Attached, Finished, Incident, Restored
+from rollback.facts.training import Attached, Finished, Incident, Restored
 
 EPOCHS = Toy(samples=120, epochs=4)  # 30 batches each
 

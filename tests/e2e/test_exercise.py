@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from exercise_gradients import FAULT_AT, Trained, train
-from rollback.audit.compile import compile_ledger
-from rollback.audit.ledger import Ledger
-from rollback.audit.material import read_material
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
+from rollback.inspect.audit.report import Ledger
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,8 @@ from disks import disk_of, fill, may_mount
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import Toy, facts, require_same
 
-from rollback.events import (
+from rollback.checkpoints import tiers
+from rollback.facts.training import (
     Attached,
     BecameGood,
     CheckpointLost,
@@ -25,7 +26,6 @@ from rollback.events import (
     Saving,
     Stopped,
 )
-from rollback.rundir import tiers
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 

@@ -13,7 +13,8 @@ from attempts import Forker
 from job_results import Scenarios
 from toy import Toy, facts, require_same, same_skips_from_the_start, train, weights
 
-from rollback.events import (
+from rollback.checkpoints import ring, tiers
+from rollback.facts.training import (
     Advice,
     Attached,
     Committed,
@@ -26,7 +27,6 @@ from rollback.events import (
     Saving,
     Trouble,
 )
-from rollback.rundir import ring, tiers
 from rollback.rundir.paths import RunPaths
 
 SURGICAL = {"policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 10, "keep": 3, "horizon": 20}
@@ -46,7 +46,7 @@ def fast(toy: Toy, base: Path) -> Toy:
 def test_as_if_the_bad_batches_had_never_been_there_however_it_is_copied(
     tmp_path: Path, base: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: (mode, "the test says so"))
+    monkeypatch.setattr("rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: (mode, "the test says so"))
     toy, run = fast(Toy(augment=True, nan=(57,)), base), tmp_path / "run"
     ended = train(toy, run)
     assert {fact.capture for fact in facts(run, Saving)} == {mode}
@@ -96,7 +96,7 @@ def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, memory: bool, mode: str
 ) -> None:
     """What the scheduler keeps, which goes into the header, grows by half a megabyte and then by two."""
-    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: (mode, "the test says so"))
+    monkeypatch.setattr("rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: (mode, "the test says so"))
     run, toy = tmp_path / "run", fast(Toy(), base) if memory else Toy()
 
     def grow(guard: object, position: int) -> None:
@@ -160,7 +160,7 @@ def test_a_slot_that_cannot_be_believed_is_passed_over(tmp_path: Path, base: Pat
 
 
 def test_without_memory_checkpoints_go_to_the_ring(tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("rollback.train.choices.free_memory", lambda _: 300_000)
+    monkeypatch.setattr("rollback.train.snapshots.tier_choice.free_memory", lambda _: 300_000)
     run = tmp_path / "run"
     ended = train(fast(Toy(), base), run)
     saving = facts(run, Saving)[-1]
@@ -180,7 +180,7 @@ def test_a_tier_that_fails_in_mid_run_is_left_and_training_goes_on(
 
     def fill(_guard: object, position: int) -> None:
         if position == 35:
-            monkeypatch.setattr("rollback.rundir.slots.uncommit", full)
+            monkeypatch.setattr("rollback.checkpoints.slots.uncommit", full)
 
     ended = train(fast(Toy(), base).with_settings(keep=3), run, hook=fill)
     assert "No space left" in facts(run, Saving)[-1].reason
@@ -192,7 +192,9 @@ def test_a_tier_that_fails_in_mid_run_is_left_and_training_goes_on(
 def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_more(
     tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollback.train.saving.usual_capture_mode", lambda *_: ("overlapped", "the test says so"))
+    monkeypatch.setattr(
+        "rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: ("overlapped", "the test says so")
+    )
     run = tmp_path / "run"
 
     def meddle(guard: object, position: int) -> None:

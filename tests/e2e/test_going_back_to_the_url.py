@@ -14,13 +14,13 @@ from faulty import Bucket, Died, new_bucket
 from job_results import Scenarios
 from toy import Hook, Toy, facts, history, require_same, same_skips_from_the_start, train, weights
 
-from rollback.events import Drained, Fetched, Planned, Quarantined, Restored, Saving, Trouble
-from rollback.rundir import ring, tiers
-from rollback.rundir.drain import drainer
+from rollback.checkpoints import ring, tiers
+from rollback.facts.training import Drained, Fetched, Planned, Quarantined, Restored, Saving, Trouble
+from rollback.ring import drainer
+from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process
-from rollback.rundir.remote import store as storing
-from rollback.train import elsewhere
+from rollback.train.snapshots import remote as elsewhere
 
 URL = "faulty://bucket/run"
 SETTINGS = {"snapshot_every": 5, "keep": 3, "rewind": 25, "checkpoint_every": "1", "keep_durable": 20}
@@ -198,7 +198,7 @@ def test_a_fast_tier_that_fails_leaves_a_ring_that_keeps_its_capacity(
     def fill(_guard: object, position: int) -> None:
         most.append(len(ring.names(RunPaths(run))))
         if position == 15:
-            monkeypatch.setattr("rollback.rundir.slots.uncommit", full)
+            monkeypatch.setattr("rollback.checkpoints.slots.uncommit", full)
 
     train(toy, run, hook=fill)
     assert facts(run, Saving)[-1].slots == 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from launching import Launch, launching
 
-from rollback.events import AttemptEnded, Blamed, Hung, RunEnded, SampleQuarantine
+from rollback.facts.training import AttemptEnded, Blamed, Hung, RunEnded, SampleQuarantine
 from rollback.rundir.journal import read_journal
 from rollback.rundir.stacks import read_processes
 

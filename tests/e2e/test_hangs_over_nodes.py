@@ -15,7 +15,7 @@ from hosts import CABLE, two_hosts
 from launching import LIMIT
 from test_hangs import IMPATIENT
 
-from rollback.events import AttemptEnded, Hung
+from rollback.facts.training import AttemptEnded, Hung
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 

@@ -16,10 +16,10 @@ from safetensors.torch import load_file
 from toy import Toy, facts, require_same, train, weights
 
 import rollback
-from rollback.audit.at_url import readable
-from rollback.audit.export import export
+from rollback.checkpoints import ring, slots, tiers
 from rollback.errors import ExitCode
-from rollback.events import (
+from rollback.facts.history import fold
+from rollback.facts.training import (
     Attached,
     AttemptStarted,
     Committed,
@@ -31,12 +31,12 @@ from rollback.events import (
     ScriptLeft,
     StuckAtExit,
 )
-from rollback.rundir import ring, slots, tiers
-from rollback.rundir.history import fold
+from rollback.inspect.ring.at_url import readable
+from rollback.inspect.ring.export import export
+from rollback.ring.url.fetch import fetch
+from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.remote.fetch import fetch
-from rollback.rundir.remote.store import Store
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 EPOCHS = Toy(samples=120, epochs=2)  # of 30 steps each
@@ -103,7 +103,7 @@ def test_a_rollback_behind_the_end_of_a_complete_run_may_go_back_to_that_end(tmp
         bad = toy.but(epochs=4, nan=(80,)).with_settings(policy="surgical", skip_after=0, rewind=0, snapshot_every=50)
         ended = train(bad, run)
         fresh = train(bad.but(nan=()).with_settings(skip=[{"first": 80, "last": 80}]), tmp_path / f"{loop}-fresh")
-        assert [fact.step for fact in facts(run, rollback.events.Restored)] == [60]
+        assert [fact.step for fact in facts(run, rollback.facts.training.Restored)] == [60]
         names = [name for name in weights(fresh) if loop == "epochs" or name.startswith("/optimizer/param_groups")]
         require_same({n: ended[n] for n in names}, {n: fresh[n] for n in names}, loop)
 
@@ -160,7 +160,7 @@ def test_where_the_state_at_the_end_cannot_be_kept_that_is_said_with_what_is_los
             raise OSError(28, "No space left on device")
         commit(paths, manifest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollback.rundir.ring.commit", full)
+    monkeypatch.setattr("rollback.checkpoints.ring.commit", full)
     toy = EPOCHS.with_settings(fast_tier="off")
     train(toy, run)
     assert not facts(run, Finished)
@@ -184,7 +184,7 @@ def test_where_memory_does_not_take_the_state_at_the_end_the_run_directory_does(
             raise OSError(28, "No space left on device")
         commit(paths, number, manifest, here)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollback.rundir.slots.commit", full)
+    monkeypatch.setattr("rollback.checkpoints.slots.commit", full)
     train(EPOCHS.with_settings(fast_tier=str(tmp_path / "memory")), run)
     (finished,) = facts(run, Finished)
     assert facts(run, Committed)[-1].tier == "durable"

@@ -12,9 +12,9 @@ from attempts import DIED, Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, train
 
 from rollback.errors import RunInUse
-from rollback.events import Attached, Concluded, Incident, Planned, Restored, Stopped
+from rollback.facts.training import Attached, Concluded, Incident, Planned, Restored, Stopped
 from rollback.rundir.paths import RunPaths
-from rollback.train.life import SignsOfLife
+from rollback.train.process.heartbeat import SignsOfLife
 
 JOBS = {
     "shuffled": Toy(augment=True),

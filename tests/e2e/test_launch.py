@@ -14,7 +14,7 @@ import psutil
 import pytest
 from launching import LIMIT, RANK, Launch, is_gone, launching, tree
 
-from rollback.events import (
+from rollback.facts.training import (
     Attached,
     AttemptEnded,
     AttemptStarted,
@@ -25,7 +25,7 @@ from rollback.events import (
     Stopped,
 )
 from rollback.rundir.journal import read_journal
-from rollback.supervisor.memory import counter_files
+from rollback.supervisor.diagnosis.memory import counter_files
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 

@@ -10,7 +10,15 @@ from pathlib import Path
 import pytest
 from launching import LIMIT, Launch, is_gone, launching, tree
 
-from rollback.events import Attached, AttemptEnded, AttemptStarted, Hung, RestartScheduled, RunEnded, Signalled
+from rollback.facts.training import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    Hung,
+    RestartScheduled,
+    RunEnded,
+    Signalled,
+)
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.lock import RunLock

@@ -10,7 +10,7 @@ import pytest
 from launching import Launch, launching, tree
 
 from rollback.errors import ExitCode
-from rollback.events import AttemptStarted, Finished
+from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir.journal import read_journal
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"

@@ -11,10 +11,10 @@ from safetensors.numpy import load_file
 from toy import facts
 from typer.testing import CliRunner
 
-from rollback.audit.verify import verify
 from rollback.cli import app
 from rollback.errors import ExitCode
-from rollback.events import Attached, Drained, Stopped
+from rollback.facts.training import Attached, Drained, Stopped
+from rollback.inspect.ring.verify import verify
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 

@@ -19,8 +19,10 @@ from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
 from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
 
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import read_manifest
 from rollback.config import ENV_FAST_TIER
-from rollback.events import (
+from rollback.facts.training import (
     Attached,
     AttemptEnded,
     AttemptStarted,
@@ -32,9 +34,7 @@ from rollback.events import (
     RunEnded,
     Signalled,
 )
-from rollback.rundir import ring
 from rollback.rundir.journal import read_journal
-from rollback.rundir.manifest import read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -10,7 +10,7 @@ from typing import TextIO
 import pytest
 from toy import Toy, facts, require_same, train
 
-from rollback.events import Restored, Trouble
+from rollback.facts.training import Restored, Trouble
 
 
 def full() -> TextIO:

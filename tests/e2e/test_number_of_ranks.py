@@ -11,10 +11,10 @@ import pytest
 from job_results import Scenarios
 from toy import Toy, consumed, facts, history, train
 
-from rollback.audit import compile_ledger, read_material
-from rollback.audit.verify import verify
 from rollback.errors import ExitCode
-from rollback.events import Accepted, Attached, Finished, Restored
+from rollback.facts.training import Accepted, Attached, Finished, Restored
+from rollback.inspect.audit import compile_ledger, read_material
+from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import RunPaths
 

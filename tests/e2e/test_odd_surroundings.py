@@ -20,7 +20,7 @@ from launching import LIMIT, WITHOUT_TORCHRUN
 from toy import facts
 
 from rollback.errors import ExitCode
-from rollback.events import Attached, Finished, Stopped
+from rollback.facts.training import Attached, Finished, Stopped
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 from toy import Toy, facts, require_same, train
 
-from rollback.events import Attached, Evicted, Planned
-from rollback.rundir import pins, ring
+from rollback.checkpoints import pins, ring
+from rollback.facts.training import Attached, Evicted, Planned
 from rollback.rundir.paths import RunPaths
 
 TOY = Toy(samples=320, settings={"keep": 3})

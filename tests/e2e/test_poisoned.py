@@ -11,13 +11,13 @@ import pytest
 from attempts import Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
 
-from rollback.events import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
+from rollback.facts.training import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.blame import blame
-from rollback.supervisor.classify import FirstCause, cause, first_cause
-from rollback.supervisor.evidence import TrainJournal, gather, rank_ends
-from rollback.supervisor.outcome import Failures, Left, RankFailure
+from rollback.supervisor.diagnosis.blame import blame
+from rollback.supervisor.diagnosis.classify import FirstCause, cause, first_cause
+from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, rank_ends
+from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure
 
 TOY = Toy(400, poison=(123,))
 

@@ -8,7 +8,15 @@ import pytest
 from toy import Toy, consumed, facts, files, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
 from rollback.errors import StoppedAsStructural
-from rollback.events import Concluded, Finished, Incident, Planned, Restored, ScalerSkipped, Stopped
+from rollback.facts.training import (
+    Concluded,
+    Finished,
+    Incident,
+    Planned,
+    Restored,
+    ScalerSkipped,
+    Stopped,
+)
 
 PRESET = {"rewind": None, "skip_after": None}  # those of the preset, not the tests' own
 

@@ -19,7 +19,7 @@ from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from toy import Toy, facts, require_same
 
-from rollback.events import Attached, Committed, RunEnded, Signalled, Stopped
+from rollback.facts.training import Attached, Committed, RunEnded, Signalled, Stopped
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats

@@ -8,7 +8,7 @@ from typing import Any
 
 from launching import launching
 
-from rollback.events import AttemptStarted
+from rollback.facts.training import AttemptStarted
 
 MIRROR = Path(__file__).parent / "jobs" / "mirror.py"
 

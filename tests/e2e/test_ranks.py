@@ -9,7 +9,7 @@ import pytest
 from job_results import Scenarios
 from toy import Toy, facts, files, require_same, skipped, train, weights
 
-from rollback.events import Committed, Dropped, Incident, Planned, Quarantined, Restored, Stopped
+from rollback.facts.training import Committed, Dropped, Incident, Planned, Quarantined, Restored, Stopped
 
 SAMPLES = 800  # 100 batches of 4 for each of two ranks
 BAD = {

@@ -17,7 +17,13 @@ from torch.utils.data import DataLoader
 from toy import Toy, files, train
 
 import rollback
-from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
+from rollback.errors import (
+    JournalDamaged,
+    RollbackError,
+    RunDirectoryError,
+    RunDoesNotFit,
+    UsageError,
+)
 
 TOY = Toy(samples=120)
 

@@ -12,9 +12,10 @@ from attempts import DIED, Forker
 from toy import Hook, Toy, consumed, facts, history, require_same, same_skips_from_the_start, skipped, train
 
 from rollback import Guard
-from rollback.audit import compile_ledger, read_material
+from rollback.checkpoints import pins, tiers
 from rollback.control.asking import ask_to_rewind
-from rollback.events import (
+from rollback.facts.history import Case
+from rollback.facts.training import (
     Answered,
     BecameGood,
     Concluded,
@@ -29,9 +30,8 @@ from rollback.events import (
     Stopped,
     Window,
 )
-from rollback.rundir import pins, tiers
-from rollback.rundir.drain.in_run import RingInRun
-from rollback.rundir.history import Case
+from rollback.inspect.audit import compile_ledger, read_material
+from rollback.ring.in_run import RingInRun
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 

@@ -12,7 +12,7 @@ from launching import LIMIT
 from test_many_nodes import Nodes, nodes_of, supervisors_facts, wait_for
 from toy import Toy, facts, require_same, skipped
 
-from rollback.events import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
+from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
 from rollback.rundir.records import read_heartbeats
 
 TOY = Toy(samples=800, sampler="distributed", augment=True)  # 100 batches of two ranks

@@ -15,9 +15,9 @@ from attempts import Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
 from unreadable import cut_short, unreadable
 
-from rollback.events import Attached, Planned, Quarantined, Restored
-from rollback.rundir import tiers
-from rollback.rundir.drain.in_run import RingInRun
+from rollback.checkpoints import tiers
+from rollback.facts.training import Attached, Planned, Quarantined, Restored
+from rollback.ring.in_run import RingInRun
 from rollback.rundir.paths import RunPaths
 
 TOY = Toy(augment=True)

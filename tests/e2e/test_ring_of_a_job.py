@@ -15,14 +15,14 @@ from toy import Toy, facts, require_same, train
 from typer.testing import CliRunner
 
 from checkpoints import damage
-from rollback.audit.verify import verify
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.manifest import ShardRecord
+from rollback.checkpoints.shard import write_shard
 from rollback.cli import app
 from rollback.errors import ExitCode
-from rollback.events import Attached
-from rollback.rundir import ring, tiers
-from rollback.rundir.manifest import ShardRecord
+from rollback.facts.training import Attached
+from rollback.inspect.ring.verify import verify
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.shard import write_shard
 
 
 def test_the_weights_of_a_checkpoint_load_into_the_module_and_are_those_of_that_step(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from toy import SETTINGS, facts, skip_list
 
 import rollback
 from rollback.errors import UsageError
-from rollback.events import Restored
+from rollback.facts.training import Restored
 
 SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
 
@@ -225,7 +225,7 @@ def test_a_run_that_began_without_them_finds_the_first_values(tmp_path: Path) ->
 
 def test_a_checkpoint_without_the_part_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As checkpoints were before there were kept values."""
-    from rollback.train import state, tree
+    from rollback.train.state import state, tree
 
     original = tree.encode
 

@@ -15,13 +15,13 @@ import pytest
 from faulty import Bucket, new_bucket
 from toy import Toy, facts, require_same, train
 
-from rollback.audit.verify import verify
+from rollback.checkpoints import ring
 from rollback.errors import ExitCode
-from rollback.events import Committed, Drained, DrainFailed, Dropped
-from rollback.rundir import ring
-from rollback.rundir.drain import in_run
+from rollback.facts.training import Committed, Drained, DrainFailed, Dropped
+from rollback.inspect.ring.verify import verify
+from rollback.ring import in_run
 from rollback.rundir.paths import RunPaths
-from rollback.train import snapshots
+from rollback.train.snapshots import pipeline as snapshots
 
 TOY = Toy(samples=1200, patient=False)  # 300 steps, a snapshot every 10
 HELD_FROM, STEPS = 15, 40

@@ -16,7 +16,7 @@ from job_results import JOB, Scenarios
 from slurm import Slurm
 from toy import Toy, facts, require_same
 
-from rollback.events import Attached, Stopped
+from rollback.facts.training import Attached, Stopped
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

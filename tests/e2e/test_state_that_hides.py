@@ -10,8 +10,8 @@ import pytest
 from attempts import Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
 
-from rollback.events import Advice, Attached, Concluded, Dropped, Finished, Incident, Planned
-from rollback.train import state
+from rollback.facts.training import Advice, Attached, Concluded, Dropped, Finished, Incident, Planned
+from rollback.train.state import state
 
 
 @pytest.fixture(scope="module")

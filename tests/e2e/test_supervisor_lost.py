@@ -11,7 +11,7 @@ from launching import LIMIT, is_gone
 from test_preemption import LONG, is_training, launch, wait_for
 from toy import facts, require_same
 
-from rollback.events import Attached
+from rollback.facts.training import Attached
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from launching import LIMIT, Launch, launching, tree
 
-from rollback.events import Attached, AttemptStarted
+from rollback.facts.training import Attached, AttemptStarted
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 

@@ -9,7 +9,7 @@ from typing import Any
 from toy import Hook, facts
 
 import rollback
-from rollback.events import Answered, Window
+from rollback.facts.training import Answered, Window
 from rollback.rundir import requests
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths

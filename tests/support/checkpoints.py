@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollback.rundir import ring
-from rollback.rundir.direct import BLOCK, write_direct
-from rollback.rundir.layout import lay_out, room_for
-from rollback.rundir.manifest import Manifest, ShardRecord
+from rollback.checkpoints import ring
+from rollback.checkpoints.direct import BLOCK, write_direct
+from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.region import Region
 from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
-from rollback.rundir.region import Region
 
 RANKS = 2
 

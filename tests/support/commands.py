@@ -54,7 +54,12 @@ class Commands:
 
 def _serve(seconds: int) -> None:
     from rollback import cli
-    from rollback.audit import at_url, compile, material, ring_text, status, verify, why  # noqa: F401
+    from rollback.inspect.audit import compile
+    from rollback.inspect.audit import reading as material
+    from rollback.inspect.ring import at_url, verify
+    from rollback.inspect.ring import text as ring_text
+    from rollback.inspect.status import status
+    from rollback.inspect.why import why  # noqa: F401
     from rollback.report import page  # noqa: F401
 
     for line in sys.stdin:

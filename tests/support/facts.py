@@ -8,8 +8,8 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from rollback import events
-from rollback.events import Fact, PassedOver, Window
+from rollback.facts import training as events
+from rollback.facts.training import Fact, PassedOver, Window
 from rollback.rundir.paths import checkpoint_name
 
 FACTS: list[type[Fact]] = list(get_args(get_args(events.AnyFact)[0]))

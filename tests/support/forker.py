@@ -28,9 +28,9 @@ import torch
 from asking import asking, hand_in
 from toy import Toy, _Loop, train
 
-from rollback.events import Fact
-from rollback.train import snapshots
-from rollback.train.record import Record
+from rollback.facts.training import Fact
+from rollback.train.comm.recorder import Record
+from rollback.train.snapshots import pipeline as snapshots
 
 DIED = 99
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rollback.rundir import shard
-from rollback.train import reading
+from rollback.checkpoints import shard
+from rollback.train.snapshots import reader as reading
 
 
 def note_threads(patch: pytest.MonkeyPatch, cores: int) -> list[int]:

@@ -32,7 +32,7 @@ from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
-from rollback.train import snapshots
+from rollback.train.snapshots import pipeline as snapshots
 
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:

@@ -11,15 +11,18 @@ from typing import Any
 import numpy as np
 
 from recorded_run import attached, incident, rollback_plan
-from rollback.events import BecameGood, Committed, Concluded, Evicted, Fact, Finished, PassedOver, Restored
-from rollback.rundir import journal
-from rollback.rundir.evidence import (
-    BatchKept,
-    NamedNorm,
-    Norms,
-    RankEvidence,
-    write_evidence,
+from rollback.facts.training import (
+    BecameGood,
+    Committed,
+    Concluded,
+    Evicted,
+    Fact,
+    Finished,
+    PassedOver,
+    Restored,
 )
+from rollback.rundir import journal
+from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, write_evidence
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, checkpoint_name
 from rollback.rundir.records import SkippedBatch

@@ -6,7 +6,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from rollback.events import (
+from rollback.facts.training import (
     Attached,
     AttemptEnded,
     AttemptStarted,

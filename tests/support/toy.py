@@ -24,8 +24,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import rollback
-from rollback.events import Fact
-from rollback.rundir.history import History, fold
+from rollback.facts.history import History, fold
+from rollback.facts.training import Fact
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from rollback.rundir.manifest import read_manifest
-from rollback.train import restoring
-from rollback.train.reading import Reading
+from rollback.checkpoints.manifest import read_manifest
+from rollback.train.snapshots import restore as restoring
+from rollback.train.snapshots.reader import Reading
 
 _READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
 

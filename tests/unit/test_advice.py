@@ -18,14 +18,14 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
 
 import rollback
-from rollback.events import Advice, Incident
+from rollback.facts.training import Advice, Incident
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Verdict
-from rollback.train import advice
-from rollback.train.advice import Advisor
-from rollback.train.habits import Habit
-from rollback.train.pulse import Beat
+from rollback.train.comm.pulse import Beat
+from rollback.train.updates import advice
+from rollback.train.updates.advice import Advisor
+from rollback.train.updates.habits import Habit
 
 
 @dataclass

@@ -16,13 +16,15 @@ from typer.testing import CliRunner
 
 from facts import facts
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit import Ledger, Material, compile_ledger, read_material
-from rollback.audit.cost import Charged
-from rollback.audit.terminal import console_for, printable, quoted
-from rollback.audit.text import indices_in_words, print_ledger
 from rollback.cli import app
-from rollback.errors import JournalDamaged, RollbackError, RunDirectoryError, RunDoesNotFit, UsageError
-from rollback.events import (
+from rollback.errors import (
+    JournalDamaged,
+    RollbackError,
+    RunDirectoryError,
+    RunDoesNotFit,
+    UsageError,
+)
+from rollback.facts.training import (
     Advice,
     AttemptEnded,
     AttemptStarted,
@@ -46,6 +48,10 @@ from rollback.events import (
     Trouble,
     Window,
 )
+from rollback.inspect.audit import Ledger, Material, compile_ledger, read_material
+from rollback.inspect.audit.cost import Charged
+from rollback.inspect.audit.text import indices_in_words, print_ledger
+from rollback.terminal.escape import console_for, printable, quoted
 
 C0, C1, C2 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040"
 

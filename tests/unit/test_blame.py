@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.events import AttemptEnded, Blamed, Fact, Record, Window
+from rollback.facts.supervisor import Why
+from rollback.facts.training import AttemptEnded, Blamed, Fact, Record, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.blame import SKIPS_THAT_DID_NOT_HELP, blame
-from rollback.supervisor.classify import FirstCause
-from rollback.supervisor_facts import Why
+from rollback.supervisor.diagnosis.blame import SKIPS_THAT_DID_NOT_HELP, blame
+from rollback.supervisor.diagnosis.classify import FirstCause
 
 
 def crash(

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from rollback.sentinel import Sentinel
-from rollback.train import tree
-from rollback.train.cursor import cursor_for
-from rollback.train.state import Image, TrainingState
+from rollback.train.data.cursor import cursor_for
+from rollback.train.state import tree
+from rollback.train.state.state import Image, TrainingState
 
 
 class Model(nn.Module):

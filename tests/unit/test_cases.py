@@ -9,13 +9,21 @@ import pytest
 
 from recorded_run import incident, rollback_plan
 from rollback.config import Settings
-from rollback.events import Concluded, Incident, Planned, Record, Restored, SampleQuarantine, Window
+from rollback.facts.history import Case, fold
+from rollback.facts.training import (
+    Concluded,
+    Incident,
+    Planned,
+    Record,
+    Restored,
+    SampleQuarantine,
+    Window,
+)
 from rollback.policy import Held, Stream
-from rollback.rundir.history import Case, fold
 from rollback.rundir.paths import RunPaths, checkpoint_name
 from rollback.rundir.requests import Request
-from rollback.train.cases import Cases
-from rollback.train.skips import SkipList
+from rollback.train.data.skips import SkipList
+from rollback.train.incidents.cases import Cases
 
 RING = [Held(checkpoint_name(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run

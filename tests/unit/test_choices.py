@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from rollback.rundir import slots, tiers
+from rollback.checkpoints import slots, tiers
+from rollback.checkpoints.slots import SlotPaths
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.slots import SlotPaths
-from rollback.train import choices
-from rollback.train.choices import Allotment, allot, capture_mode, cores_here, open_tier
-from rollback.train.ranks import Ranks
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots import tier_choice as choices
+from rollback.train.snapshots.tier_choice import Allotment, allot, capture_mode, cores_here, open_tier
 
 MB = 10**6
 

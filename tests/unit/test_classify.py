@@ -1,4 +1,4 @@
-"""From evidence to class and first cause: every row of the table of rollback.supervisor.classify."""
+"""From evidence to class and first cause: every row of the table of rollback.supervisor.diagnosis.classify."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from typing import get_args
 
 import pytest
 
-from rollback.events import Hung, Stopped, Window
+from rollback.facts.supervisor import Why
+from rollback.facts.training import Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.classify import RankEnd, cause, first_cause, merely_noticed, why_of
-from rollback.supervisor.outcome import Evidence, Failures, RankFailure
-from rollback.supervisor_facts import Why
+from rollback.supervisor.diagnosis.classify import RankEnd, cause, first_cause, merely_noticed, why_of
+from rollback.supervisor.diagnosis.outcome import Evidence, Failures, RankFailure
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 
@@ -94,7 +94,7 @@ def test_every_row_of_the_table(end: RankEnd, expected: str | None) -> None:
 
 
 def test_the_rows_are_in_the_order_of_precedence() -> None:
-    from rollback.supervisor import classify
+    from rollback.supervisor.diagnosis import classify
 
     assert classify.__doc__ is not None
     rows = [line.split("|")[1].strip() for line in classify.__doc__.splitlines() if line.startswith("| ")][1:]

@@ -14,14 +14,14 @@ import pytest
 import rollback
 from rollback import cli
 from rollback.cli.launch import closing_line, default_run, read_settings, require_script
-from rollback.cli.terminal import printable
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, UsageError
-from rollback.events import SkipAdded, Window
+from rollback.facts.training import SkipAdded, Window
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Order, Result
 from rollback.supervisor.flags import FLAGS
+from rollback.terminal.messages import printable
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
 class TestFrame:
     def test_help_and_commands_do_not_import_torch(self) -> None:
         code = (
-            "import sys, rollback.cli, rollback.supervisor.supervise, rollback.supervisor.torchrun\n"
+            "import sys, rollback.cli, rollback.supervisor.supervise, rollback.agent.entry\n"
             "sys.argv = ['rollback', '--help']\n"
             "try: rollback.cli.main()\n"
             "except SystemExit: pass\n"

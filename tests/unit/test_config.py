@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rollback.config import ENV_SETTINGS, PRESETS, Settings, settings_from
 from rollback.errors import ExitCode, UsageError
-from rollback.events import Window
+from rollback.facts.training import Window
 
 
 def test_the_default_is_the_balanced_preset() -> None:

@@ -20,10 +20,10 @@ from typer.testing import CliRunner
 
 from checkpoints import write_checkpoint
 from recorded_run import RecordedRun, attached
-from rollback.audit import read_status
 from rollback.cli import app
 from rollback.control import asking
-from rollback.events import Answered, Drained, Finished, Window
+from rollback.facts.training import Answered, Drained, Finished, Window
+from rollback.inspect.audit import read_status
 from rollback.rundir import requests
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.processes import start_of

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Sa
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from rollback.errors import RunDoesNotFit, UsageError
-from rollback.train import rng
-from rollback.train.cursor import Cursor, cursor_for
+from rollback.train.data import rng
+from rollback.train.data.cursor import Cursor, cursor_for
 
 
 @pytest.fixture(autouse=True)

@@ -22,9 +22,10 @@ from torch.utils.data import (
 )
 
 from rollback.errors import RunDoesNotFit, UsageError
-from rollback.train import rng, tree
-from rollback.train.cursor import Cursor, cursor_for
-from rollback.train.cursor.digest import Digest
+from rollback.train.data import rng
+from rollback.train.data.cursor import Cursor, cursor_for
+from rollback.train.data.cursor.digest import Digest
+from rollback.train.state import tree
 
 EPOCHS = 3
 LENGTH = 23

@@ -18,7 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from rollback.train.cursor.order import _Iterated, _Sliced, order_of
+from rollback.train.data.cursor.order import _Iterated, _Sliced, order_of
 
 lengths = st.integers(1, 40)
 

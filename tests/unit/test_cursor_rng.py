@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from rollback.train import rng
+from rollback.train.data import rng
 
 
 def draws() -> tuple[Any, ...]:

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.train.cursor.digest import Digest, digest_of_indices
+from rollback.train.data.cursor.digest import Digest, digest_of_indices
 
 
 @dataclass

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollback.rundir import direct
-from rollback.rundir.direct import BLOCK, write_direct
-from rollback.rundir.drain.in_run import copy_shard
-from rollback.rundir.hashing import hash_of
-from rollback.rundir.manifest import ShardRecord
-from rollback.rundir.region import Region
+from rollback.checkpoints import direct
+from rollback.checkpoints.direct import BLOCK, write_direct
+from rollback.checkpoints.hashing import hash_of
+from rollback.checkpoints.manifest import ShardRecord
+from rollback.checkpoints.region import Region
+from rollback.ring.in_run import copy_shard
 
 SIZE = 3 * BLOCK + 17
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from recorded_run import incident, rollback_plan
-from rollback.events import BecameGood, Committed, Evicted, Record, Restored
-from rollback.rundir.drain.decide import Pace, Past, Situation, next_to_drain, to_evict
-from rollback.rundir.history import History, fold
+from rollback.facts.history import History, fold
+from rollback.facts.training import BecameGood, Committed, Evicted, Record, Restored
+from rollback.ring.schedule import Pace, Past, Situation, next_to_drain, to_evict
 from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
 
 AUTO = Pace()

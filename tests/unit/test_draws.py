@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rollback.errors import RunDoesNotFit
-from rollback.train.draws import ENTRIES, DrawLog
+from rollback.train.data.draw_log import ENTRIES, DrawLog
 
 NOTHING, ONE = 0, 1
 """Hashes of what was skipped before."""

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.train import drift
-from rollback.train.flight import Letter, Written
+from rollback.train.snapshots import drift
+from rollback.train.snapshots.in_flight import Letter, Written
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, incident, rollback_plan
-from rollback.audit import compile_ledger, read_material
 from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
 from rollback.config import ENV_SETTINGS, Settings, settings_from
@@ -26,7 +25,8 @@ from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
 from rollback.errors import UsageError
-from rollback.events import Dropped, Finished, Restored
+from rollback.facts.training import Dropped, Finished, Restored
+from rollback.inspect.audit import compile_ledger, read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected, exercise_of
 from rollback.train.drill import _FullDisk, _mapped, _noise
 

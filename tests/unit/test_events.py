@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from facts import FACTS, facts, windows
-from rollback import events
-from rollback.events import Fact, Window, parse_fact
+from rollback.facts import training as events
+from rollback.facts.training import Fact, Window, parse_fact
 
 FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
 BEGIN, END = "<!-- facts:begin -->\n", "<!-- facts:end -->\n"

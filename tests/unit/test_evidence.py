@@ -17,9 +17,9 @@ import rollback
 from recorded_run import incident
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.paths import RunPaths
-from rollback.train.evidence import Evidence
-from rollback.train.gradients import Gradients, norm_of_each
-from rollback.train.ranks import Ranks
+from rollback.train.comm.ranks import Ranks
+from rollback.train.incidents.evidence import Evidence
+from rollback.train.updates.gradients import Gradients, norm_of_each
 
 SETTINGS: dict[str, Any] = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.rundir.records import LEAVING, Heartbeat
-from rollback.supervisor.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
+from rollback.supervisor.diagnosis.hang import AT_EXIT, FLOOR, SLOW_FLOOR, HangLimits, HangWatch, suspect
 
 
 def beat(step: int, *, moved: float = 0.0, looked: float = 0.0, doing: str = "training", **more: int) -> Heartbeat:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
-from rollback.events import (
+from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.training import (
     Accepted,
     Advice,
     Answered,
@@ -35,7 +36,6 @@ from rollback.events import (
     Stopped,
     Window,
 )
-from rollback.rundir.history import History, fold, merge_windows
 
 C0, C1, C2 = "c000000-s00000000", "c000001-s00000020", "c000002-s00000040"
 

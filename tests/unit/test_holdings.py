@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of
-from rollback.train.holdings import Holdings
+from rollback.train.snapshots.catalogue import Holdings
 
 PROBATION = 4
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run
-from rollback.audit.integrity import check_integrity
 from rollback.cli import app
-from rollback.events import PassedOver
+from rollback.facts.training import PassedOver
+from rollback.inspect.audit.verify import check_integrity
 from rollback.rundir.records import LineWriter, SkippedBatch
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from rollback.errors import JournalDamaged, RunDirectoryError
-from rollback.events import Fact, Finished, PassedOver, Trouble
+from rollback.facts.training import Fact, Finished, PassedOver, Trouble
 from rollback.rundir import durable
 from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal
 

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import UsageError
-from rollback.train import tree
-from rollback.train.kept_values import Memory
+from rollback.train.state import tree
+from rollback.train.state.kept_values import Memory
 
 plain = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(),

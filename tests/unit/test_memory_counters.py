@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from rollback.supervisor.memory import OomCounters, counter_files, parse_counter
+from rollback.supervisor.diagnosis.memory import OomCounters, counter_files, parse_counter
 
 V1 = "oom_kill_disable 0\nunder_oom 0\noom_kill 3\n"
 V2 = "low 0\nhigh 12\nmax 7\noom 2\noom_kill 3\noom_group_kill 0\n"

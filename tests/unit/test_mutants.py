@@ -10,7 +10,7 @@ import pytest
 
 import mutants
 from mutants import MODULES, argued, mutants_of
-from rollback.rundir import retention
+from rollback.checkpoints import retention
 
 SOURCE = b'''"""Text, which decides nothing: 1 < 2."""
 
@@ -74,7 +74,7 @@ def test_what_stands_does_what_the_mutant_would_whoever_has_imported_it(monkeypa
     code = f"""
 from pathlib import Path
 from mutants import mutants_of, put_in_place
-from rollback.rundir.retention import choose_evictions
+from rollback.checkpoints.retention import choose_evictions
 names = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
 assert len(choose_evictions(names, names, (), 3)) == 0
 put_in_place(mutants_of("retention", {path!r}, Path({retention.__file__!r}).read_bytes())[{place}])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from rollback.errors import RunInUse, UsageError
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
@@ -27,7 +28,6 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
-from rollback.supervisor.outcome import Failures, Left, RankFailure, Refusal
 
 LAUNCH = "b:1:1.0"
 

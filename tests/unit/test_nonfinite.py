@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollback.train.nonfinite import FiniteCheck, agreed, kind_in
-from rollback.train.tree import DTYPE
+from rollback.train.state.nonfinite import FiniteCheck, agreed, kind_in
+from rollback.train.state.tree import DTYPE
 
 FLOATS = [dtype for dtype in DTYPE.values() if dtype.is_floating_point or dtype.is_complex]
 LARGE = 70_000  # elements: looked at in three pieces

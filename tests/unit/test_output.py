@@ -12,12 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from rollback.cli.terminal import line_for
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
 from rollback.supervisor import output as output_module
 from rollback.supervisor.command import Job
 from rollback.supervisor.output import Output, Stream, user_decides
+from rollback.terminal.messages import line_for
 
 JOB = Job({}, "train.py", [])
 LIMIT = 20.0

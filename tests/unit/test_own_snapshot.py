@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from toy import facts
 
 import rollback
-from rollback.events import Advice, Attached
+from rollback.facts.training import Advice, Attached
 
 EPOCHS, BATCHES = 4, 6
 

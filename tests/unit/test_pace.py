@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.train.pace import CEILING, Pace
+from rollback.train.snapshots.pace import CEILING, Pace
 
 seconds = st.floats(1e-4, 100.0)
 overheads = st.floats(0.001, 1.0)

@@ -22,13 +22,16 @@ from rich.console import Console
 from rich.text import Text
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit.status import Status, StatusReader, read_status
-from rollback.cli.terminal import line_for
-from rollback.drain_facts import Drained, DrainFailed
-from rollback.events import Advice, AttemptEnded, AttemptStarted, PassedOver, RestartScheduled, Restored
-from rollback.live.braille import draw
-from rollback.live.canvas import Canvas
-from rollback.live.curve import CAPACITY, Bucket, Curve, extent
+from rollback.facts.ring import Drained, DrainFailed
+from rollback.facts.training import (
+    Advice,
+    AttemptEnded,
+    AttemptStarted,
+    PassedOver,
+    RestartScheduled,
+    Restored,
+)
+from rollback.inspect.status.status import Status, StatusReader, read_status
 from rollback.live.panel import Curves, panel
 from rollback.live.panel_screen import PanelScreen, above
 from rollback.live.telling import line_of
@@ -37,6 +40,10 @@ from rollback.live.watch import standing, watch_lines
 from rollback.rundir.lock import RunLock
 from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
+from rollback.terminal.braille import draw
+from rollback.terminal.canvas import Canvas
+from rollback.terminal.curve import CAPACITY, Bucket, Curve, extent
+from rollback.terminal.messages import line_for
 
 LIMIT = 30.0
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rollback.errors import UsageError
-from rollback.train.cursor import Cursor, cursor_for
-from rollback.train.passes import Again, Passes
+from rollback.train.data.cursor import Cursor, cursor_for
+from rollback.train.data.passes import Again, Passes
 
 
 def at(epoch: int, offset: int = 0) -> Cursor:

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
-from rollback.events import Incident, Planned, Window
+from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import Held, Stream, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import checkpoint_name
 

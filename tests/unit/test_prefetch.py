@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from rollback.errors import UsageError
-from rollback.train.prefetch import PrefetchWatch
+from rollback.train.data.prefetch import PrefetchWatch
 
 
 class Script:

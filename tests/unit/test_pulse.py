@@ -18,8 +18,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollback.train.pulse import Ailment, Beat, Pulse, Signs, Slot, _beat
-from rollback.train.ranks import Ranks
+from rollback.train.comm.pulse import Ailment, Beat, Pulse, Signs, Slot, _beat
+from rollback.train.comm.ranks import Ranks
 
 numbers = st.none() | st.floats(width=32)
 signs = st.builds(Signs, *[st.booleans()] * 5)
@@ -131,7 +131,7 @@ class _Backend:
 def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     backend, ranks = _Backend(0.05, 0.1), Ranks()
     ranks.distributed = True
-    monkeypatch.setattr("rollback.train.pulse.dist.all_reduce", backend.all_reduce)
+    monkeypatch.setattr("rollback.train.comm.pulse.dist.all_reduce", backend.all_reduce)
     pulse = Pulse(ranks, torch.device("cpu"))
     pulse.send(torch.tensor(2.0), None, Signs())
     if read:
@@ -145,8 +145,8 @@ def test_when_it_is_closed_nothing_of_a_beat_is_under_way_or_held(read: bool, mo
 
 RANK = """
 import json, math, sys, torch, torch.distributed as dist
-from rollback.train.pulse import Pulse, Signs
-from rollback.train.ranks import Ranks
+from rollback.train.comm.pulse import Pulse, Signs
+from rollback.train.comm.ranks import Ranks
 dist.init_process_group("gloo")
 ranks = Ranks()
 pulse = Pulse(ranks, torch.device("cpu"))

@@ -9,16 +9,16 @@ import torch
 from torch import nn
 
 from hashing_threads import note_threads
-from rollback.rundir import slots
+from rollback.checkpoints import slots
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
-from rollback.train import reading
-from rollback.train.cursor import cursor_for
-from rollback.train.ranks import Ranks
-from rollback.train.restoring import restore
-from rollback.train.rooms import FastTier
-from rollback.train.snapshots import Snapshots
-from rollback.train.state import TrainingState
+from rollback.train.comm.ranks import Ranks
+from rollback.train.data.cursor import cursor_for
+from rollback.train.snapshots import reader as reading
+from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.restore import restore
+from rollback.train.state.state import TrainingState
 
 
 def state_of(seed: int) -> TrainingState:

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.rundir import region
-from rollback.rundir.region import Region, address_of, copy
+from rollback.checkpoints import region
+from rollback.checkpoints.region import Region, address_of, copy
 
 PAGE, PIECE = 4096, 1000
 ROOM = 3 * PAGE

@@ -22,19 +22,19 @@ from long_run import LongRun
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit.compile import compile_ledger
-from rollback.audit.material import read_material
 from rollback.cli import app
-from rollback.drain_facts import Drained
 from rollback.errors import UsageError
-from rollback.events import Advice, AttemptEnded, AttemptStarted, Trouble
+from rollback.facts.ring import Drained
+from rollback.facts.supervisor import Hung
+from rollback.facts.training import Advice, AttemptEnded, AttemptStarted, Trouble
+from rollback.inspect.audit.compile import compile_ledger
+from rollback.inspect.audit.reading import read_material
 from rollback.report.account import account
 from rollback.report.page import make_page
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
 from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.records import LineWriter, Metric, metric_line, read_metrics
 from rollback.rundir.stacks import ProcessSeen, write_processes
-from rollback.supervisor_facts import Hung
 
 values = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
 

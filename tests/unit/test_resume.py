@@ -6,10 +6,10 @@ import pytest
 
 from checkpoints import manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.events import BecameGood, Committed, Evicted, Fact, Finished, Record, Restored
-from rollback.rundir.history import History, fold
-from rollback.rundir.manifest import Manifest
-from rollback.rundir.resume import candidates, next_seq, of_present_timeline
+from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.resume import candidates, next_seq, of_present_timeline
+from rollback.facts.history import History, fold
+from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, Record, Restored
 
 RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
 NAMES = [manifest.name for manifest in RING]

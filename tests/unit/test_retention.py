@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from checkpoints import manifest_of
 from recorded_run import incident
+from rollback.checkpoints.retention import choose_evictions
 from rollback.config import Settings
-from rollback.events import BecameGood, Committed, Record
+from rollback.facts.history import fold
+from rollback.facts.training import BecameGood, Committed, Record
 from rollback.policy import Held, plan
-from rollback.rundir.drain.decide import Situation, to_evict
-from rollback.rundir.history import fold
+from rollback.ring.schedule import Situation, to_evict
 from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
-from rollback.rundir.retention import choose_evictions
-from rollback.train.holdings import Holdings
+from rollback.train.snapshots.catalogue import Holdings
 
 NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(20)]
 

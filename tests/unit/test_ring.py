@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import damage, manifest_of, whole, write_checkpoint
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import ShardRecord
+from rollback.checkpoints.shard import Piece, write_shard
 from rollback.errors import CheckpointDamaged
-from rollback.rundir import ring
-from rollback.rundir.manifest import ShardRecord
 from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
-from rollback.rundir.shard import Piece, write_shard
 
 
 @pytest.fixture

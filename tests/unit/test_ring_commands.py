@@ -16,18 +16,24 @@ from typer.testing import CliRunner, Result
 
 from checkpoints import damage, manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.audit.checkpoints import read_listing
-from rollback.audit.verify import verify
+from rollback.checkpoints import pins, ring, slots, tiers
+from rollback.checkpoints.manifest import ShardRecord, read_manifest
+from rollback.checkpoints.shard import Piece, write_shard
+from rollback.checkpoints.slots import SlotPaths
 from rollback.cli import app
-from rollback.errors import ExitCode, NoUsableCheckpoint, OutputNotWritten, RollbackError, UsageError
-from rollback.events import BecameGood, Committed, Quarantined
-from rollback.rundir import pins, ring, slots, tiers
+from rollback.errors import (
+    ExitCode,
+    NoUsableCheckpoint,
+    OutputNotWritten,
+    RollbackError,
+    UsageError,
+)
+from rollback.facts.training import BecameGood, Committed, Quarantined
+from rollback.inspect.ring.checkpoints import read_listing
+from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import Job, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal
-from rollback.rundir.manifest import ShardRecord, read_manifest
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.rundir.shard import Piece, write_shard
-from rollback.rundir.slots import SlotPaths
 
 OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
 JOB = Job(
@@ -291,7 +297,7 @@ def test_what_is_evicted_while_it_is_looked_at_is_no_damage(paths: RunPaths, mon
             ring.evict(paths, OLD)
         return find(*arguments)
 
-    from rollback.audit import verify as room
+    from rollback.inspect.ring import verify as room
 
     find = room.find_faults
     monkeypatch.setattr(room, "find_faults", evict_first)
@@ -400,7 +406,7 @@ def test_a_job_gets_the_slots_that_are_looked_at(
             slots.commit(tier, number, later)
         return find(directory, *rest, **more)
 
-    from rollback.audit import verify as room
+    from rollback.inspect.ring import verify as room
 
     find = room.find_faults
     monkeypatch.setattr(room, "find_faults", use_the_slot)
@@ -412,7 +418,7 @@ def test_a_job_gets_the_slots_that_are_looked_at(
 def test_the_slot_that_is_exported_stays_until_it_is_written(
     paths: RunPaths, tier: SlotPaths, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from rollback.audit import export as room
+    from rollback.inspect.ring import export as room
 
     write_out, freed = room.write_shard, []
 

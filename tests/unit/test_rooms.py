@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from rollback.rundir import slots
-from rollback.train.rooms import FastTier
+from rollback.checkpoints import slots
+from rollback.train.snapshots.buffers import FastTier
 
 SIZE = 3 << 12
 

@@ -18,11 +18,11 @@ from pyarrow import parquet
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit.samples import COLUMNS, read_samples
-from rollback.audit.tables import harmless, write_csv
 from rollback.cli import app
 from rollback.errors import OutputNotWritten, UsageError
-from rollback.events import PassedOver, SkipAdded, Window
+from rollback.facts.training import PassedOver, SkipAdded, Window
+from rollback.inspect.audit.samples import COLUMNS, read_samples
+from rollback.inspect.audit.tables import harmless, write_csv
 from rollback.rundir.records import LineWriter, SkippedBatch
 
 C1 = "c000001-s00000020"
@@ -135,7 +135,7 @@ def test_a_large_record_is_read_line_by_line(run: RecordedRun) -> None:
         writer.write(line.model_dump_json())
     writer.close()
     code = (
-        "import resource, sys; from pathlib import Path; from rollback.audit.samples import read_samples\n"
+        "import resource, sys; from pathlib import Path; from rollback.inspect.audit.samples import read_samples\n"
         "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
         "count = sum(1 for row in read_samples(Path(sys.argv[1])).rows)\n"
         "print(count, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)"

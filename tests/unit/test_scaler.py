@@ -14,10 +14,10 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import rollback
-from rollback.events import Fact, Incident, PhaseAnnounced, ScalerSkipped
+from rollback.facts.training import Fact, Incident, PhaseAnnounced, ScalerSkipped
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.train.scaler import DROPPED, WINDOW, ScaleWatch
+from rollback.train.updates.scaler import DROPPED, WINDOW, ScaleWatch
 
 
 def calls(dropped: list[bool], scale: float | None) -> list[int]:

@@ -12,8 +12,8 @@ import pytest
 
 from rollback.config import Settings
 from rollback.errors import UsageError
-from rollback.events import AttemptStarted
-from rollback.rundir.remote.store import require_no_credentials, require_url
+from rollback.facts.training import AttemptStarted
+from rollback.ring.url.store import require_no_credentials, require_url
 from rollback.supervisor.command import Job
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.redaction import new_salt, redacted
@@ -95,7 +95,7 @@ WRITES = """
 import os, sys
 from pathlib import Path
 os.umask(int(sys.argv[2], 8))
-from rollback.events import Finished
+from rollback.facts.training import Finished
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter

@@ -10,9 +10,9 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun, incident
-from rollback.audit import Ledger, compile_ledger, read_material
-from rollback.audit.text import print_ledger
-from rollback.events import PhaseAnnounced
+from rollback.facts.training import PhaseAnnounced
+from rollback.inspect.audit import Ledger, compile_ledger, read_material
+from rollback.inspect.audit.text import print_ledger
 from rollback.rundir.evidence import (
     BatchKept,
     LeftOut,

@@ -9,7 +9,15 @@ from curves import descent, norms, observations, raised, verdicts
 
 from rollback.config import Settings
 from rollback.errors import RunDoesNotFit, UsageError
-from rollback.sentinel import PRESETS, Hint, Kind, Observation, Sentinel, Verdict, learning_rate_hint
+from rollback.sentinel import (
+    PRESETS,
+    Hint,
+    Kind,
+    Observation,
+    Sentinel,
+    Verdict,
+    learning_rate_hint,
+)
 from rollback.sentinel.machine import EXCUSED_FOR, TRANSITIONS, Event, State
 
 

@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
+from rollback.checkpoints.hashing import hash_of
+from rollback.checkpoints.layout import ITEM_SIZE, PADDING, lay_out
+from rollback.checkpoints.shard import Piece, ShardReader, Written, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import durable
-from rollback.rundir.hashing import hash_of
-from rollback.rundir.layout import ITEM_SIZE, PADDING, lay_out
-from rollback.rundir.shard import Piece, ShardReader, Written, write_shard
 
 NUMPY = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,

@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollback.rundir import sizing
-from rollback.rundir.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.checkpoints import sizing
+from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
 
 GiB = 1 << 30
 

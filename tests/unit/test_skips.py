@@ -9,14 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
-from rollback.events import PassedOver, SkipAdded, Window
-from rollback.rundir.history import History
+from rollback.facts.history import History
+from rollback.facts.training import PassedOver, SkipAdded, Window
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
-from rollback.train.cursor import Cursor, cursor_for
-from rollback.train.record import Record
-from rollback.train.skips import SkipList
+from rollback.train.comm.recorder import Record
+from rollback.train.data.cursor import Cursor, cursor_for
+from rollback.train.data.skips import SkipList
 
 
 def opened(samples: int = 20) -> Cursor:

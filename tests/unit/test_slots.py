@@ -12,16 +12,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of, write_checkpoint
+from rollback.checkpoints import slots, tiers
+from rollback.checkpoints.hashing import hash_of
+from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.shard import ShardReader, Written
+from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
+from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import CheckpointDamaged, RunDirectoryError
-from rollback.rundir import slots, tiers
-from rollback.rundir.hashing import hash_of
 from rollback.rundir.identity import Job, new_identity, write_identity
-from rollback.rundir.layout import lay_out, room_for
-from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.rundir.shard import ShardReader, Written
-from rollback.rundir.sizing import LEAST_SLOTS, free_memory, slots_that_fit
-from rollback.rundir.slots import SlotPaths
 
 KINDS = {"w": ("F32", (5, 3)), "b": ("U8", (7,))}
 ROOM = room_for(KINDS, {"local": "{}"}, 4096)

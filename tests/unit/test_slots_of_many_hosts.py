@@ -15,21 +15,21 @@ from torch import Tensor, nn
 
 from checkpoints import damage
 from hashing_threads import note_threads
+from rollback.checkpoints import slots
+from rollback.checkpoints.shard import ShardReader
+from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.tiers import Located
 from rollback.errors import CheckpointDamaged
-from rollback.rundir import slots
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.rundir.shard import ShardReader
-from rollback.rundir.slots import SlotPaths
-from rollback.rundir.tiers import Located
 from rollback.sentinel import Sentinel
-from rollback.train import ranks as module
-from rollback.train.cursor import cursor_for
-from rollback.train.inventory import InSlot, common, is_enough
-from rollback.train.ranks import Ranks
-from rollback.train.restoring import Place, Restoration, restore, verify
-from rollback.train.rooms import FastTier
-from rollback.train.snapshots import Snapshots
-from rollback.train.state import TrainingState
+from rollback.train.comm import ranks as module
+from rollback.train.comm.ranks import Ranks
+from rollback.train.data.cursor import cursor_for
+from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.inventory import InSlot, common, is_enough
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.restore import Place, Restoration, restore, verify
+from rollback.train.state.state import TrainingState
 
 SLOT = 0
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from rollback.rundir import ring
+from rollback.checkpoints import ring
 from rollback.rundir.paths import RunPaths
-from rollback.train import snapshots as module
-from rollback.train.choices import CaptureMode
-from rollback.train.pulse import Beat, Signs
-from rollback.train.ranks import Ranks
-from rollback.train.snapshots import Landing, Snapshots
-from rollback.train.state import Image
+from rollback.train.comm.pulse import Beat, Signs
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots import pipeline as module
+from rollback.train.snapshots.pipeline import Landing, Snapshots
+from rollback.train.snapshots.tier_choice import CaptureMode
+from rollback.train.state.state import Image
 
 
 class TwoRanks:

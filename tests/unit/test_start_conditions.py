@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rollback.events import AttemptStarted
+from rollback.facts.training import AttemptStarted
 from rollback.supervisor.command import Job
 from rollback.supervisor.start_conditions import conditions_of, differences, redacted
 

@@ -15,11 +15,11 @@ import pytest
 from typer.testing import CliRunner
 
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
-from rollback.audit import Status, read_status
-from rollback.audit import status as status_module
-from rollback.audit.judged import read_last_metrics
 from rollback.cli import app
-from rollback.events import Drained, Finished
+from rollback.facts.training import Drained, Finished
+from rollback.inspect.audit import Status, read_status
+from rollback.inspect.audit.metrics import read_last_metrics
+from rollback.inspect.status import status as status_module
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import start_of

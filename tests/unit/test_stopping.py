@@ -15,8 +15,8 @@ import pytest
 from torch.utils.data import DataLoader, Dataset
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.train.stopping import StopRequest
-from rollback.train.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
+from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
+from rollback.train.process.stopping import StopRequest
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 LIMIT = 30.0
@@ -140,7 +140,7 @@ def test_workers_outlive_the_signals_that_stop_their_rank(context: str) -> None:
 STUCK = """
 import atexit, os, time
 from torch.utils.data import DataLoader
-from rollback.train.workers import leave_stopping_to_the_rank, shut_down
+from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
 
 class Stuck(list):
     def __getitem__(self, index):

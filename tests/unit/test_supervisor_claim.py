@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
-from rollback.events import AttemptStarted, Finished
+from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir import lock
 from rollback.rundir.identity import Job, new_identity, write_identity
 from rollback.rundir.journal import Journal

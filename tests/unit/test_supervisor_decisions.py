@@ -12,14 +12,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.agent.entry import Instructions
 from rollback.config import Settings
-from rollback.events import Attached, Committed, Fact, FinalStateLost, Finished, LastSaveFailed, Record, Stopped
+from rollback.facts.training import (
+    Attached,
+    Committed,
+    Fact,
+    FinalStateLost,
+    Finished,
+    LastSaveFailed,
+    Record,
+    Stopped,
+)
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.command import Job, rank_environment, torchrun_command
-from rollback.supervisor.evidence import got_further
-from rollback.supervisor.outcome import Evidence, Failures, RankFailure, Refusal, ending
+from rollback.supervisor.diagnosis.evidence import got_further
+from rollback.supervisor.diagnosis.outcome import Evidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.torchrun import Instructions
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -241,7 +250,7 @@ class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
         job = Job({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
         flags = ["--max-restarts=0", "--nproc-per-node=2", "--module", "--tee=3", "--standalone"]
-        expected = [sys.executable, "-m", "rollback.supervisor.torchrun", *flags, "pkg.train", "--lr", "0.1"]
+        expected = [sys.executable, "-m", "rollback.agent.entry", *flags, "pkg.train", "--lr", "0.1"]
         assert torchrun_command(job) == expected
 
     def test_a_given_rendezvous_is_left_alone(self) -> None:

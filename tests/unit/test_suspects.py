@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset
 
-from rollback.events import Incident, SampleQuarantine
+from rollback.facts.training import Incident, SampleQuarantine
 from rollback.suspects import quarantine_after, suspects
-from rollback.train.cursor import cursor_for
-from rollback.train.cursor.quarantine import Neighbours, unreadable
+from rollback.train.data.cursor import cursor_for
+from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 
 
 def incident(number: int, batch: int, samples: tuple[int, ...]) -> Incident:

@@ -8,14 +8,14 @@ from pathlib import Path
 import pytest
 
 from checkpoints import manifest_of, write_checkpoint
+from rollback.checkpoints import slots, tiers
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.tiers import Located
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged
-from rollback.rundir import slots, tiers
 from rollback.rundir.identity import Job, new_identity, write_identity
-from rollback.rundir.manifest import Manifest, ShardRecord
 from rollback.rundir.paths import RunPaths, shard_name
-from rollback.rundir.slots import SlotPaths
-from rollback.rundir.tiers import Located
 
 
 @pytest.fixture

@@ -5,10 +5,19 @@ from __future__ import annotations
 from typing import Any
 
 from recorded_run import incident, rollback_plan
-from rollback.events import BecameGood, Committed, Drained, Evicted, LeftDurableRing, Quarantined, Record, Restored
+from rollback.facts.training import (
+    BecameGood,
+    Committed,
+    Drained,
+    Evicted,
+    LeftDurableRing,
+    Quarantined,
+    Record,
+    Restored,
+)
 from rollback.policy import Held
+from rollback.ring.recorded import good_ones_at
 from rollback.rundir.paths import checkpoint_name
-from rollback.rundir.remote.told import good_ones_at
 
 URL = "s3://bucket/run"
 NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(5)]

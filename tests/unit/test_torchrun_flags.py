@@ -16,13 +16,13 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, P
 from torch.distributed.elastic.rendezvous import dynamic_rendezvous
 from torch.distributed.run import get_args_parser
 
+from rollback.agent.entry import WrongUse, check_configuration, describe, method_name, read_arguments
 from rollback.cli import app, command_line
 from rollback.cli.command_line import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import UsageError
+from rollback.supervisor.diagnosis.outcome import Failures
 from rollback.supervisor.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
-from rollback.supervisor.outcome import Failures
-from rollback.supervisor.torchrun import WrongUse, check_configuration, describe, method_name, read_arguments
 
 
 def columns(flags: Iterable[Flag]) -> dict[str, tuple[bool, str | None, bool]]:

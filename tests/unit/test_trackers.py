@@ -21,8 +21,8 @@ from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.errors import UsageError
 from rollback.rundir.records import LineWriter, Metric, metric_line
-from rollback.trackers.beside import Beside
 from rollback.trackers.follow import Reader, follow
+from rollback.trackers.process import Beside
 from rollback.trackers.tensorboard import TensorBoard
 
 

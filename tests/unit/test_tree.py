@@ -17,8 +17,8 @@ from torch import Tensor
 from torch.optim import lr_scheduler as lr
 
 from rollback.errors import CheckpointDamaged, UsageError
-from rollback.train import tree
-from rollback.train.capture import bytes_of
+from rollback.train.snapshots.capture import bytes_of
+from rollback.train.state import tree
 
 
 def through_json(value: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from rollback.train.updates import Updates
+from rollback.train.updates.optimizer import Updates
 
 
 def model_and_optimizer() -> tuple[nn.Module, torch.optim.Optimizer]:

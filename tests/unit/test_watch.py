@@ -10,21 +10,21 @@ import pytest
 import torch
 
 from rollback.config import Settings
-from rollback.events import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned
-from rollback.rundir.history import History
+from rollback.facts.history import History
+from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
-from rollback.train.evidence import Evidence
-from rollback.train.holdings import Holdings
-from rollback.train.keeping import Keeper
-from rollback.train.nonfinite import FiniteCheck
-from rollback.train.pulse import Pulse
-from rollback.train.ranks import Ranks
-from rollback.train.record import Record
-from rollback.train.snapshots import Snapshots
-from rollback.train.state import Image
-from rollback.train.watch import Decision, Halt, Rewind, StepMark, Watch
+from rollback.train.comm.pulse import Pulse
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record
+from rollback.train.incidents.evidence import Evidence
+from rollback.train.incidents.judge import Decision, Halt, Rewind, StepMark, Watch
+from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.state import Image
 
 NAN = float("nan")
 

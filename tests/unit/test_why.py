@@ -10,14 +10,14 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun
-from rollback.audit.why import ProcessStacks, read_account
-from rollback.audit.why_stacks import groups, ranges
-from rollback.audit.why_text import print_account
-from rollback.events import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled
+from rollback.facts.training import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled
+from rollback.inspect.why.stacks import groups, ranges
+from rollback.inspect.why.text import print_account
+from rollback.inspect.why.why import ProcessStacks, read_account
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
-FORKED = """  File "/opt/rollback/supervisor/nursery.py", line 209 in _run
-  File "/opt/rollback/supervisor/torchrun.py", line 208 in main
+FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
+  File "/opt/rollback/agent/entry.py", line 208 in main
 """
 WAITING = f"""Thread 0x2 (most recent call first):
   File "/usr/lib/python3.11/threading.py", line 9 in wait

@@ -16,9 +16,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from rollback.errors import RunDoesNotFit
 from rollback.rundir.identity import Job, require_same_job
 from rollback.rundir.paths import RunPaths
-from rollback.train import rng
-from rollback.train.cursor import Cursor, cursor_for
-from rollback.train.worlds import adopt, source_of
+from rollback.train.data import rng
+from rollback.train.data.cursor import Cursor, cursor_for
+from rollback.train.state.world_size import adopt, source_of
 
 GLOBAL = 8  # samples in a batch of all ranks together
 WORLDS = (1, 2, 4, 8)

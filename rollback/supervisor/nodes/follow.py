@@ -10,16 +10,16 @@ from contextlib import contextmanager
 import filelock
 
 from rollback.errors import NodesMissing, RunInUse
+from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
-from rollback.rundir.drain.helper import Helper
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.evidence import TrainJournal
-from rollback.supervisor.hang import GONE
+from rollback.supervisor.diagnosis.evidence import TrainJournal
+from rollback.supervisor.diagnosis.hang import GONE
+from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.host import Host, Running
 from rollback.supervisor.nodes.membership import Place
 from rollback.supervisor.nodes.protocol import Orders, Report, Verdict, followers_move
-from rollback.supervisor.outcome import Left
 from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1

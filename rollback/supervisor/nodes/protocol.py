@@ -33,7 +33,7 @@ from pydantic import BaseModel, ConfigDict
 
 from rollback.errors import ExitCode, RollbackError
 from rollback.rundir.records import Heartbeat
-from rollback.supervisor.outcome import Failures, Left
+from rollback.supervisor.diagnosis.outcome import Failures, Left
 
 Phase = Literal["gather", "run", "stop", "end", "over"]
 State = Literal["ready", "running", "ended"]

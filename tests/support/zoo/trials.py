@@ -20,7 +20,7 @@ from typing import Any
 from attempts import Forker
 
 from rollback.errors import ExitCode
-from rollback.rundir.history import fold
+from rollback.facts.history import fold
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from zoo.kinds import APART, BATCHES, EXACT, IDS, REFUSED, STEPS

@@ -1,0 +1,271 @@
+"""Ranks that are forked from a process which has imported torch already, instead of being started from nothing.
+
+Importing torch and what the first optimizer step pulls in takes seconds, for every rank, at every start. Here it is
+done once, and on a relaunch it has been done ahead (`rollback.supervisor.standby`). Runs in torchrun's process:
+
+    torchrun's process ── forks ──> nursery ── forks, twice ──> rank
+
+The nursery is forked when everything is imported and before torchrun begins, so it has one Python thread, no sockets,
+and no CUDA context; it does nothing but fork. The rank's intermediate parent ends at once, and torchrun's process, as
+the subreaper, becomes the rank's parent: it waits for it and signals it as if it had started it.
+
+A rank begins as `python -u SCRIPT` would: its own session, environment, argv, path, `__main__`, streams and random
+states. What an import reads from the environment, it has read before the script could set it: `--no-preload` is for
+scripts that rely on that. Modules (-m) and programs are started by torchrun as ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import importlib
+import io
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import traceback
+import types
+import zipfile
+from collections.abc import Mapping, Sequence
+from importlib.machinery import SourceFileLoader
+from pathlib import Path
+from typing import Any, NoReturn
+
+_PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
+NURSERY = "nursery"  # what `ps -o comm` shows of it
+# What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
+AHEAD = ("torch", "torch.distributed", "rollback.train.guard", "torch._dynamo")
+
+
+def import_ahead() -> None:
+    """Import what ranks will need. One that is missing or broken will be told by the rank that needs it.
+
+    The environment stays as it is: what an import sets there (torch's compiler, a folder for its cache), ranks would
+    find set before they have imported anything.
+    """
+    before = dict(os.environ)
+    for name in AHEAD:
+        with contextlib.suppress(ImportError):
+            importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def settle_objects() -> None:
+    """Before a fork: let no later collection write to, and so copy, the pages that are shared then."""
+    gc.collect()
+    gc.freeze()
+
+
+def name_this_process(name: str) -> None:
+    """What `ps -o comm` and `top` show; at most 15 characters. Command lines are all alike: that of torchrun."""
+    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
+
+
+class Nursery:
+    """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts."""
+
+    def __init__(self) -> None:
+        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        settle_objects()
+        if os.fork() == 0:
+            ours.close()
+            _serve(theirs)
+        theirs.close()
+        self._socket = ours
+
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
+        """A rank that runs `arguments` (script first). Raises OSError where it cannot be forked."""
+        request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
+        folder = os.open(".", os.O_RDONLY)  # the script's arguments may name files relative to it
+        sheet = os.memfd_create("rank")  # arguments and environment may be larger than a message can be
+        try:
+            with open(sheet, "wb", closefd=False) as file:
+                file.write(request)
+            socket.send_fds(self._socket, [b"fork"], [stdout, stderr, folder, sheet])
+        finally:
+            os.close(folder)
+            os.close(sheet)
+        answer = self._socket.recv(64)
+        if not answer:
+            raise OSError("the process that forks ranks is gone")
+        return ForkedRank(int(answer))
+
+
+class ForkedRank:
+    """What torchrun wants of a `subprocess.Popen`, for a child that somebody else has forked."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.returncode = os.waitstatus_to_exitcode(status)
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while (status := self.poll()) is None:
+            if deadline is not None and time.monotonic() > deadline:
+                raise subprocess.TimeoutExpired(f"rank with pid {self.pid}", timeout or 0.0)
+            time.sleep(0.005)
+        return status
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+
+def start_ranks_from(nursery: Nursery) -> None:
+    """From now on torchrun starts ranks by `nursery`, where they are Python scripts without wrappers around them."""
+    handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
+
+    class Handler(handlers.SubprocessHandler):  # type: ignore[misc]
+        def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
+            if not is_plain_script(args):
+                return super()._popen(args, env)
+            stdout, stderr = (stream.fileno() if stream else number for stream, number in self._streams())
+            return nursery.start(args[2:], env, stdout, stderr)
+
+        def _streams(self) -> list[tuple[Any, int]]:
+            return [(self._stdout, 1), (self._stderr, 2)]
+
+    api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
+    api.get_subprocess_handler = Handler
+
+
+def is_plain_script(command: Sequence[str]) -> bool:
+    """Whether torchrun is about to run `python -u SCRIPT ...` with our own interpreter, and SCRIPT is Python source.
+
+    Python also runs folders and archives with a `__main__.py`, and compiled files: those it is left to find its way in.
+    """
+    if len(command) < 3 or command[0] != sys.executable or command[1] != "-u" or command[2].startswith("-"):
+        return False
+    script = Path(command[2])
+    return script.is_file() and script.suffix != ".pyc" and not zipfile.is_zipfile(script)
+
+
+def _serve(requests: socket.socket) -> None:
+    """The nursery: forks a rank for each request, and ends when the other end is closed."""
+    name_this_process(NURSERY)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
+    while True:
+        asked, descriptors, _, _ = socket.recv_fds(requests, 64, 4)
+        if not asked:
+            os._exit(0)
+        reader, writer = os.pipe()
+        if (between := os.fork()) == 0:
+            between = os.getpid()
+            if (pid := os.fork()) != 0:
+                os.write(writer, str(pid).encode())
+                os._exit(0)
+            while os.getppid() == between:  # whose end a script must not take for torchrun's
+                time.sleep(0.001)
+            requests.close()
+            os.close(reader)
+            os.close(writer)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            *descriptors, sheet = descriptors
+            with open(sheet, "rb") as file:
+                file.seek(0)
+                request = json.load(file)
+            _be_rank(request, descriptors)
+        os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process
+        os.close(writer)
+        requests.send(os.read(reader, 64))
+        for descriptor in [reader, *descriptors]:
+            os.close(descriptor)
+
+
+def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn:
+    """Become what `python -u SCRIPT ARGUMENTS` would be; leave by SystemExit, so that Python ends as it always does."""
+    os.setsid()
+    stdout, stderr, folder = descriptors
+    os.fchdir(folder)
+    os.dup2(stdout, 1)
+    os.dup2(stderr, 2)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    name_this_process(f"rank {os.environ.get('RANK', '?')}")
+    sys.stdout = sys.__stdout__ = _unbuffered(1, sys.__stdout__)  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _unbuffered(2, sys.__stderr__)  # type: ignore[misc]
+    _as_in_a_new_process()
+    _run(list(request["arguments"]))
+
+
+def _unbuffered(descriptor: int, like: Any) -> io.TextIOWrapper:
+    raw = io.FileIO(descriptor, "w", closefd=False)
+    return io.TextIOWrapper(raw, like.encoding, like.errors, write_through=True)
+
+
+def _as_in_a_new_process() -> None:
+    """What a new process draws or reads at its start and a forked one has inherited."""
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        if threads.isdigit() and int(threads):
+            sys.modules["torch"].set_num_threads(int(threads))
+
+
+def _run(arguments: list[str]) -> NoReturn:
+    script = arguments[0]
+    sys.argv = arguments
+    if not getattr(sys.flags, "safe_path", False):
+        sys.path[0] = str(Path(os.path.realpath(script)).parent)
+    main = types.ModuleType("__main__")
+    main.__dict__.update(
+        __file__=script, __builtins__=__builtins__, __cached__=None, __annotations__={},
+        __loader__=SourceFileLoader("__main__", script),
+    )  # fmt: skip
+    sys.modules["__main__"] = main
+    try:
+        with io.open_code(os.path.abspath(script)) as file:
+            code = compile(file.read(), script, "exec")
+        exec(code, main.__dict__)
+    except SystemExit:
+        raise
+    except BaseException as error:  # noqa: BLE001 - this is where Python's own top level would be
+        trimmed = error.with_traceback(_from_script_on(error.__traceback__, script))
+        _tell_torchrun(trimmed)
+        sys.excepthook(type(trimmed), trimmed, trimmed.__traceback__)
+        sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    sys.exit(0)
+
+
+def _from_script_on(trace: types.TracebackType | None, script: str) -> types.TracebackType | None:
+    """Without the frames of this module, which the reader of a traceback has not called."""
+    first = trace
+    while first is not None and first.tb_frame.f_code.co_filename != script:
+        first = first.tb_next
+    return first or trace
+
+
+def _tell_torchrun(error: BaseException) -> None:
+    """Leave the error where torchrun looks for it, as its decorator for main functions does, unless the script did."""
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if not path or os.path.exists(path):
+        return
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    told = {
+        "message": f"{type(error).__name__}: {error}",
+        "extraInfo": {"py_callstack": text, "timestamp": str(int(time.time()))},
+    }
+    try:
+        Path(path).write_text(json.dumps({"message": told}), encoding="utf-8")
+    except OSError:
+        return  # torchrun then knows the exit code only

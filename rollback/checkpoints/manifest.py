@@ -1,0 +1,125 @@
+"""manifest.json: the record that makes a directory of shards a checkpoint. Written last, believed only if it checks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollback.checkpoints.shard import Written
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.rundir import seal
+from rollback.rundir.durable import read_small_file
+from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
+from rollback.rundir.small_json import parse_json
+
+MANIFEST_LIMIT = 16 << 20
+
+
+class ShardRecord(BaseModel):
+    """One shard as it was written."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    file: str
+    size: int = Field(ge=8)
+    hash: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+    @classmethod
+    def of(cls, rank: int, written: Written) -> ShardRecord:
+        return cls(file=shard_name(rank), size=written.size, hash=written.digest)
+
+    @property
+    def written(self) -> Written:
+        return Written(self.size, self.hash)
+
+
+class Manifest(BaseModel):
+    """Content of manifest.json; the fields are those of docs/format.md. over: it was taken behind the last batch of an
+    epoch."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    name: str
+    seq: int = Field(ge=0)
+    step: int = Field(ge=0)
+    batch: int = Field(ge=0)
+    epoch: int = Field(ge=0)
+    over: bool = False
+    timeline: int = Field(ge=0)
+    attempt: int = Field(ge=1)
+    created: str
+    world_size: int = Field(ge=1)
+    shards: tuple[ShardRecord, ...]
+
+    def to_json(self) -> bytes:
+        body = self.model_dump(mode="json")
+        if (key := seal.present()) is not None:
+            body["seal"] = key.of("manifest", _canonical(body))
+        return json.dumps({**body, "check": _check(body)}, indent=1).encode()
+
+    @property
+    def content(self) -> str:
+        """A hash that tells this checkpoint from all others, whichever host's manifest it is: without `created`."""
+        return _check(self.model_dump(mode="json", exclude={"created"}))
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.size for shard in self.shards)
+
+
+def _check(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(_canonical(body).encode()).hexdigest()
+
+
+def _canonical(body: dict[str, Any]) -> str:
+    return json.dumps(body, sort_keys=True, separators=(",", ":"))
+
+
+def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
+    """The manifest of a checkpoint directory. Raises CheckpointDamaged unless whole and consistent with its name.
+
+    in_slot: of the fast tier, where a directory's name says nothing of what is in it.
+    """
+    path = directory / MANIFEST
+    try:
+        try:
+            data = read_small_file(path, MANIFEST_LIMIT)
+        except OSError as error:
+            if isinstance(error, FileNotFoundError):
+                raise
+            data = read_small_file(path, MANIFEST_LIMIT)  # a disk that refuses once must not cost a checkpoint
+    except OSError as error:
+        raise CheckpointUnreadable(f"reading the manifest {path}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise CheckpointDamaged(f"the manifest {path} is damaged: {error}") from error
+    return parse_manifest(data, None if in_slot else directory.name, str(path))
+
+
+def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
+    """The manifest of the checkpoint `name` (None: of any), found at `where`. Raises CheckpointDamaged."""
+    try:
+        body = parse_json(data)
+        if not isinstance(body, dict):
+            raise ValueError("it is not a JSON object")
+        stated = body.pop("check", None)
+        if stated != _check(body):
+            raise ValueError("its check value does not match its content")
+        on_it, key = body.pop("seal", None), seal.present()
+        if key is not None and not key.is_on("manifest", _canonical(body), on_it):
+            raise ValueError("its seal is missing, or not of this key")
+        manifest = Manifest.model_validate(body)
+    except ValueError as error:
+        raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
+    if manifest.format != FORMAT:
+        raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")
+    if name not in (None, manifest.name) or manifest.name != checkpoint_name(manifest.seq, manifest.step):
+        raise CheckpointDamaged(f"the manifest {where} is that of another checkpoint, {manifest.name!r}")
+    # Counted first: a stated world size of a billion must not be spelt out.
+    if len(manifest.shards) != manifest.world_size or any(
+        shard.file != shard_name(rank) for rank, shard in enumerate(manifest.shards)
+    ):
+        raise CheckpointDamaged(f"the manifest {where} does not list one shard for each of {manifest.world_size} ranks")
+    return manifest

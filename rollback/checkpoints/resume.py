@@ -1,0 +1,75 @@
+"""Where a run goes on: a pure function of its record and of the checkpoints on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Protocol, TypeVar
+
+from rollback.checkpoints.manifest import Manifest
+from rollback.facts.history import History
+from rollback.rundir.paths import parse_checkpoint_name
+
+
+class Taken(Protocol):
+    """What tells where in a run a checkpoint was taken: a manifest does."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def seq(self) -> int: ...
+    @property
+    def timeline(self) -> int: ...
+
+
+_Taken = TypeVar("_Taken", bound=Taken)
+
+
+def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_Taken]:
+    """The checkpoints that still belong to the run, oldest first.
+
+    A rollback cuts off what its timeline had beyond the restored checkpoint. Those checkpoints are usually listed in
+    the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
+    """
+    cuts = [
+        (seq_and_step[0], case.plan.timeline)
+        for case in history.cases
+        if case.plan and case.plan.action in ("rollback", "retry") and case.plan.checkpoint
+        if (seq_and_step := parse_checkpoint_name(case.plan.checkpoint))
+    ]
+    return [
+        manifest
+        for manifest in manifests
+        if manifest.name not in history.discarded
+        and not any(manifest.seq > seq and manifest.timeline < timeline for seq, timeline in cuts)
+    ]
+
+
+def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:
+    """The checkpoints to try at the start of an attempt, best first.
+
+    With a plan pending: the planned one, then older good ones. Else the newest: after a crash nothing speaks against
+    it, and if it carries an unnoticed trouble the sentinel will meet that again. One that was taken because training
+    might have ended, and had not, comes last: behind it the pass that goes on has no batch.
+    """
+    present = of_present_timeline(history, manifests)
+    pending = history.pending
+    if pending is None or pending.checkpoint is None:
+        provisional = [manifest for manifest in present if is_provisional(history, manifest)]
+        return [manifest for manifest in present[::-1] if manifest not in provisional] + provisional[::-1]
+    planned = next((m for m in present if m.name == pending.checkpoint), None)
+    older = [m for m in present if m.name in history.good and m.step < (pending.step or 0)]
+    return ([planned] if planned else []) + older[::-1]
+
+
+def is_provisional(history: History, manifest: Manifest) -> bool:
+    """Whether a checkpoint was taken at the end of an epoch that was not, as far as is known, that of the training."""
+    return manifest.over and manifest.name != history.final and manifest.name not in history.good
+
+
+def next_seq(history: History, on_disk: Iterable[str]) -> int:
+    """The sequence number of the next checkpoint: beyond all that disk or record know of.
+
+    The newest may have left the ring. Its number must not come back: the record says of its name that it was discarded.
+    """
+    names = {*on_disk, *history.committed, *history.discarded, *history.gone}
+    return max((parsed[0] for name in names if (parsed := parse_checkpoint_name(name))), default=-1) + 1

@@ -1,0 +1,158 @@
+"""The ring: the bounded sequence of checkpoints in the run directory.
+
+Protocol and invariants are those of docs/format.md. What is on disk is the truth about which checkpoints exist; what
+the journal says of them (good, discarded) is `rollback.facts.history`'s.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from pathlib import Path
+
+from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.pins import is_pinned
+from rollback.checkpoints.shard import ShardReader
+from rollback.errors import CheckpointDamaged
+from rollback.rundir import files
+from rollback.rundir.durable import sync_directory, write_file
+from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name
+
+_IN_QUARANTINE = 16  # checkpoints: more than a ring usually holds
+
+
+def begin_writing(paths: RunPaths, name: str) -> Path:
+    """The directory in which the shards of a new checkpoint are written. Any rank, any order. Raises OSError."""
+    directory = paths.writing(name)
+    with contextlib.suppress(FileExistsError):  # another rank was first
+        files.make_new_directory(directory)
+    return directory
+
+
+def commit(paths: RunPaths, manifest: Manifest) -> None:
+    """Make a checkpoint exist. Rank 0 only, after every rank has written and synced the shard that the manifest lists.
+
+    Raises OSError, ValueError where a shard is not listed, or CheckpointDamaged where a file is not what the manifest
+    says; the checkpoint then does not exist.
+    """
+    if len(manifest.shards) != manifest.world_size:
+        raise ValueError(f"{len(manifest.shards)} of {manifest.world_size} shards are listed")
+    directory = paths.writing(manifest.name)
+    require_sizes(manifest, directory)
+    write_file(directory / MANIFEST, manifest.to_json())
+    sync_directory(directory)
+    files.rename(directory, paths.checkpoint(manifest.name))
+    sync_directory(paths.ring)
+    sync_directory(paths.root)  # the first checkpoint's ring is new itself
+
+
+def require_sizes(manifest: Manifest, directory: Path) -> None:
+    """Raise CheckpointDamaged unless all shards in a directory are as long as the manifest says. Raises OSError."""
+    for record in manifest.shards:
+        size = os.stat(directory / record.file, follow_symlinks=False).st_size
+        if size != record.size:
+            raise CheckpointDamaged(f"{directory / record.file} has {size} bytes; {record.size} were written")
+
+
+def abandon(paths: RunPaths, name: str) -> None:
+    """Remove what was written of a checkpoint that will not be committed. Rank 0 only. Raises OSError."""
+    files.remove_directory(paths.writing(name))
+
+
+def names(paths: RunPaths) -> list[str]:
+    """Names of all committed checkpoints, oldest first, whether or not they verify."""
+    try:
+        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    parsed = [(parse_checkpoint_name(name), name) for name in found]
+    return [name for key, name in sorted((key, name) for key, name in parsed if key is not None)]
+
+
+def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
+    """Manifests of all committed checkpoints, oldest first, and the reason for each one that cannot be believed."""
+    sound: list[Manifest] = []
+    damaged: dict[str, str] = {}
+    for name in names(paths):
+        try:
+            sound.append(read_manifest(paths.checkpoint(name)))
+        except CheckpointDamaged as error:
+            damaged[name] = error.message
+    return sound, damaged
+
+
+def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
+    """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
+    opened: list[ShardReader] = []
+    try:
+        for record in manifest.shards:
+            opened.append(ShardReader(directory / record.file, record.written))
+    except BaseException:
+        for reader in opened:
+            reader.close()
+        raise
+    return opened
+
+
+def evict(paths: RunPaths, name: str) -> bool:
+    """Remove a committed checkpoint: gone from sight by one rename, then deleted. Rank 0 only. Raises OSError.
+
+    False: it is pinned and stays.
+    """
+    if is_pinned(paths, name):
+        return False
+    doomed = paths.evicting(name)
+    files.rename(paths.checkpoint(name), doomed)
+    sync_directory(paths.ring)
+    if is_pinned(paths, name):  # in between, by somebody who then saw that it was still in the ring
+        files.rename(doomed, paths.checkpoint(name))
+        sync_directory(paths.ring)
+        return False
+    files.unlink(doomed / MANIFEST)  # first: while there is a manifest, nothing is deleted
+    files.remove_directory(doomed)
+    return True
+
+
+def quarantine(paths: RunPaths, name: str) -> None:
+    """Move a damaged checkpoint out of the ring, where it can be looked at. Rank 0 only. Raises OSError.
+
+    A disk that refuses for a while makes sound ones look damaged, all that there are perhaps: so they stay. Without any
+    bound quarantine would fill the disk that the ring needs.
+    """
+    aside = paths.quarantine / name
+    files.remove_directory(aside)  # it was fetched once more since
+    files.make_directory(paths.quarantine)
+    sync_directory(paths.root)  # before anything is moved into it
+    files.rename(paths.checkpoint(name), aside)
+    sync_directory(paths.quarantine)
+    sync_directory(paths.ring)
+    others = [(key, path) for path in paths.quarantine.iterdir() if (key := parse_checkpoint_name(path.name))]
+    others = sorted(item for item in others if item[1] != aside)
+    for _, oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
+        with contextlib.suppress(OSError):  # once more the next time
+            files.remove_directory(oldest)
+
+
+def leftovers(paths: RunPaths) -> list[str]:
+    """Directories of checkpoints in the making or on their way out: of a live run, or of one that crashed."""
+    try:
+        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    return sorted(name for name in found if name.startswith((".writing-", ".evicting-")))
+
+
+def sweep(paths: RunPaths) -> list[str]:
+    """Remove what a crash left half written or half evicted. Rank 0 only, before any rank writes. Raises OSError.
+
+    A checkpoint that was pinned while it was on its way out, and of which nothing is deleted yet, is put back.
+    """
+    swept = leftovers(paths)
+    for leftover in swept:
+        directory, name = paths.ring / leftover, leftover.removeprefix(".evicting-")
+        if name != leftover and is_pinned(paths, name) and (directory / MANIFEST).exists():
+            files.rename(directory, paths.checkpoint(name))
+            sync_directory(paths.ring)
+        else:
+            files.remove_directory(directory)
+    return swept

@@ -1,0 +1,202 @@
+"""Shards: safetensors files written from memory as it lies, hashed on the way, and read back with suspicion.
+
+We write the format ourselves because the library's writer neither syncs nor hashes, and wants a copy of what it writes.
+Nothing here knows torch: a tensor is a name, a dtype code, a shape and its bytes.
+
+Files are read by `pread`, never mapped: a disk that fails under a map kills the process (SIGBUS), under a read it is
+an error like any other.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import xxhash
+
+from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
+from rollback.checkpoints.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
+from rollback.checkpoints.region import address_of, copy
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.rundir import files
+from rollback.rundir.durable import write_all
+
+_CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One tensor to write: `data` holds `prod(shape)` items of `dtype`, row-major, little endian.
+
+    A function is called when the tensor is written, so that not all of them need be in memory at once.
+    """
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    data: memoryview | Callable[[], memoryview]
+
+
+@dataclass(frozen=True)
+class Written:
+    """Size in bytes and hash (`hashing`) of a file that was written."""
+
+    size: int
+    digest: str
+
+
+def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]) -> Written:
+    """Write a new safetensors file and sync it; `path` must not exist. Raises OSError; a partial file is removed."""
+    named = {piece.name: piece for piece in pieces}
+    kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
+    layout = lay_out(kinds, room_for(kinds, metadata))
+    digest = ShardHash()
+    fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        for block in _blocks(layout, named, metadata):
+            for chunk in chunks(block, 4 * _CHUNK):
+                digest.update(chunk)
+                write_all(fd, chunk)
+        os.fsync(fd)
+    except BaseException:
+        files.unlink(path)
+        raise
+    finally:
+        os.close(fd)
+    return Written(layout.size, digest.hexdigest())
+
+
+def _blocks(layout: Layout, pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    yield memoryview(layout.head(metadata))
+    for name, entry in layout.entries.items():
+        data = pieces[name].data
+        block = data() if callable(data) else data
+        if block.nbytes != entry.nbytes:
+            raise ValueError(f"tensor {name}: {block.nbytes} bytes for {entry.dtype}{list(entry.shape)}")
+        yield block
+
+
+def chunks(block: memoryview, size: int) -> Iterator[memoryview]:
+    """A block's bytes, at most `size` at a time."""
+    flat = block.cast("B") if block.nbytes else memoryview(b"")
+    for start in range(0, len(flat), size):
+        yield flat[start : start + size]
+
+
+class ShardReader:
+    """A shard that is open for reading. Use as a context manager.
+
+    Opening checks, in this order: a regular file and not a link, the expected size, the expected hash (unless `hashed`
+    says that somebody else has looked), a header whose offsets follow from dtypes and shapes and cover the data without
+    gaps or overlaps. Raises CheckpointDamaged; CheckpointUnreadable where the disk fails.
+
+    memory: the same file in memory (the fast tier's), where the caller has it mapped anyway. threads: that hash.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        expected: Written,
+        *,
+        hashed: bool = False,
+        memory: memoryview | None = None,
+        threads: int = 1,
+    ) -> None:
+        self.path = path
+        self._memory = memory if memory is not None and len(memory) == expected.size else None
+        try:
+            self._fd = files.open_file(path, os.O_RDONLY)
+        except files.NotAFileOfOurs as error:
+            raise CheckpointDamaged(f"the shard {path} is not to be believed: {error.strerror}") from error
+        except OSError as error:
+            raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
+        try:
+            status = self._status()
+            if status.st_size != expected.size or expected.size < 8:
+                raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
+            self._size = expected.size
+            if not hashed and (found := self._hash(threads)) != expected.digest:
+                raise CheckpointDamaged(f"the shard {path} has hash {found}; {expected.digest} was written")
+            self.entries, self.metadata = self._parse_header()
+        except BaseException:
+            self.close()
+            raise
+
+    def data(self, name: str) -> memoryview:
+        """The bytes of a tensor, in memory of their own. Raises CheckpointUnreadable where the disk fails."""
+        memory = memoryview(bytearray(self.entries[name].nbytes))
+        self.read_into(name, memory)
+        return memory
+
+    def read_into(self, name: str, memory: memoryview) -> None:
+        """Read a tensor into memory of exactly its size. Raises CheckpointUnreadable where the disk fails."""
+        entry = self.entries[name]
+        if memory.nbytes != entry.nbytes:
+            raise ValueError(f"{entry.nbytes} bytes into {memory.nbytes}")
+        if entry.nbytes:
+            self._fill(memory.cast("B"), entry.start)
+
+    def close(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+    def __enter__(self) -> ShardReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _status(self) -> os.stat_result:
+        try:
+            return os.fstat(self._fd)
+        except OSError as error:
+            raise CheckpointUnreadable(f"looking at the shard {self.path}: {error.strerror or error}") from error
+
+    def _fill(self, memory: memoryview, start: int) -> None:
+        if self._memory is not None:
+            copy(address_of(memory), address_of(self._memory[start : start + len(memory)]), len(memory))
+            return
+        done = 0
+        while done < len(memory):
+            try:
+                got = os.preadv(self._fd, [memory[done:]], start + done)
+            except OSError as error:
+                raise CheckpointUnreadable(f"reading the shard {self.path}: {error.strerror or error}") from error
+            if not got:
+                raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
+            done += got
+
+    def _hash(self, threads: int) -> str:
+        if self._memory is not None:
+            return hash_of(self._memory, threads)
+        return hash_pieces(self._size, self._hash_piece, threads)
+
+    def _hash_piece(self, start: int, end: int) -> bytes:
+        digest, memory = xxhash.xxh3_128(), memoryview(bytearray(min(_CHUNK, end - start)))
+        for begin in range(start, end, _CHUNK):
+            part = memory[: min(_CHUNK, end - begin)]
+            self._fill(part, begin)
+            digest.update(part)
+        return digest.digest()
+
+    def _parse_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+        length = memoryview(bytearray(8))
+        self._fill(length, 0)
+        (stated,) = struct.unpack("<Q", length)
+        if stated > min(self._size - 8, HEADER_LIMIT):
+            raise CheckpointDamaged(
+                f"the shard {self.path} states a header of {stated} bytes in a file of {self._size}"
+            )
+        text = bytearray(stated)
+        self._fill(memoryview(text), 8)
+        try:
+            return parse_header(bytes(text), self._size)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+            raise CheckpointDamaged(f"the header of the shard {self.path} is invalid: {error}") from error

@@ -1,0 +1,176 @@
+"""Where the checkpoints of a run are: in slots of the fast tier on this host, in the run directory's ring, or in both.
+
+A checkpoint has one name and one content wherever it lies. Which directory is looked at first is decided here: the fast
+tier's, then the ring's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from rollback.checkpoints import ring, slots
+from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.slots import SlotPaths
+from rollback.config import ENV_FAST_TIER
+from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.rundir import files
+from rollback.rundir.durable import write_file
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.small_json import read_json
+
+TierName = Literal["fast", "durable"]
+_POINTER_LIMIT = 1 << 16
+
+
+@dataclass(frozen=True)
+class Located:
+    """A committed checkpoint in one place. slot: its number, in the fast tier."""
+
+    manifest: Manifest
+    directory: Path
+    tier: TierName
+    slot: int | None = None
+
+    @property
+    def name(self) -> str:
+        return self.manifest.name
+
+
+def base_of(setting: str, environment: Mapping[str, str] = os.environ) -> Path | None:
+    """The directory in which fast tiers are made: None for none. `auto` is what the environment says, else /dev/shm."""
+    chosen = environment.get(ENV_FAST_TIER, "auto") if setting == "auto" else setting
+    if chosen == "off":
+        return None
+    return slots.DEFAULT_BASE if chosen == "auto" else Path(chosen)
+
+
+def locate(paths: RunPaths) -> list[Located]:
+    """All committed checkpoints by their manifests, oldest first; of two places of one, the fast tier's comes first.
+
+    Shards are not looked at: where the ranks are on many hosts, a slot here has those of this host's ranks only. What
+    cannot be believed is left out (`ring.manifests` tells of the ring's).
+    """
+    durable, _ = ring.manifests(paths)
+    found = [Located(manifest, paths.checkpoint(manifest.name), "durable") for manifest in durable]
+    found += in_slots(paths)
+    return sorted(found, key=lambda place: (place.manifest.seq, place.manifest.name, place.tier == "durable"))
+
+
+def in_slots(paths: RunPaths) -> list[Located]:
+    """What this host's fast tier holds of a run. A slot whose manifest cannot be believed holds nothing."""
+    return look_into_slots(paths)[0]
+
+
+def look_into_slots(paths: RunPaths) -> tuple[list[Located], dict[str, str]]:
+    """As `in_slots`, and the reason for each slot that is committed by a manifest that cannot be believed.
+
+    No slot is held meanwhile: ranks that want one do not notice.
+    """
+    found: list[Located] = []
+    damaged: dict[str, str] = {}
+    if (tier := fast_tier_of(paths)) is None:
+        return found, damaged
+    with contextlib.suppress(OSError):
+        for number in tier.numbers():
+            directory = tier.slot(number)
+            try:
+                if (manifest := _manifest_in(tier, number)) is not None:
+                    found.append(Located(manifest, directory, "fast", number))
+            except CheckpointDamaged as error:
+                damaged[directory.name] = error.message
+    return found, damaged
+
+
+def _manifest_in(tier: SlotPaths, number: int) -> Manifest | None:
+    try:
+        return read_manifest(tier.slot(number), in_slot=True)
+    except CheckpointDamaged:
+        if not slots.is_committed(tier, number):
+            return None
+        return read_manifest(tier.slot(number), in_slot=True)  # it may have been committed between the two looks
+
+
+def is_whole(place: Located) -> bool:
+    """Whether all shards are in that place: in a slot, where the ranks are on many hosts, the others' are not."""
+    return place.tier == "durable" or all((place.directory / shard.file).exists() for shard in place.manifest.shards)
+
+
+@contextlib.contextmanager
+def held(place: Located) -> Iterator[None]:
+    """Keep a checkpoint where it is while it is read. Raises CheckpointDamaged where it has left already."""
+    if place.tier == "durable":  # it leaves by rename: what is open stays readable, the rest is damage to a reader
+        yield
+        return
+    with slots.reading(place.directory) as manifest:
+        if manifest.name != place.name:
+            raise CheckpointDamaged(f"the slot {place.directory} holds {manifest.name} now, not {place.name}")
+        yield
+
+
+def has_left(place: Located) -> bool:
+    """Whether a checkpoint is no longer where it was. What was read of it before may be of another one, or of none.
+
+    For readers who must not hold a slot, however long they take: no name comes back to a slot once it has left.
+    """
+    if place.slot is None:
+        return not place.directory.exists()
+    try:
+        manifest = _manifest_in(SlotPaths(place.directory.parent), place.slot)
+    except CheckpointDamaged:
+        return False
+    return manifest is None or manifest.name != place.name
+
+
+def release(paths: RunPaths, durable: Collection[str], final: str | None) -> bool:
+    """Give the memory of a run's fast tier back, if the newest of what it holds is among the durable ones, or the final
+    state of a complete run is in the run directory: then nobody goes on from anything else.
+
+    Called when no rank runs any more. Whether it was given back. Raises OSError.
+    """
+    tier, places = fast_tier_of(paths), in_slots(paths)
+    newest = max(places, key=lambda place: place.manifest.seq, default=None)
+    complete = final is not None and paths.checkpoint(final).exists()
+    if tier is None or not (complete or newest is None or newest.name in durable):
+        return False
+    slots.remove(tier)
+    return True
+
+
+def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) -> None:
+    """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
+    if tier is None:
+        files.unlink(paths.fast_pointer)
+        return
+    write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
+
+
+def host_count(paths: RunPaths) -> int:
+    """On how many hosts a run's fast tier is: 1 where that is not known."""
+    try:
+        return int(read_json(paths.fast_pointer, _POINTER_LIMIT)["hosts"])
+    except (OSError, ValueError, TypeError, KeyError):
+        return 1
+
+
+def fast_tier_of(paths: RunPaths) -> SlotPaths | None:
+    """The run's fast tier on this host, if it has one and it may be believed: where a tier of this user's and of that
+    name is, closed to others, and with this run directory's own `tier.json`."""
+    try:
+        body = read_json(paths.fast_pointer, _POINTER_LIMIT)
+        tier = SlotPaths(Path(body["directory"])) if body["format"] == FORMAT else None
+        identity = read_identity(paths)
+        if tier is None or identity is None or tier != slots.tier_of(tier.root.parent.parent, identity.run_id):
+            return None
+        for directory in (tier.root.parent, tier.root):
+            slots.require_own(directory)
+    except (OSError, ValueError, TypeError, KeyError, RunDirectoryError):
+        return None
+    owner = slots.owner_of(tier)
+    return tier if owner is not None and slots.may_be_of(owner, paths.root) else None

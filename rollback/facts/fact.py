@@ -1,0 +1,63 @@
+"""What all facts are, and the ranges of batches that many of them speak of. `rollback.facts.training` has the facts."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+Writer = Literal["train", "supervisor", "either"]
+"""Which journal a fact belongs to; either: that of the process in which it comes about."""
+
+
+class Window(BaseModel):
+    """Inclusive range of batches, `first` to `last`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    first: int = Field(ge=0)
+    last: int = Field(ge=0)
+
+    @model_validator(mode="after")
+    def _ordered(self) -> Window:
+        if self.last < self.first:
+            raise ValueError(f"window ends ({self.last}) before it begins ({self.first})")
+        return self
+
+    def __contains__(self, batch: int) -> bool:
+        return self.first <= batch <= self.last
+
+    def __len__(self) -> int:
+        return self.last - self.first + 1
+
+    def __str__(self) -> str:
+        return f"{self.first}:{self.last}"
+
+
+class SamplesFrom(BaseModel):
+    """The data set samples, and no others, that are to be left out from a batch on."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    batch: int = Field(0, ge=0)
+    samples: tuple[Annotated[int, Field(ge=0)], ...]
+
+
+class Fact(BaseModel):
+    """Base of all facts. `kind` names the line, `writer` the journal it belongs to."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+    writer: ClassVar[Writer] = "train"
+    kind: str
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
+        return _writable(fields)
+
+
+def _writable(value: Any) -> Any:
+    """With lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_writable(key): _writable(item) for key, item in value.items()}
+    return [_writable(item) for item in value] if isinstance(value, (list, tuple)) else value

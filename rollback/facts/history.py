@@ -1,0 +1,229 @@
+"""What the journals amount to: the state of a run as a fold over its facts.
+
+Pure: records in, a `History` out. Ranks fold the train journal to know what to resume; the audit folds both.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rollback.errors import JournalDamaged
+from rollback.facts.training import (
+    Accepted,
+    Advice,
+    Answered,
+    Attached,
+    BecameGood,
+    CheckpointLost,
+    Committed,
+    Concluded,
+    Evicted,
+    Fetched,
+    Finished,
+    Incident,
+    PhaseAnnounced,
+    Planned,
+    Quarantined,
+    Record,
+    Requested,
+    Restored,
+    SampleQuarantine,
+    SkipAdded,
+    Stopped,
+    Window,
+)
+
+
+@dataclass
+class Case:
+    """An incident with what was planned and done about it, in order."""
+
+    incident: Incident
+    plan: Planned | None = None
+    restored: Restored | None = None
+    outcome: Concluded | None = None
+
+    @property
+    def carried_out(self) -> bool:
+        return self.restored is not None
+
+    @property
+    def pending(self) -> bool:
+        """Planned, and no rank has gone on from it: a crash came in between."""
+        return self.plan is not None and self.plan.action in ("rollback", "retry") and self.restored is None
+
+    @property
+    def awaits_outcome(self) -> bool:
+        """Planned to be cured, and it is not known yet whether it is. What an operator asked for has no such end."""
+        planned = self.plan is not None and self.plan.action in ("rollback", "retry")
+        return planned and self.outcome is None and self.incident.request is None
+
+
+@dataclass
+class History:
+    """State of a run after a number of facts."""
+
+    cases: list[Case] = field(default_factory=list)
+    added: list[SkipAdded] = field(default_factory=list)
+    quarantine: list[SampleQuarantine] = field(default_factory=list)
+    committed: dict[str, Committed] = field(default_factory=dict)
+    good: set[str] = field(default_factory=set)
+    discarded: set[str] = field(default_factory=set)
+    gone: set[str] = field(default_factory=set)
+    advised: set[str] = field(default_factory=set)
+    phases: set[int] = field(default_factory=set)
+    """Batches with which announced phases begin."""
+    other_data: bool = False
+    """Whether a data set of another length was accepted at some time."""
+    requests: dict[str, Requested] = field(default_factory=dict)
+    answers: dict[str, Answered] = field(default_factory=dict)
+    first_writes: int | None = None
+    """Of the first attempt: see `Attached.writes`."""
+    finished: Finished | None = None
+    """The end that training has come to, until a checkpoint behind it exists or the run goes back."""
+    timeline: int = 0
+    last_attempt: int = 0
+    settings: dict[str, Any] = field(default_factory=dict)
+    """Those of the last attempt that attached, as far as they were not the default."""
+    structural: Stopped | None = None
+    """The structural stop with which the run ended; None where it has gone on since, or has not ended so."""
+
+    @property
+    def pending(self) -> Planned | None:
+        """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
+        return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
+
+    @property
+    def final(self) -> str | None:
+        """The checkpoint that holds the state at the end of a complete run."""
+        return self.finished.checkpoint if self.finished is not None else None
+
+    @property
+    def last_plan(self) -> Planned | None:
+        """The last plan that answered a trouble, in whatever way but by looking on."""
+        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
+        return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
+
+    @property
+    def skipped_by_incidents(self) -> list[Window]:
+        """The windows of all rollbacks that answered a trouble."""
+        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
+        return [plan.skip for plan in plans if plan.action == "rollback" and plan.skip]
+
+    def case_of(self, request: str) -> Case | None:
+        """What was planned and done because of a request to rewind."""
+        return next((case for case in reversed(self.cases) if case.incident.request == request), None)
+
+    @property
+    def skip_list(self) -> list[Window]:
+        """All windows in force: the user's and those of plans, also of a pending one."""
+        planned = [
+            case.plan.skip for case in self.cases if case.plan and case.plan.action == "rollback" and case.plan.skip
+        ]
+        return [fact.window for fact in self.added] + planned
+
+
+def fold(records: Iterable[Record], history: History | None = None) -> History:
+    """Add records to a history (a new one by default) and return it. Raises JournalDamaged if they do not add up."""
+    history = history or History()
+    for record in records:
+        history.last_attempt = max(history.last_attempt, record.attempt)
+        _apply(history, record)
+    return history
+
+
+def _apply(history: History, record: Record) -> None:
+    match record.fact:
+        case Committed() | BecameGood() | Evicted() | CheckpointLost() | Quarantined() | Fetched() as fact:
+            _note_checkpoint(history, fact)
+        case Incident() as fact:
+            history.cases.append(Case(fact))
+        case Planned() as fact:
+            _case(history, fact.incident).plan = fact
+            if fact.action != "observe":  # a stop discards too: the next start must not go on behind the onset
+                history.discarded.update(fact.discards)
+                history.good.difference_update(fact.discards)
+                history.timeline = fact.timeline
+                history.finished = None
+        case Restored() as fact:
+            _case(history, fact.incident).restored = fact
+        case Concluded() as fact:
+            _case(history, fact.incident).outcome = fact
+        case Attached() | Stopped() | Finished() as fact:
+            _note_course(history, fact)
+        case SampleQuarantine() as fact:
+            history.quarantine.append(fact)
+        case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
+            _note_told(history, fact)
+        case _:
+            pass
+
+
+def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
+    match fact:
+        case Attached():
+            history.settings, history.structural = fact.settings, None
+            if history.first_writes is None:
+                history.first_writes = fact.writes
+        case Stopped():
+            history.structural = fact if fact.reason == "structural" else None
+        case Finished():
+            history.finished = fact
+
+
+def _note_checkpoint(
+    history: History, fact: Committed | BecameGood | Evicted | CheckpointLost | Quarantined | Fetched
+) -> None:
+    match fact:
+        case Committed():
+            history.committed[fact.checkpoint] = fact
+            history.finished = None
+            if fact.step == 0:
+                history.good.add(fact.checkpoint)
+        case BecameGood():
+            history.good.add(fact.checkpoint)
+        case Evicted() | CheckpointLost():  # what was good stays so: it may lie in a ring further out
+            history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
+        case Quarantined():
+            history.gone.add(fact.checkpoint)
+            history.good.discard(fact.checkpoint)
+        case Fetched():
+            history.gone.discard(fact.checkpoint)
+            history.good.add(fact.checkpoint)
+
+
+def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered | Accepted) -> None:
+    """What the run has been told by its script, its settings and its operator, and what it has told them."""
+    match fact:
+        case Requested():
+            history.requests[fact.request] = fact
+        case Accepted():
+            history.other_data |= fact.what == "data"
+        case Answered():
+            history.answers[fact.request] = fact
+        case SkipAdded():
+            history.added.append(fact)
+        case PhaseAnnounced():
+            history.phases.add(fact.batch)
+        case Advice():
+            history.advised.add(fact.code)
+
+
+def _case(history: History, incident: int) -> Case:
+    for case in reversed(history.cases):
+        if case.incident.incident == incident:
+            return case
+    raise JournalDamaged(f"the journal has a fact about incident {incident}, which it does not report")
+
+
+def merge_windows(windows: Iterable[Window]) -> list[Window]:
+    """The same batches as sorted windows that neither touch nor overlap."""
+    merged: list[Window] = []
+    for window in sorted(windows, key=lambda item: item.first):
+        if merged and window.first <= merged[-1].last + 1:
+            merged[-1] = Window(first=merged[-1].first, last=max(merged[-1].last, window.last))
+        else:
+            merged.append(window)
+    return merged

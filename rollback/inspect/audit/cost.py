@@ -1,0 +1,170 @@
+"""What incidents and deaths cost, in steps and in wall-clock seconds.
+
+A restore undoes the time since the run first stood at the restored checkpoint. So a *restore* at time `r` to a
+checkpoint that was taken at time `c` undoes the interval `[c, r]`, and the *death* of an attempt at time `d`, after
+which the next one resumes from that checkpoint, undoes `[c, d]`. From `d` to the next `attached` the run is *down*.
+Taken in the order of the record, each event is charged only for what none before it was charged for: a repeat that
+reaches back to an older checkpoint pays for the older stretch and for the second try, not for the first try again.
+Every second of a run is therefore kept, lost to one incident, lost to one death, hung or down, and the sums are right.
+
+Times are those of the journal (`at`). A checkpoint was taken at its `committed` line less the seconds that line says
+the commit took; a checkpoint without that line (a crash came in between) counts from the `attached` that used it.
+Where a clock was set back, an interval that ends before it begins costs nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+
+from rollback.facts.training import (
+    Attached,
+    AttemptEnded,
+    Committed,
+    Finished,
+    Hung,
+    Incident,
+    Planned,
+    Record,
+    Restored,
+    Stopped,
+)
+
+
+@dataclass(frozen=True)
+class Price:
+    """Updates and seconds that an event undid; None where the record does not tell."""
+
+    steps: int | None
+    seconds: float | None
+
+
+@dataclass
+class Costs:
+    """Prices of all restores and deaths, and where the run stands."""
+
+    restores: dict[int, Price] = field(default_factory=dict)
+    deaths: dict[int, Price] = field(default_factory=dict)
+    reached: dict[int, int] = field(default_factory=dict)
+    seconds_hung: float = 0.0
+    seconds_down: float = 0.0
+    seconds: float | None = None
+
+    @property
+    def prices(self) -> list[Price]:
+        return [*self.restores.values(), *self.deaths.values()]
+
+
+def seconds_since_epoch(at: str) -> float | None:
+    """Time of a journal line, or None where it cannot be read."""
+    try:
+        moment = datetime.fromisoformat(at)
+        return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
+    except (ValueError, OverflowError):
+        return None
+
+
+class Charged:
+    """Intervals that were charged to something already."""
+
+    def __init__(self) -> None:
+        self._taken: list[tuple[float, float]] = []
+
+    def charge(self, start: float | None, end: float | None) -> float | None:
+        """Length of the part of an interval that nothing was charged for so far."""
+        if start is None or end is None:
+            return None
+        if end <= start:  # a clock was set back
+            return 0.0
+        free, position = 0.0, start
+        for first, last in sorted(self._taken):
+            if last > position and first < end:
+                free += max(0.0, first - position)
+                position = last
+        free += max(0.0, end - position)
+        self._taken.append((start, end))
+        return free
+
+
+def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -> Costs:
+    """Price of every restore (by incident) and of every attempt's end (by attempt).
+
+    records: merged order. progress: by attempt, the timeline and step of its last judged step, where metrics tell.
+    """
+    costs = Costs(reached=_reached(records, progress))
+    charged = Charged()
+    taken: dict[str, float] = {}  # when the run stood at a checkpoint
+    began: float | None = None
+    last_seen: dict[int, float] = {}  # by attempt
+    trained: int | None = None  # the last attempt that trained
+    pending = False
+    hung: dict[int, float] = {}  # when it was called, by attempt
+    for record in records:
+        at = seconds_since_epoch(record.at)
+        match record.fact:
+            case Committed() as fact if at is not None:
+                taken.setdefault(fact.checkpoint, at - fact.seconds)
+            case Planned() as fact:
+                pending = fact.action in ("rollback", "retry")
+            case Restored() as fact:
+                pending = False
+                lost = charged.charge(taken.get(fact.checkpoint), at)
+                before = costs.restores.get(fact.incident, Price(0, 0.0))
+                seconds = None if before.seconds is None or lost is None else before.seconds + lost
+                costs.restores[fact.incident] = Price((before.steps or 0) + fact.steps_lost, seconds)
+            case Attached() as fact:
+                if began is None:
+                    began = at
+                if trained is not None:
+                    death = last_seen.get(trained)
+                    costs.seconds_down += charged.charge(death, at) or 0.0
+                    costs.deaths[trained] = Price(0, 0.0)
+                    if not pending:  # else the restore that follows pays
+                        stood = taken.get(fact.checkpoint) if fact.checkpoint else began
+                        steps = max(0, costs.reached.get(trained, fact.step) - fact.step)
+                        lost = (charged.charge(stood, death) if steps else 0.0) if stood is not None else None
+                        costs.deaths[trained] = Price(steps, lost)
+                if fact.checkpoint and at is not None:
+                    taken.setdefault(fact.checkpoint, at)
+                trained = record.attempt
+            case Hung() as fact if at is not None and 0 <= fact.silent < math.inf:
+                costs.seconds_hung += charged.charge(at - fact.silent, at) or 0.0
+                hung[record.attempt] = at
+            case AttemptEnded() if record.attempt in hung:
+                costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
+        if at is not None:
+            last_seen[record.attempt] = at
+    costs.seconds = _wall(records)
+    return costs
+
+
+def rounded(seconds: float | None) -> float | None:
+    """To the millisecond, which is what journal lines are stamped with."""
+    return None if seconds is None else round(seconds, 3)
+
+
+def _reached(records: Iterable[Record], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+    """By attempt, the step in progress when it was last heard of."""
+    reached: dict[int, int] = {}
+    timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
+    for record in records:
+        match record.fact:
+            case Attached(step=step) | Restored(step=step):
+                reached[record.attempt] = step
+            case Committed(step=step) | Incident(step=step) | Finished(step=step) | Stopped(step=step):
+                reached[record.attempt] = max(step, reached.get(record.attempt, 0))
+            case AttemptEnded(step=int(step)) if record.attempt not in progress or record.attempt not in timelines:
+                reached[record.attempt] = max(step, reached.get(record.attempt, 0))
+            case Planned() as fact:
+                timelines[record.attempt] = fact.timeline
+    for attempt, (timeline, step) in progress.items():
+        if timeline >= timelines.get(attempt, 0):
+            reached[attempt] = max(step + 1, reached.get(attempt, 0))
+    return reached
+
+
+def _wall(records: Iterable[Record]) -> float | None:
+    times = [at for record in records if (at := seconds_since_epoch(record.at)) is not None]
+    return max(times) - min(times) if times else None

@@ -1,0 +1,71 @@
+"""How a run ended, from its facts. Pure. That a loop has ended may be said of any pass over the data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Literal
+
+from rollback.facts.training import (
+    Attached,
+    AttemptEnded,
+    AttemptStarted,
+    FinalStateLost,
+    Finished,
+    Record,
+    RunEnded,
+    ScriptLeft,
+    Stopped,
+)
+from rollback.inspect.audit.report import Ending
+
+
+def ending_of(records: Iterable[Record]) -> Ending | None:
+    """How the run ended, or None while it is running or where it died without a word."""
+    ending: Ending | None = None
+    for record in records:
+        match record.fact:
+            case AttemptStarted() | Attached():
+                ending = None
+            case Finished() as fact:  # each pass over the data ends so; whether it was the last one shows later
+                ending = Ending(
+                    how="finished", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account="the training loop ended",
+                )  # fmt: skip
+            case AttemptEnded() as fact if ending and ending.how == "finished":
+                well = fact.status == 0 and fact.why is None
+                ending = ending.model_copy(update={"by_supervisor": True}) if well else None
+            case FinalStateLost() as fact:
+                ending = Ending(
+                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account=f"the training loop ended, but its last {fact.steps} updates are in no checkpoint",
+                )  # fmt: skip
+            case ScriptLeft() as fact:
+                ending = Ending(
+                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account="the script left its loop over the guard before that had ended",
+                )  # fmt: skip
+            case Stopped() as fact:
+                ending = Ending(
+                    how=fact.reason, at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
+                    account=fact.account,
+                )  # fmt: skip
+            case RunEnded() as fact if ending:
+                ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
+            case RunEnded() as fact:
+                how: Literal["finished", "gave_up"] = "gave_up" if fact.exit_code else "finished"
+                ending = Ending(
+                    how=how, at=record.at, step=None, exit_code=fact.exit_code, by_supervisor=True, account=fact.reason
+                )
+            case _:
+                pass
+    return ending
+
+
+def confirmed(ending: Ending | None, *, held: bool, reached: int | None) -> Ending | None:
+    """An ending, unless it turns out to be that of a pass over the data only.
+
+    held: somebody has the run directory, or was killed while they had it. reached: the furthest step of the attempt.
+    """
+    if ending is None or ending.how != "finished" or ending.by_supervisor:
+        return ending
+    return None if held or (reached or 0) > (ending.step or 0) else ending

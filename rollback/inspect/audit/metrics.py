@@ -1,0 +1,72 @@
+"""The last steps on record, found from the end of the metrics, which may be large: what they say of the loss.
+
+A loss on record is what the script observed, averaged where it observed several in an update. Whether it had divided
+them by the number of accumulated batches by then cannot be told for certain, so what is shown says which it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Sequence
+
+from rollback.facts.training import Attached, Record, Restored
+from rollback.inspect.audit.report import LastJudged
+from rollback.rundir.durable import open_regular
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import Metric
+
+_TAIL = 1 << 16
+_LINES = 16
+
+
+def read_last_metrics(paths: RunPaths) -> list[Metric]:
+    """The last sound lines of the metrics, a few, oldest first. None of them where they cannot be read."""
+    try:
+        with open_regular(paths.metrics) as file:
+            size = os.fstat(file.fileno()).st_size
+            file.seek(max(0, size - _TAIL))
+            lines = file.read(_TAIL).split(b"\n")[:-1]
+    except (OSError, ValueError):
+        return []
+    found: list[Metric] = []
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):
+            found.append(Metric.model_validate_json(line))
+        if len(found) == _LINES:
+            break
+    return found[::-1]
+
+
+def last_judged(metrics: Sequence[Metric], begun: Record | None, timeline: int) -> LastJudged | None:
+    """What the last of these lines says; None where there is none.
+
+    metrics: oldest first. begun: the line that began the present stretch of training. timeline: the present one.
+    """
+    if not metrics:
+        return None
+    last = metrics[-1]
+    # Where batches were passed over between two steps there are more of them, so the least counts.
+    each = [
+        after.batch - before.batch
+        for before, after in itertools.pairwise(metrics)
+        if (after.attempt, after.timeline, after.step) == (before.attempt, before.timeline, before.step + 1)
+    ]
+    batches = min((count for count in each if count > 0), default=None)
+    undone = (
+        begun is not None
+        and isinstance(begun.fact, Attached | Restored)
+        and (last.attempt < begun.attempt or last.timeline < timeline)
+        and last.step >= begun.fact.step
+    )
+    return LastJudged(**last.model_dump(exclude={"attempt", "timeline"}), undone=undone, batches=batches)
+
+
+def as_observed(loss: float | None, batches: int | None) -> str | None:
+    """Which loss it is, in words, where that is in doubt."""
+    if loss is None or batches is None or batches < 2 or not math.isfinite(loss):
+        return None
+    undivided = f"where the script divides each by {batches}, it is {loss * batches:.5g} undivided"
+    return f"as observed in an update of {batches} batches; {undivided}"

@@ -1,0 +1,71 @@
+"""Which data set samples are suspected or left out of a run, since when and why (`rollback audit --samples`)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.facts.history import History, fold
+from rollback.inspect.audit.reading import read_records, require_run_directory
+from rollback.inspect.audit.report import Entry, SampleEntry
+from rollback.suspects import suspects
+from rollback.terminal.escape import printable
+
+
+class SampleAccount(Entry):
+    """Schema of `rollback audit --samples --format json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    samples: list[SampleEntry]
+    notices: list[str]
+
+
+def read_sample_account(root: Path) -> SampleAccount:
+    """Raises UsageError, RunDirectoryError or JournalDamaged; nothing is written."""
+    notices: list[str] = []
+    history = fold(read_records(require_run_directory(root), notices))
+    return SampleAccount(schema=1, directory=str(root), samples=sample_entries(history), notices=notices)
+
+
+def sample_entries(history: History) -> list[SampleEntry]:
+    """All samples that are suspected, or that were ever left out, in their order."""
+    explained = suspects(case.incident for case in history.cases)
+    present = {*history.quarantine[-1].samples} if history.quarantine else set()
+    since, last = {}, {}
+    for fact in history.quarantine:
+        for sample in (*fact.added, *fact.released):
+            last[sample] = fact
+        for sample in fact.added:
+            since[sample] = fact.batch
+    return [
+        SampleEntry(
+            sample=sample,
+            incidents=list(explained.get(sample, ())),
+            in_quarantine=sample in present,
+            since=since.get(sample),
+            who=last[sample].who if sample in last else None,
+            why=last[sample].why if sample in last else None,
+        )
+        for sample in sorted({*explained, *last})
+    ]
+
+
+def in_words(account: SampleAccount) -> str:
+    lines = [f"sample {entry.sample}: {sample_in_words(entry)}" for entry in account.samples]
+    return "\n".join(map(printable, lines or ["no sample is suspected or left out"]))
+
+
+def sample_in_words(entry: SampleEntry) -> str:
+    """What is known of a sample. A suspect is no culprit: what incidents have in common may be chance."""
+    incidents = ", ".join(map(str, entry.incidents))
+    words = [f"suspect of incidents {incidents}"] if incidents else []
+    if entry.in_quarantine:
+        words.append(f"left out from batch {entry.since} on ({entry.who}: {entry.why})")
+    elif entry.since is not None:
+        words.append(f"was left out from batch {entry.since} on, and is no longer ({entry.who}: {entry.why})")
+    else:
+        words.append("not left out")
+    return "; ".join(words)

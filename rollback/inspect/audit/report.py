@@ -1,0 +1,343 @@
+"""The ledger: what happened to a run, as one document. This is the schema of `rollback audit --json`, version 1.
+
+Fields may be added within a version; a field that changes its meaning or goes away makes a new version.
+Times are UTC, ISO 8601. `null` always means "not known from the record", never zero.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from rollback.facts.training import Action, Order, Outcome, Tier, Window
+from rollback.rundir.evidence import Explosion, Where
+
+SCHEMA = 1
+
+CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
+
+
+class Entry(BaseModel):
+    """Base of everything in a ledger."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
+
+    def to_json(self, indent: int | None = 2) -> str:
+        """JSON in ASCII only: what a journal quotes from elsewhere cannot steer a terminal."""
+        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=indent)
+
+
+class Point(Entry):
+    """A place in the run."""
+
+    step: int = Field(description="optimizer updates done before it")
+    batch: int = Field(description="position in the data stream")
+
+
+class Span(Entry):
+    """Inclusive range of batches."""
+
+    first: int
+    last: int
+    batches: int = Field(description="how many they are")
+    passed_over: int = Field(description="how many of them the ranks have passed over; the others are planned only")
+
+
+class Run(Entry):
+    """Whose ledger this is."""
+
+    directory: str
+    run_id: str | None = Field(description="null where the ranks never came up")
+    created: str | None
+    world_size: int | None
+    data: dict[str, Any] = Field(description="what the loader says of itself")
+
+
+class Restoration(Entry):
+    """A plan that was carried out."""
+
+    checkpoint: str
+    step: int
+    batch: int
+    route: Literal["in_process", "relaunch"]
+    at: str
+    seconds: float = Field(description="what the restore itself took")
+
+
+class LeadingTensor(Entry):
+    """A tensor at the head of the list of gradients."""
+
+    name: str
+    norm: float | None
+    kind: Explosion | None = Field(description="null: its norm is nothing special")
+
+
+class BatchFile(Entry):
+    """What a rank kept of the onset step's batch."""
+
+    rank: int
+    step: int | None = Field(description="whose batch; null where none was held any more")
+    file: str | None = Field(description="safetensors file in the run directory; null where nothing was kept")
+    tensors: int
+    left_out: list[str] = Field(description="what was not kept, and why")
+
+
+class EvidenceEntry(Entry):
+    """What the ranks saw of an incident. Norms are of the rank on which it began, else of the first one."""
+
+    began: str = Field(description="where it began, in words")
+    where: Where | None = Field(description="where the first non-finite value was; null: everything was finite")
+    step: int | None
+    name: str | None = Field(description="of the tensor, where one was found")
+    ranks: list[int] = Field(description="on which it began; empty: on every rank, or nothing to tell")
+    explosion: Explosion | None = Field(description="worst kind of gradient explosion in the step told of")
+    exploding: dict[Explosion, int] = Field(description="gradient tensors of each kind")
+    leading: list[LeadingTensor]
+    vanishing: int = Field(description="gradient tensors with a norm below 1e-8")
+    smallest_gradient: float | None = Field(description="finite norms only, as the three that follow")
+    largest_gradient: float | None
+    smallest_weight: float | None
+    largest_weight: float | None
+    batches: list[BatchFile]
+
+
+class IncidentEntry(Entry):
+    """One verdict that demanded action: evidence, answer, outcome, price."""
+
+    incident: int
+    at: str
+    attempt: int
+    timeline: int = Field(description="restores that the run had executed before")
+    verdict: Literal["spike", "nonfinite", "requested"] = Field(
+        description="requested: an operator's; `cause` is who it was, `explanation` why"
+    )
+    cause: str
+    rule: str
+    value: float | None = Field(description="what the rule looked at; strings stand for NaN and the infinities")
+    threshold: float | None
+    explanation: str
+    recent: list[float] = Field(description="the values before it, oldest first")
+    ranks: list[int] = Field(description="ranks on which it was seen; empty where the rule cannot tell")
+    onset: Point
+    detection: Point
+    action: Action | None = Field(description="null: a crash came before the plan")
+    escalation: int = Field(description="rollbacks already spent on this trouble")
+    reason: str | None = Field(description="why this action and this checkpoint")
+    planned_checkpoint: str | None
+    skip: Span | None = Field(description="skip window; for action `observe` the one it would have been")
+    restored: Restoration | None
+    repeats: int | None = Field(description="the incident that this one is a repeat of")
+    repeated_by: int | None
+    outcome: Outcome | Literal["open"]
+    outcome_step: int | None
+    steps_lost: int | None = Field(description="updates done between the restored checkpoint and the restore")
+    seconds_lost: float | None = Field(
+        description="wall-clock time that this rollback undid; see rollback.inspect.audit.cost"
+    )
+    evidence: EvidenceEntry | None = Field(description="null: no rank left any")
+
+
+class SkippedBatchEntry(Entry):
+    """A batch that was passed over, and what it held."""
+
+    batch: int
+    epoch: int
+    offset: int = Field(description="its position in the epoch")
+    indices: dict[int, list[int] | None] = Field(description="data set indices by rank; null where the data has none")
+    incidents: list[int] = Field(description="incidents whose skip window it is in")
+    by_user: bool = Field(description="whether a window that the user gave contains it")
+    by_supervisor: bool = Field(description="whether one of the supervisor does: a rank raised there twice")
+
+
+class UserWindow(Entry):
+    """A skip window that no incident gave: the user's, or the supervisor's."""
+
+    span: Span
+    who: str
+    why: str
+    at: str
+
+
+class SampleEntry(Entry):
+    """A data set sample that incidents have in common, or that is or was left out."""
+
+    sample: int
+    incidents: list[int] = Field(description="those that it explains; empty: it is no suspect")
+    in_quarantine: bool = Field(description="whether it is left out of batches now")
+    since: int | None = Field(description="the batch from which on it is or was left out; null: it never was")
+    who: str | None = Field(description="who decided that last: `suspicion`, `settings`, `the supervisor`, an operator")
+    why: str | None
+
+
+class NoticedEntry(Entry):
+    """Out of the ordinary, and left alone."""
+
+    at: str
+    first_step: int
+    last_step: int
+    peak: float
+    threshold: float
+    rule: str
+    fate: str
+
+
+class PhaseEntry(Entry):
+    """A phase that the script announced."""
+
+    at: str
+    step: int
+    batch: int
+    phase: str | None = Field(description="null where rank 0 was not told its name")
+
+
+class RequestEntry(Entry):
+    """What an operator asked for. Null where the request could not be read."""
+
+    request: str = Field(description="its name")
+    order: Order | None
+    to: int | None = Field(description="step to go back to")
+    skip: Window | None = Field(description="batches to pass over")
+    samples: list[int] = Field([], description="data set samples to leave out, or to take in again")
+    who: str | None
+    why: str | None
+    at: str = Field(description="when the ranks took it up")
+    taken_up: Point | None = Field(description="where they stood then")
+    state: Literal["open", "carried_out", "refused"]
+    answer: str | None
+
+
+class CheckpointEntry(Entry):
+    """A checkpoint, or a snapshot that did not become one."""
+
+    checkpoint: str
+    step: int | None = Field(description="null where the line that would tell was lost in a crash")
+    batch: int | None
+    at: str
+    status: CheckpointStatus
+    reason: str | None = Field(description="why it was evicted, quarantined or dropped")
+    bytes: int | None
+    seconds: float | None = Field(description="from snapshot to commit")
+    tier: Tier | None = Field(description="where it was committed: in a slot of the fast tier, or in the ring")
+
+
+class Message(Entry):
+    """Advice to the user, or something of ours that failed and that training went on without."""
+
+    at: str
+    attempt: int
+    subject: str = Field(description="code of an advice; what was being done for a trouble")
+    text: str
+
+
+class AttemptEntry(Entry):
+    """One torchrun spawn, or one run of the script without a supervisor."""
+
+    attempt: int
+    supervised: bool
+    started: str
+    host: str | None
+    pid: int | None
+    changed: list[str] = Field(description="what was not as at the start before: arguments, environment, the script")
+    checkpoint: str | None = Field(description="what it resumed from")
+    begins: Point | None = Field(description="null: the ranks did not get as far as agreeing where to begin")
+    reached: int | None = Field(description="step in progress when last heard of")
+    at_least: bool = Field(
+        description="whether `reached` and `steps_lost` are the least that can have been: what ranks that were killed "
+        "did after their last word is not on record"
+    )
+    ended: Literal["finished", "stopped", "died", "running_or_unknown"]
+    ended_at: str | None
+    status: int | None = Field(description="exit status of torchrun")
+    cause: str | None = Field(description="how it ended, in words")
+    signals: list[str] = Field(description="signals that the supervisor passed on")
+    restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
+    restart_reason: str | None
+    restart_budget_left: int | None
+    steps_lost: int | None = Field(description="updates that its end undid: the next attempt did them again")
+    seconds_lost: float | None
+
+
+class Totals(Entry):
+    """Sums over the run."""
+
+    incidents: int
+    explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
+    rollbacks: int = Field(description="rollbacks and replays carried out")
+    noticed: int
+    scaler_skips: int
+    attempts: int
+    skipped_batches: int = Field(description="batches passed over, each counted once")
+    skipped_samples: int | None = Field(description="data set samples in them over all ranks; null where not known")
+    steps: int = Field(description="updates that count")
+    steps_at_least: bool = Field(description="whether there may be more: see `at_least` of an attempt")
+    steps_lost: int = Field(description="updates that were undone and done again")
+    steps_lost_at_least: bool = Field(description="as above")
+    goodput: float | None = Field(
+        description="share of `seconds` that is neither lost, nor hung, nor down; null before the first step"
+    )
+    seconds: float | None = Field(description="wall-clock time from the first fact to the last")
+    seconds_lost: float = Field(description="of these, undone by rollbacks and deaths")
+    seconds_hung: float = Field(description="of these, from the last progress of attempts that hung to their end")
+    seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")
+
+
+class LastJudged(Entry):
+    """The last step on record: its loss as the script observed it, averaged where it observed several."""
+
+    step: int
+    batch: int = Field(description="the last of the update")
+    loss: float | None
+    grad_norm: float | None
+    verdict: str
+    undone: bool = Field(description="whether the run has gone back behind that step since")
+    batches: int | None = Field(description="of one update; null where the record does not tell")
+
+
+class Ending(Entry):
+    """How the run ended, if it has."""
+
+    how: Literal["finished", "preempted", "structural", "gave_up"]
+    at: str
+    step: int | None
+    exit_code: int | None = Field(description="of the supervisor")
+    by_supervisor: bool = Field(description="whether it was a supervisor that saw it; false: the ranks alone said so")
+    account: str
+
+
+class Ledger(Entry):
+    """Everything on record about a run. Lists are in the order in which things happened."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    run: Run
+    totals: Totals
+    incidents: list[IncidentEntry]
+    skipped: list[SkippedBatchEntry] = Field(description="by batch")
+    user_windows: list[UserWindow]
+    samples: list[SampleEntry] = Field(description="suspected, or left out")
+    noticed: list[NoticedEntry]
+    scaler_skipped: list[Point]
+    phases: list[PhaseEntry]
+    requests: list[RequestEntry]
+    attempts: list[AttemptEntry]
+    checkpoints: list[CheckpointEntry]
+    advice: list[Message]
+    troubles: list[Message]
+    last_judged: LastJudged | None = Field(description="null: no step is on record")
+    ending: Ending | None = Field(description="null while the run is running, or where it died without a word")
+    notices: list[str] = Field(description="what could not be read or does not add up")
+
+    def stories(self) -> list[list[IncidentEntry]]:
+        """Incidents grouped by trouble: a first incident and those that repeat it."""
+        grouped: list[list[IncidentEntry]] = []
+        for entry in self.incidents:
+            if entry.repeats is not None and grouped and grouped[-1][-1].incident == entry.repeats:
+                grouped[-1].append(entry)
+            else:
+                grouped.append([entry])
+        return grouped
+
+    def skipped_by(self, incident: int) -> list[SkippedBatchEntry]:
+        """Batches passed over in the skip window of an incident."""
+        return [entry for entry in self.skipped if incident in entry.incidents]

@@ -1,0 +1,56 @@
+"""What operators asked of a run, and what became of it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from rollback.facts.training import Answered, Record, Requested
+from rollback.inspect.audit.report import Point, RequestEntry
+from rollback.rundir import requests
+from rollback.rundir.paths import RunPaths
+
+_SHOWN = 8
+
+
+def request_entries(records: Iterable[Record]) -> list[RequestEntry]:
+    """All requests that the ranks have taken up or refused, in that order."""
+    entries: dict[str, RequestEntry] = {}
+    for record in records:
+        match record.fact:
+            case Requested() as fact:
+                entries.setdefault(
+                    fact.request,
+                    RequestEntry(
+                        **fact.model_dump(exclude={"kind", "step", "batch"}),
+                        at=record.at,
+                        taken_up=Point(step=fact.step, batch=fact.batch),
+                        state="open",
+                        answer=None,
+                    ),
+                )
+            case Answered() as fact:
+                known = entries.get(fact.request) or RequestEntry(
+                    request=fact.request, order=None, to=None, skip=None, who=None, why=None, at=record.at,
+                    taken_up=None, state="open", answer=None,
+                )  # fmt: skip
+                state = "carried_out" if fact.carried_out else "refused"
+                entries[fact.request] = known.model_copy(update={"state": state, "answer": fact.text})
+            case _:
+                pass
+    return list(entries.values())
+
+
+def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
+    """The oldest requests without an answer, in words, with who asked; those that are none are left to the ranks."""
+    words = []
+    try:
+        names = [name for name in requests.names(paths) if name not in answered]
+    except OSError:
+        return []
+    for name in names[:_SHOWN]:
+        try:
+            request = requests.read_request(paths, name)
+        except (OSError, ValueError):
+            continue
+        words.append(f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})")
+    return words

@@ -1,0 +1,177 @@
+"""The ledger as a table: one row for each data set sample that a rank passed over, with the reason.
+
+For whoever mends the data: joined with the data set on `sample`, it says what to look at. The rows come one at a time
+from the ranks' skip records, so that a run that skipped millions of samples needs no more memory than one that skipped
+ten; only the batches are remembered, to tell which of two lines about the same batch counts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+from rollback.facts.history import Case, History, fold, merge_windows
+from rollback.facts.training import PassedOver, Record, Window
+from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
+from rollback.rundir.records import SkippedBatch, read_skipped
+
+ColumnType = Literal["integer", "number", "text", "flag", "integers"]
+
+
+class Column(NamedTuple):
+    """A column of the table. Every value may be null, except where `says` gives no reason for it."""
+
+    name: str
+    type: ColumnType
+    says: str
+
+
+COLUMNS: tuple[Column, ...] = (
+    Column("batch", "integer", "position in the data stream"),
+    Column("rank", "integer", "the rank that would have read it"),
+    Column("sample", "integer", "data set index; null where the data has none (drawn or iterated data)"),
+    Column("place", "integer", "position in that rank's batch; null with `sample`"),
+    Column("epoch", "integer", "epoch of the batch"),
+    Column("offset", "integer", "position of the batch in its epoch"),
+    Column("timeline", "integer", "restores that the run had executed when it was passed over"),
+    Column("attempt", "integer", "attempt that passed it over; null where a crash took the journal's line"),
+    Column("step", "integer", "update in progress then; null as above"),
+    Column("at", "text", "when the journal says so, UTC; null as above"),
+    Column("by_user", "flag", "whether a window that the user gave contains the batch"),
+    Column("incident", "integer", "the latest incident whose window contains it; null where only the user's does"),
+    Column("incidents", "integers", "all incidents whose windows contain it"),
+    Column("window_first", "integer", "its first batch; without an incident, of the window that was added"),
+    Column("window_last", "integer", "its last batch, included"),
+    Column("reason", "text", "why: the plan's words, or who gave the window and why"),
+    Column("verdict", "text", "of the incident, as are all that follow; null without one"),
+    Column("cause", "text", "what was seen to go bad: loss, grad_norm"),
+    Column("rule", "text", "the sentinel's rule that fired"),
+    Column("value", "number", "what the rule looked at"),
+    Column("threshold", "number", "what it was compared with"),
+    Column("onset_step", "integer", "first step of the trouble"),
+    Column("onset_batch", "integer", "its first batch"),
+    Column("detection_step", "integer", "step in which it was called"),
+    Column("detection_batch", "integer", "its last batch"),
+    Column("escalation", "integer", "rollbacks already spent on this trouble"),
+    Column("checkpoint", "text", "what was restored; null where that has not happened"),
+    Column("restored_step", "integer", "its step; null as above"),
+    Column("outcome", "text", "how the incident ended; `open` until it has"),
+)
+
+Row = tuple[Any, ...]
+"""Values in the order of COLUMNS."""
+
+
+@dataclass
+class SampleTable:
+    """Rows by rank, then in the order of its record. notices: what could not be read; complete after the last row."""
+
+    rows: Iterator[Row]
+    notices: list[str] = field(default_factory=list)
+
+
+def read_samples(root: Path) -> SampleTable:
+    """The table of a run. A batch that was passed over twice (a crash in between) is in it once, as last recorded.
+
+    Raises UsageError, RunDirectoryError or JournalDamaged before the first row; nothing is written.
+    """
+    paths = require_run_directory(root)
+    notices: list[str] = []
+    records = read_records(paths, notices)
+    history = fold(records)
+    reasons = _Reasons(history)
+    passings = _Passings(records)
+
+    def rows() -> Iterator[Row]:
+        recorded: set[int] = set()
+        for rank in sorted(ranks_with_skips(paths, notices)):
+            path = paths.skip_record(rank)
+            lines: dict[int, int] = {}
+            for number, line in enumerate(readable(path, read_skipped, notices)):
+                lines[line.batch] = number  # the last line of a batch counts
+            recorded.update(lines)
+            for number, line in enumerate(readable(path, read_skipped, [])):
+                if lines.get(line.batch) == number:
+                    yield from _rows(line, rank, passings, reasons)
+        told = sum(window.last - window.first + 1 for window in passings.windows)
+        unknown = told - sum(any(batch in window for window in passings.windows) for batch in recorded)
+        if unknown > 0:
+            notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")
+
+    return SampleTable(rows(), notices)
+
+
+def _rows(line: SkippedBatch, rank: int, passings: _Passings, reasons: _Reasons) -> Iterator[Row]:
+    when, why = passings.of(line), reasons.of(line.batch)
+    places: Iterable[tuple[int | None, int | None]] = (
+        [(None, None)] if line.indices is None else ((sample, place) for place, sample in enumerate(line.indices))
+    )
+    for sample, place in places:
+        yield (line.batch, rank, sample, place, line.epoch, line.offset, line.timeline, *when, *why)
+
+
+class _Passings:
+    """When batches were passed over, according to the journal: the columns `attempt`, `step` and `at`."""
+
+    def __init__(self, records: Iterable[Record]) -> None:
+        self._by_timeline: dict[int, list[tuple[Window, Row]]] = {}
+        for record in records:
+            if isinstance(fact := record.fact, PassedOver):
+                told = (fact.window, (record.attempt, fact.step, record.at))
+                self._by_timeline.setdefault(fact.timeline, []).append(told)
+        self.windows = merge_windows(window for told in self._by_timeline.values() for window, _ in told)
+
+    def of(self, line: SkippedBatch) -> Row:
+        told = reversed(self._by_timeline.get(line.timeline, []))
+        return next((when for window, when in told if line.batch in window), (None, None, None))
+
+
+class _Reasons:
+    """Why a batch is on the skip list: the columns from `by_user` on, the same for a whole stretch of batches."""
+
+    def __init__(self, history: History) -> None:
+        self._cases = [case for case in history.cases if case.plan and case.plan.action == "rollback"]
+        self._history = history
+        self._known: dict[tuple[int, ...], Row] = {}
+
+    def of(self, batch: int) -> Row:
+        cases = [place for place, case in enumerate(self._cases) if (skip := _window(case)) and batch in skip]
+        added = [place for place, fact in enumerate(self._history.added) if batch in fact.window]
+        key = (*cases, -1, *added)
+        if key not in self._known:
+            self._known[key] = self._row(cases, added)
+        return self._known[key]
+
+    def _row(self, cases: list[int], added: list[int]) -> Row:
+        by_user = any(not self._history.added[place].by_supervisor for place in added)
+        numbers = [self._cases[place].incident.incident for place in cases]
+        if cases:
+            return (by_user, numbers[-1], numbers, *_of_case(self._cases[cases[-1]]))
+        if added:
+            fact = self._history.added[added[-1]]
+            window: Row = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
+        else:
+            window = (None, None, None)
+        return (by_user, None, [], *window, *[None] * _OF_INCIDENT)
+
+
+_OF_INCIDENT = len(COLUMNS) - 1 - next(place for place, column in enumerate(COLUMNS) if column.name == "reason")
+
+
+def _window(case: Case) -> Window | None:
+    return case.plan.skip if case.plan else None
+
+
+def _of_case(case: Case) -> Row:
+    """The columns from `window_first` on."""
+    fact, plan, restored = case.incident, case.plan, case.restored
+    assert plan is not None
+    assert plan.skip is not None
+    return (
+        plan.skip.first, plan.skip.last, plan.reason, fact.verdict, fact.cause, fact.rule, fact.value, fact.threshold,
+        fact.onset_step, fact.onset_batch, fact.detection_step, fact.detection_batch, plan.escalation,
+        restored.checkpoint if restored else None, restored.step if restored else None,
+        case.outcome.outcome if case.outcome else "open",
+    )  # fmt: skip

@@ -1,0 +1,99 @@
+"""Writing the table of skipped samples: CSV, JSON lines, Parquet; one row at a time.
+
+What a journal quotes may come from anywhere. In CSV, a text that a spreadsheet would take for a formula (it begins
+with `=`, `+`, `-`, `@`, a tab or a line break) gets an apostrophe in front, and control characters are spelt out;
+numbers stay numbers. JSON is ASCII only. Parquet holds the text as it is.
+"""
+
+from __future__ import annotations
+
+import csv
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from rollback.errors import UsageError
+from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
+from rollback.terminal.escape import printable
+
+_FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
+_ROW_GROUP = 1 << 16
+
+
+def write_csv(rows: Iterable[Row], file: IO[str]) -> None:
+    """With a line of names first; null is an empty field, several incidents are separated by blanks."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow([column.name for column in COLUMNS])
+    shown = [_CSV[column.type] for column in COLUMNS]
+    for row in rows:
+        writer.writerow(["" if value is None else show(value) for show, value in zip(shown, row, strict=True)])
+
+
+def harmless(text: str) -> str:
+    """Text that a spreadsheet shows and does not calculate."""
+    return ("'" if text.startswith(_FORMULA) else "") + printable(text)
+
+
+def _number(value: float) -> str:
+    return json.dumps(value)  # NaN, Infinity, -Infinity, as in the journal
+
+
+_CSV: dict[ColumnType, Callable[[Any], Any]] = {
+    "integer": int,
+    "number": _number,
+    "text": harmless,
+    "flag": lambda value: "true" if value else "false",
+    "integers": lambda values: " ".join(map(str, values)),
+}
+
+
+def write_jsonl(rows: Iterable[Row], file: IO[str]) -> None:
+    """An object a line. JSON has no NaN: the strings "NaN", "Infinity" and "-Infinity" stand for them."""
+    names = [column.name for column in COLUMNS]
+    for row in rows:
+        body = dict(zip(names, row, strict=True))
+        for name, value in body.items():
+            if isinstance(value, float) and not math.isfinite(value):
+                body[name] = _number(value)
+        file.write(json.dumps(body, allow_nan=False) + "\n")
+
+
+def write_parquet(rows: Iterable[Row], path: Path) -> None:
+    """In row groups of 65,536. Raises UsageError where pyarrow is not installed, OSError where the disk refuses."""
+    require_pyarrow()
+    import pyarrow
+    from pyarrow import parquet
+
+    types = {
+        "integer": pyarrow.int64(),
+        "number": pyarrow.float64(),
+        "text": pyarrow.string(),
+        "flag": pyarrow.bool_(),
+        "integers": pyarrow.list_(pyarrow.int64()),
+    }
+    schema = pyarrow.schema([
+        pyarrow.field(column.name, types[column.type], metadata={"says": column.says}) for column in COLUMNS
+    ])  # fmt: skip
+    with parquet.ParquetWriter(path, schema) as writer:
+        for group in _groups(iter(rows)):
+            columns = [list(values) for values in zip(*group, strict=True)]
+            writer.write_table(pyarrow.table(columns, schema=schema))
+
+
+def require_pyarrow() -> None:
+    """Raise UsageError, before anything is read or written, where Parquet cannot be written."""
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError as error:
+        raise UsageError(
+            f"writing Parquet needs pyarrow, which cannot be imported ({error})",
+            hint="pip install 'torch-rollback[parquet]', or take --format csv",
+        ) from error
+
+
+def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
+    while group := list(itertools.islice(rows, _ROW_GROUP)):
+        yield group

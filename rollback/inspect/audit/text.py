@@ -1,0 +1,349 @@
+"""The ledger as text for people."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Sequence
+
+from rich.console import Console, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from rollback.inspect.audit.metrics import as_observed
+from rollback.inspect.audit.quarantine import sample_in_words
+from rollback.inspect.audit.report import (
+    AttemptEntry,
+    EvidenceEntry,
+    IncidentEntry,
+    LastJudged,
+    Ledger,
+    Message,
+    SkippedBatchEntry,
+    Span,
+    Totals,
+)
+from rollback.terminal.escape import printable, quoted
+
+SHOWN_BATCHES = 12
+_SHOWN_VALUES = 12  # of the window before an incident
+_SHOWN_FILES = 4
+_SHOWN_INDICES = 6  # of a batch on a rank, unless all are asked for
+
+OUTCOMES = {
+    "recovered": ("recovered", "green"),
+    "repeated": ("came back", "yellow"),
+    "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
+    "structural": ("structural: the run was stopped", "red"),
+    "observed": ("observed only; nothing was done", "cyan"),
+    "carried_out": ("carried out as asked", "green"),
+    "open": ("open", "yellow"),
+}
+_EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
+VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
+
+
+def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) -> None:
+    """Print a ledger. With `everything`, all skipped batches and indices instead of the first few."""
+    _print_head(console, ledger)
+    for story in ledger.stories():
+        console.print()
+        for place, entry in enumerate(story):
+            _print_incident(console, entry, continued=place > 0)
+    if ledger.skipped:
+        _section(console, "skipped batches, with the data set indices that each rank would have read")
+        _print_skipped(console, ledger.skipped, everything)
+    _print_windows(console, ledger)
+    _print_samples(console, ledger)
+    _print_left_alone(console, ledger)
+    _print_phases(console, ledger)
+    _print_requests(console, ledger)
+    _print_attempts(console, ledger.attempts)
+    _print_checkpoints(console, ledger)
+    _print_messages(console, "advice", ledger.advice)
+    _print_messages(console, "troubles of rollback itself, which training went on without", ledger.troubles)
+
+
+def _print_head(console: Console, ledger: Ledger) -> None:
+    run, totals = ledger.run, ledger.totals
+    rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
+    if run.run_id:
+        ranks = f"{run.world_size} rank{'s' if run.world_size != 1 else ''}"
+        rows.append(("id", quoted(f"{run.run_id}, created {run.created}, {ranks}")))
+    samples = "" if totals.skipped_samples is None else f" ({totals.skipped_samples} samples)"
+    rows.append(("incidents", f"{totals.incidents}, answered by {totals.rollbacks} restores"))
+    rows.append(("skipped", f"{totals.skipped_batches} batches{samples}"))
+    undone = at_least(str(totals.steps_lost), totals.steps_lost_at_least)
+    rows.append(("steps", f"{at_least(str(totals.steps), totals.steps_at_least)} count, {undone} were undone"))
+    if (judged := ledger.last_judged) is not None:
+        rows.append(("loss", loss_in_words(judged, last=ledger.ending is None)))
+    rows.append(("time", _time_in_words(totals)))
+    if ledger.ending:
+        step = f" at step {ledger.ending.step}" if ledger.ending.step is not None else ""
+        rows.append(("ended", quoted(f"{ledger.ending.how.replace('_', ' ')}{step}: {ledger.ending.account}")))
+    else:
+        rows.append(("ended", "no end on record: it is running, or died without a word (see rollback status)"))
+    print_rows(console, rows, indent=0)
+
+
+def _time_in_words(totals: Totals) -> str:
+    spent = [f"{duration(totals.seconds)} on record", f"{duration(totals.seconds_lost)} undone"]
+    spent += [f"{duration(totals.seconds_hung)} hung"] if totals.seconds_hung else []
+    spent += [f"{duration(totals.seconds_down)} down between attempts"] if totals.seconds_down else []
+    at_most = "at most " if totals.steps_lost_at_least else ""
+    share = "" if totals.goodput is None else f"; goodput {at_most}{totals.goodput:.1%}"
+    return ", ".join(spent) + share
+
+
+def loss_in_words(judged: LastJudged, *, last: bool) -> str:
+    """A loss on record. last: nothing says that no step followed."""
+    which = as_observed(judged.loss, judged.batches)
+    so_far = ", undone since" if judged.undone else ", the last on record" if last else ""
+    return f"{number(judged.loss)} at step {judged.step}{so_far}" + (f" ({which})" if which else "")
+
+
+def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:
+    title = Text("  └ " if continued else "")
+    title.append(f"incident {entry.incident}", style="bold")
+    title.append(", the same trouble again" if continued else "")
+    title.append(": ")
+    title.append_text(quoted(f"{entry.cause} {VERDICTS[entry.verdict]}", style="bold"))
+    console.print(title)
+    print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
+
+
+def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+    if entry.verdict == "requested":
+        yield "because", quoted(entry.explanation)
+        yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
+        yield from _answer_rows(entry)
+        return
+    yield "onset", f"step {entry.onset.step}, batch {entry.onset.batch}"
+    yield "detected", f"step {entry.detection.step}, batch {entry.detection.batch}"
+    threshold = "" if entry.threshold is None else f", threshold {number(entry.threshold)}"
+    yield "rule", quoted(f"{entry.rule}: value {number(entry.value)}{threshold}")
+    yield "because", quoted(entry.explanation)
+    if entry.recent:
+        values = " ".join(number(value) for value in entry.recent[-_SHOWN_VALUES:])
+        yield "before it", f"{'... ' if len(entry.recent) > _SHOWN_VALUES else ''}{values}"
+    if entry.ranks:
+        yield "ranks", " ".join(map(str, entry.ranks))
+    if entry.evidence:
+        yield from _evidence_rows(entry.evidence)
+    yield from _answer_rows(entry)
+
+
+def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+    yield "answer", quoted(answer_in_words(entry))
+    if entry.reason:
+        yield "reason", quoted(entry.reason)
+    if entry.restored:
+        yield "lost", f"{or_unknown(entry.steps_lost)} steps, {duration(entry.seconds_lost)}"
+    words, style = OUTCOMES[entry.outcome]
+    if entry.repeated_by is not None:
+        words += f" as incident {entry.repeated_by}"
+    at = f" (step {entry.outcome_step})" if entry.outcome_step is not None else ""
+    yield "outcome", Text(words + at, style=style)
+
+
+def _evidence_rows(evidence: EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
+    yield "where", quoted(evidence.began)
+    counts = [f"{count} {_EXPLODING[kind]}" for kind, count in evidence.exploding.items() if count]
+    if evidence.vanishing:
+        counts.append(f"{evidence.vanishing} vanishing (below 1e-8)")
+    if evidence.leading:
+        leading = ", ".join(f"{tensor.name} {number(tensor.norm)}" for tensor in evidence.leading)
+        yield "gradients", quoted(f"{'; '.join(counts) + '; ' if counts else ''}leading: {leading}")
+    if kept := [batch.file for batch in evidence.batches if batch.file]:
+        yield "batch", quoted(f"step {evidence.batches[0].step}, kept in {', '.join(kept[:_SHOWN_FILES])}" + (
+            f" and {len(kept) - _SHOWN_FILES} more" if len(kept) > _SHOWN_FILES else ""
+        ))  # fmt: skip
+    if missing := [f"rank {batch.rank}: {why}" for batch in evidence.batches for why in batch.left_out]:
+        yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
+
+
+def answer_in_words(entry: IncidentEntry) -> str:
+    if entry.action is None:
+        return "none on record: a crash came before the plan"
+    if entry.action == "stop":
+        return "stop the run"
+    skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
+    if entry.action == "observe":
+        return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
+    verb = "replay" if entry.action == "retry" else "roll back"
+    if entry.restored is None:
+        return f"{verb} to {entry.planned_checkpoint}{skip}: planned, not carried out yet"
+    done = entry.restored
+    route = "in process" if done.route == "in_process" else "by relaunch"
+    nth = f" (escalation {entry.escalation})" if entry.escalation else ""
+    return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
+
+
+def span_in_words(span: Span) -> str:
+    rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
+    return f"{span.first}:{span.last} ({span.batches} batches, {rest})"
+
+
+def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], everything: bool) -> None:
+    ranks = sorted({rank for entry in skipped for rank in entry.indices})
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in ("batch", "epoch", "offset"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("why", overflow="fold")
+    for rank in ranks:
+        table.add_column(f"rank {rank}", overflow="fold")
+    shown = skipped if everything else skipped[:SHOWN_BATCHES]
+    for entry in shown:
+        whose = [*(f"incident {i}" for i in entry.incidents), *(["user"] if entry.by_user else [])]
+        why = ", ".join([*whose, *(["supervisor"] if entry.by_supervisor else [])])
+        cells = [indices_in_words(entry.indices.get(rank), everything) for rank in ranks]
+        table.add_row(str(entry.batch), str(entry.epoch), str(entry.offset), why, *cells)
+    console.print(Padding(table, (0, 0, 0, 2)))
+    if len(shown) < len(skipped):
+        console.print(f"  and {len(skipped) - len(shown)} more (to {skipped[-1].batch}): --all or --json shows them")
+
+
+def indices_in_words(indices: list[int] | None, everything: bool) -> str:
+    """Evenly spaced indices as a range, as a sampler that does not shuffle gives them; others one by one."""
+    if indices is None:
+        return "-"
+    strides = {after - before for before, after in itertools.pairwise(indices)}
+    if len(indices) > 2 and len(strides) == 1 and not everything:
+        (stride,) = strides
+        return f"{indices[0]}..{indices[-1]}" + (f" by {stride}" if stride != 1 else "")
+    shown = indices if everything else indices[:_SHOWN_INDICES]
+    return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
+
+
+def _print_windows(console: Console, ledger: Ledger) -> None:
+    if ledger.user_windows:
+        _section(console, "skip windows that no incident gave")
+        windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
+        print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
+
+
+def _print_samples(console: Console, ledger: Ledger) -> None:
+    if ledger.samples:
+        _section(console, "data set samples that are suspected or left out")
+        print_rows(console, [(str(entry.sample), quoted(sample_in_words(entry))) for entry in ledger.samples])
+
+
+def _print_left_alone(console: Console, ledger: Ledger) -> None:
+    if ledger.noticed:
+        _section(console, "seen and left alone")
+        for entry in ledger.noticed:
+            steps = f"step {entry.first_step}" + (f"-{entry.last_step}" if entry.last_step > entry.first_step else "")
+            text = (
+                f"{steps}: {entry.rule}, peak {number(entry.peak)}, threshold {number(entry.threshold)}: {entry.fate}"
+            )
+            console.print(Padding(quoted(text), (0, 0, 0, 2)))
+    if ledger.scaler_skipped:
+        steps = ", ".join(str(point.step) for point in ledger.scaler_skipped[-_SHOWN_VALUES:])
+        earlier = "... " if len(ledger.scaler_skipped) > _SHOWN_VALUES else ""
+        _section(console, f"updates that the gradient scaler dropped: {len(ledger.scaler_skipped)}")
+        console.print(f"  at steps {earlier}{steps}")
+
+
+def _print_phases(console: Console, ledger: Ledger) -> None:
+    if ledger.phases:
+        _section(console, "phases that the script announced")
+        print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
+
+
+def _print_requests(console: Console, ledger: Ledger) -> None:
+    if ledger.requests:
+        _section(console, "what operators asked for")
+    for entry in ledger.requests:
+        named = ", ".join(map(str, entry.samples))
+        order = {
+            "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
+            "quarantine": f"leave out samples {named}", "release": f"take in samples {named} again",
+        }[entry.order]  # fmt: skip
+        skip = f"skip batches {entry.skip}" if entry.skip else ""
+        what = " and ".join(filter(None, (order, skip)))
+        who = f", by {entry.who}" if entry.who else ""
+        why = f": {entry.why}" if entry.why else ""
+        at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
+        answer = f"; {entry.answer}" if entry.answer else ""
+        text = f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
+        print_rows(console, [(entry.request.partition("-")[0], quoted(text))])
+
+
+def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
+    _section(console, "attempts")
+    for entry in attempts:
+        print_rows(console, [(str(entry.attempt), quoted(_attempt(entry)))])
+
+
+def _attempt(entry: AttemptEntry) -> str:
+    parts = []
+    if entry.begins is None:
+        parts.append("the ranks never agreed where to begin")
+    else:
+        reached = at_least(or_unknown(entry.reached), entry.at_least and entry.reached is not None)
+        source = f"from {entry.checkpoint}, " if entry.checkpoint else ""
+        parts.append(f"{source}step {entry.begins.step} to {reached}")
+    if entry.changed:
+        parts.append(f"other than at the last start: {'; '.join(entry.changed)}")
+    parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
+    if entry.signals:
+        parts.append(f"signals {', '.join(entry.signals)}")
+    if entry.steps_lost:
+        parts.append(f"lost {at_least(str(entry.steps_lost), entry.at_least)} steps, {duration(entry.seconds_lost)}")
+    if entry.restart_delay is not None:
+        left = f"{entry.restart_budget_left} restarts left"
+        parts.append(f"restarted after {duration(entry.restart_delay)} ({entry.restart_reason}; {left})")
+    return "; ".join(parts)
+
+
+def _print_checkpoints(console: Console, ledger: Ledger) -> None:
+    odd = [entry for entry in ledger.checkpoints if entry.status in ("dropped", "quarantined")]
+    sound = len(ledger.checkpoints) - sum(entry.status == "dropped" for entry in ledger.checkpoints)
+    _section(console, f"checkpoints: {sound} taken")
+    for entry in odd:
+        print_rows(console, [(entry.checkpoint, quoted(f"{entry.status}: {entry.reason}"))])
+
+
+def _print_messages(console: Console, title: str, messages: Sequence[Message]) -> None:
+    if messages:
+        _section(console, title)
+        print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
+
+
+def _section(console: Console, title: str) -> None:
+    console.print()
+    console.print(Text(title, style="bold"))
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], indent: int = 2) -> None:
+    grid = Table.grid(padding=(0, 2, 0, 0))
+    grid.add_column(style="dim", no_wrap=True, min_width=9)
+    grid.add_column(overflow="fold")
+    for label, value in rows:
+        grid.add_row(Text(printable(label)), value)
+    console.print(Padding(grid, (0, 0, 0, indent)))
+
+
+def number(value: float | None) -> str:
+    """A measured value with the digits that matter."""
+    return "unknown" if value is None else f"{value:.5g}"
+
+
+def duration(seconds: float | None) -> str:
+    """Seconds in the unit that people would use."""
+    if seconds is None or not math.isfinite(seconds):
+        return "an unknown time"
+    if seconds < 120:
+        return f"{seconds:.1f} s"
+    minutes = int(seconds) // 60
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def at_least(number: str, least: bool) -> str:
+    """A number of which there may be more than is on record."""
+    return f"at least {number}" if least else number
+
+
+def or_unknown(value: int | None) -> str:
+    return "unknown" if value is None else str(value)

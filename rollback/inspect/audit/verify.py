@@ -1,0 +1,191 @@
+"""Is the record what was written, and does it agree with itself? (`rollback audit --verify`)
+
+First the hash chains: each journal line carries a hash over itself and the chain before it, so the first line that was
+changed, added, moved or lost shows, except at the very end, where a crash may tear a line. A chain says nothing about
+somebody who rewrites a journal from there to its end: there is no secret in it.
+
+Then what the ranks recorded of skipped batches, beside what the journal says: every recorded batch lies in a window of
+the skip list, a batch that was recorded twice held the same samples, and every batch that the journal says was passed
+over is in the record of every rank.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.errors import ExitCode, JournalDamaged
+from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.training import Attached, PassedOver, Record, Window
+from rollback.inspect.audit.reading import merge, require_run_directory
+from rollback.inspect.audit.report import Entry
+from rollback.rundir import seal
+from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import examine_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_skipped
+from rollback.terminal.escape import printable
+
+_Journal = Literal["train", "supervisor"]
+_SHOWN = 20  # disagreements of one file; more say nothing new
+
+
+class Broken(Entry):
+    """Where a journal stops being what was written."""
+
+    line: int = Field(description="from 1")
+    byte: int = Field(description="where in the file that line begins")
+    reason: str
+
+
+class JournalState(Entry):
+    """One journal."""
+
+    journal: _Journal
+    file: str
+    lines: int = Field(description="sound ones, from the beginning")
+    torn_bytes: int = Field(description="of a last line that a crash tore; no damage")
+    chain: str = Field(description="the chain's value after the last sound line: note it, and a rewritten past shows")
+    broken: Broken | None
+    seal: Literal["none", "sealed", "verified"] = Field(description="of the sound lines; sealed: there is no key here")
+
+
+class Integrity(Entry):
+    """Schema of `rollback audit --verify --format json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    journals: list[JournalState]
+    disagreements: list[str] = Field(description="between records that are sound each for itself")
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0: sound. 74: a journal is damaged. 1: the journals are sound, and something beside them does not agree."""
+        if any(state.broken for state in self.journals):
+            return ExitCode.IO
+        return ExitCode.FAILED if self.disagreements else ExitCode.DONE
+
+
+def check_integrity(root: Path) -> Integrity:
+    """Check both journals and the skip records of a run. Changes nothing; a running run is not disturbed.
+
+    Raises UsageError, RunDirectoryError, or JournalDamaged where a journal is no regular file.
+    """
+    paths = require_run_directory(root)
+    states, records = [], []
+    files: tuple[tuple[_Journal, Path], ...] = (
+        ("train", paths.train_journal),
+        ("supervisor", paths.supervisor_journal),
+    )
+    for journal, path in files:
+        reading = examine_journal(path)
+        damage = reading.damage
+        broken = Broken(line=damage.line, byte=damage.byte, reason=damage.reason) if damage else None
+        states.append(
+            JournalState(
+                journal=journal,
+                file=str(path),
+                lines=len(reading.records),
+                torn_bytes=reading.torn_bytes,
+                chain=reading.chain,
+                broken=broken,
+                seal="none" if not reading.seals else "verified" if seal.present() else "sealed",
+            )
+        )
+        records.append(reading.records)
+    disagreements = list(_order(records[0], "train")) + list(_order(records[1], "supervisor"))
+    if not any(state.broken for state in states):
+        disagreements += _skips(paths, merge(*records))
+    return Integrity(schema=1, directory=str(root), journals=states, disagreements=disagreements)
+
+
+def _order(records: list[Record], journal: str) -> Iterator[str]:
+    """Attempts of a journal only count upwards."""
+    for before, record in itertools.pairwise(records):
+        if record.attempt < before.attempt:
+            yield f"journal {journal}, line {record.seq + 1}: attempt {record.attempt} after attempt {before.attempt}"
+
+
+def _skips(paths: RunPaths, records: list[Record]) -> list[str]:
+    try:
+        history = fold(records)
+    except JournalDamaged as error:
+        return [error.message]
+    found: list[str] = []
+    identity = read_identity(paths)
+    passed = [(record.attempt, record.fact.window) for record in records if isinstance(record.fact, PassedOver)]
+    told = merge_windows(window for _, window in passed)
+    ranks_of = {record.attempt: record.fact.world_size for record in records if isinstance(record.fact, Attached)}
+    listed = merge_windows(history.skip_list)
+    for window in told:
+        if not any(window.first in other and window.last in other for other in listed):
+            found.append(f"batches {window} were passed over, and the skip list does not have all of them")
+    for rank in range(max([identity.job.world_size, *ranks_of.values()]) if identity else 0):
+        # An attempt may have had fewer ranks than another.
+        seen = merge_windows(window for attempt, window in passed if ranks_of.get(attempt, rank + 1) > rank)
+        found += _shorten(_rank(paths, rank, seen, history))
+    return found
+
+
+def _rank(paths: RunPaths, rank: int, told: list[Window], history: History) -> Iterator[str]:
+    path = paths.skip_record(rank)
+    listed = merge_windows(history.skip_list)
+    known: dict[int, int] = {}
+    damaged: list[str] = []
+    try:
+        for line in read_skipped(path, damaged):
+            if not any(line.batch in window for window in listed):
+                yield f"{path}: batch {line.batch} is in no window of the skip list"
+            held = hash(None if line.indices is None else tuple(line.indices))
+            if known.setdefault(line.batch, held) != held:
+                yield f"{path}: batch {line.batch} is there twice, with different samples"
+    except (OSError, ValueError) as error:
+        yield f"{path}: {getattr(error, 'strerror', None) or error}"
+    yield from damaged
+    seen = merge_windows(Window(first=batch, last=batch) for batch in sorted(known))
+    for window in told:
+        for gap in _gaps(window, seen):
+            yield f"{path}: batches {gap} were passed over and are not in it"
+
+
+def _gaps(window: Window, seen: list[Window]) -> Iterator[Window]:
+    """The parts of a window that none of these sorted windows covers."""
+    first = window.first
+    for other in seen:
+        if other.last < first or other.first > window.last:
+            continue
+        if other.first > first:
+            yield Window(first=first, last=other.first - 1)
+        first = other.last + 1
+    if first <= window.last:
+        yield Window(first=first, last=window.last)
+
+
+def _shorten(found: Iterator[str]) -> list[str]:
+    lines = list(found)
+    more = [f"and {len(lines) - _SHOWN} more of this rank"] if len(lines) > _SHOWN else []
+    return lines[:_SHOWN] + more
+
+
+def in_words(found: Integrity) -> str:
+    """The answer for people; what it quotes is shown and not obeyed."""
+    lines = []
+    for state in found.journals:
+        torn = f", then {state.torn_bytes} bytes of a line that a crash tore" if state.torn_bytes else ""
+        lines.append(f"{state.file}: {state.lines} lines sound{torn}; chain {state.chain}")
+        if state.broken:
+            where = f"line {state.broken.line} (byte {state.broken.byte})"
+            lines.append(f"  BROKEN at {where}: {state.broken.reason}; nothing from there on can be believed")
+    lines += [f"DISAGREES: {text}" for text in found.disagreements]
+    match found.exit_code:
+        case ExitCode.DONE:
+            lines.append("sound: the journals are what was written, and the skip records agree with them")
+        case ExitCode.IO:
+            lines.append("damaged: the skip records were not looked at")
+        case _:
+            lines.append("the journals are what was written; what was recorded beside them does not agree with them")
+    return "\n".join(map(printable, lines))

@@ -1,0 +1,77 @@
+"""A ring at a URL, read as if it were a run directory's: what is needed is fetched aside, and nothing is written."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from rollback.checkpoints.manifest import MANIFEST_LIMIT, read_manifest
+from rollback.errors import CheckpointDamaged, UsageError
+from rollback.ring.url import record
+from rollback.ring.url.index import Index, checkpoint_key, read_indexes
+from rollback.ring.url.store import Store
+from rollback.rundir.paths import MANIFEST, RunPaths
+
+_NEEDED = ("run.json", "journal/", "pins/")
+_PATIENCE = 30.0
+
+
+@dataclass(frozen=True)
+class ReadableRun:
+    """A run directory, or a stand-in for one. name: as the user wrote it. store: where its shards still are."""
+
+    root: Path
+    name: str
+    store: Store | None = None
+
+    @contextmanager
+    def shards(self, checkpoint: str) -> Iterator[None]:
+        """All shards of a checkpoint are in place within. Raises CheckpointDamaged, RingUnavailable, OSError."""
+        if self.store is None:
+            yield
+            return
+        directory = RunPaths(self.root).checkpoint(checkpoint)
+        files = []
+        try:
+            for shard in read_manifest(directory).shards:
+                files.append(directory / shard.file)
+                self.store.get_file(checkpoint_key(checkpoint, shard.file), files[-1], shard.written)
+            yield
+        finally:
+            for path in files:
+                path.unlink(missing_ok=True)
+
+
+@contextmanager
+def readable(place: str) -> Iterator[ReadableRun]:
+    """The run at a path, or at the URL of a ring: its record and manifests; shards come when they are asked for.
+
+    Raises UsageError where there is nothing at the URL, RingUnavailable where it cannot be read.
+    """
+    if "://" not in place:
+        yield ReadableRun(Path(place), place)
+        return
+    store = Store(place, patience=_PATIENCE)
+    indexes = read_indexes(store)
+    if not indexes:
+        raise UsageError(f"there is no ring at {store.url}", hint="`rollback launch --ring URL` makes one")
+    with tempfile.TemporaryDirectory(prefix="rollback-ring-") as aside:
+        paths = RunPaths(Path(aside))
+        _fetch_record(store, indexes[0], paths)
+        for name in indexes[0].checkpoints:
+            if (manifest := store.get(checkpoint_key(name), MANIFEST_LIMIT)) is not None:
+                paths.checkpoint(name).mkdir(parents=True)
+                (paths.checkpoint(name) / MANIFEST).write_bytes(manifest)
+        yield ReadableRun(paths.root, store.url, store)
+
+
+def _fetch_record(store: Store, index: Index, paths: RunPaths) -> None:
+    try:
+        for kept in index.record:
+            if kept.path.startswith(_NEEDED):
+                record.download(store, kept, paths.root)
+    except CheckpointDamaged as error:
+        raise record.in_words(store.url, error) from error

@@ -1,0 +1,289 @@
+"""The checkpoints of a run: where they are, and what the record says of them (`rollback ring list`)."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Collection, Sequence
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.pins import pinned
+from rollback.checkpoints.resume import of_present_timeline
+from rollback.checkpoints.tiers import TierName, fast_tier_of, look_into_slots
+from rollback.errors import (
+    CheckpointDamaged,
+    JournalDamaged,
+    NoUsableCheckpoint,
+    RunDirectoryError,
+    UsageError,
+)
+from rollback.facts.history import History, fold
+from rollback.facts.training import Attached
+from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.audit.reading import require_run_directory
+from rollback.inspect.audit.report import Entry
+from rollback.policy import Held
+from rollback.ring.recorded import good_ones_at
+from rollback.rundir import seal
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+
+Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
+NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
+PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
+
+
+class Checkpoint(Entry):
+    """A checkpoint that there is. What only its manifest tells is null where that cannot be believed."""
+
+    checkpoint: str
+    tiers: list[TierName] = Field(
+        description="where it is: `fast`, in memory of this host; `durable`, in the ring; none for one that is "
+        "quarantined. A start looks in this order"
+    )
+    step: int
+    batch: int | None
+    epoch: int | None
+    timeline: int | None
+    attempt: int | None
+    created: str | None
+    age: float | None = Field(description="seconds since it was taken, by this machine's clock")
+    bytes: int | None = Field(description="of all its shards")
+    status: Status = Field(
+        description="damaged: its manifest cannot be believed; quarantined: put aside by the run as it could not be "
+        "used; unknown: the journal cannot be read"
+    )
+    pinned: bool
+    fault: str | None = Field(description="what is wrong with its manifest, that in the ring where it is in two tiers")
+
+
+class DamagedSlot(Entry):
+    """A slot of the fast tier whose manifest cannot be believed: which checkpoint it held is not known."""
+
+    slot: str
+    fault: str
+
+
+class Listing(Entry):
+    """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
+    checkpoints: list[Checkpoint] = Field(description="oldest first")
+    final: str | None = Field(None, description="the one with the final state, where the run is complete")
+    calm: bool = Field(True, description="whether the last step before it was judged healthy")
+    damaged_slots: list[DamagedSlot]
+    leftovers: list[str] = Field(
+        description="directories of checkpoints in the making or on their way out: of a live run, or of a crash; the "
+        "next start removes those of a crash"
+    )
+    notices: list[str]
+
+    def held(self) -> list[Checkpoint]:
+        """Those that are not put aside."""
+        return [entry for entry in self.checkpoints if entry.tiers]
+
+
+def read_listing(root: Path) -> Listing:
+    """All checkpoints of a run, in the ring and in the fast tier of this host, by their manifests; no shard is read.
+
+    A damaged journal costs the status, not the list. Raises UsageError or RunDirectoryError.
+    """
+    paths = require_run_directory(root)
+    notices: list[str] = []
+    history = _read_history(paths, notices)
+    try:
+        in_memory, damaged_slots = look_into_slots(paths)
+        in_ring, damaged = ring.manifests(paths)
+        # What a live run evicted while we looked is not damaged but gone.
+        damaged = {name: fault for name, fault in damaged.items() if paths.checkpoint(name).exists()}
+        pins, aside, leftovers = pinned(paths), _quarantined(paths), ring.leftovers(paths)
+    except OSError as error:
+        raise RunDirectoryError(f"reading {error.filename or root}: {error.strerror or error}") from error
+    fast, durable = {place.name: place.manifest for place in in_memory}, {m.name: m for m in in_ring}
+    sound = fast | durable
+    present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()
+    entries = aside
+    for name in sound.keys() | damaged.keys():
+        tiers: list[TierName] = ["fast"] if name in fast else []
+        tiers += ["durable"] if name in durable or name in damaged else []
+        manifest, pinned_, fault = sound.get(name), name in pins, damaged.get(name)
+        status = _status(manifest, history, present) if manifest else "damaged"
+        entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
+    entries.sort(key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
+    finished = history.finished if history else None
+    final = finished.checkpoint if finished and finished.checkpoint in present else None
+    here = {entry.checkpoint for entry in entries if entry.tiers != ["fast"]}
+    notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in here]
+    notices += _elsewhere(paths, history, here | fast.keys())
+    return Listing(
+        schema=1,
+        directory=str(root),
+        ring=str(paths.ring.absolute()),
+        checkpoints=entries,
+        final=final,
+        calm=finished.calm if finished else True,
+        damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
+        leftovers=leftovers,
+        notices=notices,
+    )
+
+
+def read_held(root: Path) -> list[Checkpoint]:
+    """The checkpoints of a run that may be gone back to, oldest first: also those in this host's memory alone, and the
+    good ones that, by the record, are only at the URL of its ring.
+
+    Raises as `read_listing`.
+    """
+    entries = {entry.checkpoint: entry for entry in read_listing(root).held()}
+    for point in _at_url(require_run_directory(root)):
+        if point.name not in entries or entries[point.name].status == "damaged":
+            away = _entry(point.name, None, "good")
+            entries[point.name] = away.model_copy(update={"batch": point.batch})
+    held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
+    return sorted(held, key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
+
+
+def has_memory_elsewhere(paths: RunPaths) -> bool:
+    """Whether the run has a fast tier that this host does not see: what it holds is known to the ranks alone."""
+    return paths.fast_pointer.exists() and fast_tier_of(paths) is None
+
+
+def choose(listing: Listing, word: str) -> str:
+    """The name of the checkpoint that a word means: a name, `final`, `newest-good`, or `newest` (good or candidate).
+
+    Raises UsageError for a name that is not there, NoUsableCheckpoint where there is no such checkpoint.
+    """
+    held = listing.held()
+    if word == FINAL:
+        if listing.final is None:
+            raise NoUsableCheckpoint(
+                f"{listing.directory} has no final state: the run is not complete, or its final state is not there",
+                hint="`rollback ring list` shows what there is, `rollback status` where the run stands",
+            )
+        return listing.final
+    if word not in (NEWEST_GOOD, NEWEST):
+        if word not in [entry.checkpoint for entry in held]:
+            names = " ".join(entry.checkpoint for entry in held) or "none"
+            raise UsageError(f"there is no checkpoint {word} in {listing.directory}", hint=f"it has {names}")
+        return word
+    wanted = ("good",) if word == NEWEST_GOOD else ("good", "candidate", "unknown")
+    suitable = [entry.checkpoint for entry in held if entry.status in wanted]
+    if not suitable:
+        kind = "good checkpoint" if word == NEWEST_GOOD else "checkpoint that belongs to the run"
+        raise NoUsableCheckpoint(
+            f"{listing.directory} has no {kind}",
+            hint="`rollback ring list` shows what there is; any of it can be named",
+        )
+    return suitable[-1]
+
+
+def best_word(listing: Listing) -> str:
+    """What to take where nobody says: the final state of a complete run that was well at its end, else the newest good
+    checkpoint."""
+    return FINAL if listing.final is not None and listing.calm else NEWEST_GOOD
+
+
+def choose_from_ring(listing: Listing, word: str) -> str:
+    """As `choose`, of those that the ring has. Raises as `choose`."""
+    in_memory = [entry.checkpoint for entry in listing.checkpoints if entry.tiers == ["fast"]]
+    if word in in_memory:
+        raise UsageError(
+            f"the checkpoint {word} is not in the ring of {listing.directory}",
+            hint="it is in memory only; it is copied to the ring when it is good and its turn comes",
+        )
+    in_ring = [entry for entry in listing.checkpoints if entry.checkpoint not in in_memory]
+    return choose(listing.model_copy(update={"checkpoints": in_ring}), word)
+
+
+def _at_url(paths: RunPaths) -> list[Held]:
+    """Good checkpoints at the URL of the ring that the last attempt was started with."""
+    try:
+        ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))
+    except JournalDamaged:
+        return []
+    attached = next((record.fact for record in reversed(ranks) if isinstance(record.fact, Attached)), None)
+    url = attached.settings.get("ring") if attached is not None else None
+    return good_ones_at(url, ranks, supervisor) if url else []
+
+
+def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
+    try:
+        reading = read_journal(paths.train_journal)
+        if (told := seal.in_words(reading.seals)) is not None:
+            notices.append(told)
+        return fold(reading.records)
+    except JournalDamaged as error:
+        notices.append(f"{error.message}; which checkpoints are good cannot be told")
+        return None
+
+
+def _status(manifest: Manifest, history: History | None, present: set[str]) -> Status:
+    if history is None:
+        return "unknown"
+    if manifest.name not in present:
+        return "discarded"
+    return "good" if manifest.name in history.good else "candidate"
+
+
+def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) -> list[str]:
+    """A notice where the run goes on from a checkpoint that cannot be seen from this host."""
+    if history is None or not has_memory_elsewhere(paths):
+        return []
+    known = [name for name in history.committed if name not in history.gone and name not in history.discarded]
+    if not known or known[-1] in here:
+        return []
+    return [f"{known[-1]}, the newest, cannot be seen from here: in memory of another host, at the ring's URL, or lost"]
+
+
+def _quarantined(paths: RunPaths) -> list[Checkpoint]:
+    try:
+        names = [name for name in os.listdir(paths.quarantine) if parse_checkpoint_name(name)]
+    except FileNotFoundError:
+        return []
+    entries = []
+    for name in names:
+        try:
+            entries.append(_entry(name, read_manifest(paths.quarantine / name), "quarantined"))
+        except CheckpointDamaged as error:
+            entries.append(_entry(name, None, "quarantined", fault=error.message))
+    return entries
+
+
+def _entry(
+    name: str,
+    manifest: Manifest | None,
+    status: Status,
+    *,
+    tiers: Sequence[TierName] = (),
+    pinned: bool = False,
+    fault: str | None = None,
+) -> Checkpoint:
+    if manifest is None:
+        _, step = parse_checkpoint_name(name) or (0, 0)
+        return Checkpoint(
+            checkpoint=name, tiers=list(tiers), step=step, batch=None, epoch=None, timeline=None, attempt=None,
+            created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
+        )  # fmt: skip
+    taken = seconds_since_epoch(manifest.created)
+    return Checkpoint(
+        checkpoint=name,
+        tiers=list(tiers),
+        step=manifest.step,
+        batch=manifest.batch,
+        epoch=manifest.epoch,
+        timeline=manifest.timeline,
+        attempt=manifest.attempt,
+        created=manifest.created,
+        age=None if taken is None else max(0.0, time.time() - taken),
+        bytes=manifest.bytes,
+        status=status,
+        pinned=pinned,
+        fault=fault,
+    )

@@ -1,0 +1,98 @@
+"""The ring for a terminal: what `rollback ring list` and `verify` print."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from rollback.checkpoints.tiers import TierName
+from rollback.inspect.audit.text import duration
+from rollback.inspect.ring.checkpoints import PLACES, Listing
+from rollback.inspect.ring.verify import Verification
+from rollback.terminal.escape import quoted
+
+_STYLES = {"good": "green", "damaged": "red", "quarantined": "red", "discarded": "dim", "unknown": "yellow"}
+
+
+def print_listing(console: Console, listing: Listing) -> None:
+    """Print a listing: a line for each checkpoint, oldest first."""
+    if not listing.checkpoints:
+        console.print("no checkpoints")
+    table = _table("checkpoint", "step", "batch", "age", "size", "where", "status")
+    for entry in listing.checkpoints:
+        status = Text(entry.status, style=_STYLES.get(entry.status, ""))
+        if entry.checkpoint == listing.final:
+            status.append(", final", style="bold")
+        if entry.pinned:
+            status.append(", pinned", style="bold")
+        batch = "?" if entry.batch is None else str(entry.batch)
+        age = "?" if entry.age is None else duration(entry.age)
+        table.add_row(
+            quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), _where(entry.tiers), status
+        )
+    if listing.checkpoints:
+        console.print(table)
+    console.print(quoted(f"the ring is at {listing.ring}"))
+    _print_faults(console, [(entry.checkpoint, entry.fault) for entry in listing.checkpoints if entry.fault])
+    _print_faults(console, [(entry.slot, entry.fault) for entry in listing.damaged_slots])
+    _print_leftovers(console, listing.leftovers)
+
+
+def print_verification(console: Console, verification: Verification) -> None:
+    """Print what was found: a line for each checkpoint, then the faults."""
+    table = _table("checkpoint", "step", "size", "where", "status", "")
+    for entry in verification.checkpoints:
+        found = Text("intact", style="green") if entry.intact else Text("damaged", style="red")
+        if entry.sound and not entry.intact:
+            found.append(f" in {_where(tier for tier in entry.tiers if tier not in entry.sound)}")
+        where = _where(entry.tiers)
+        table.add_row(quoted(entry.checkpoint), str(entry.step), size(entry.bytes), where, entry.status, found)
+    if verification.checkpoints:
+        console.print(table)
+    faults = [(entry.checkpoint, fault.fault) for entry in verification.checkpoints for fault in entry.faults]
+    _print_faults(console, faults + [(entry.slot, entry.fault) for entry in verification.damaged_slots])
+    _print_leftovers(console, verification.leftovers)
+    total = len(verification.checkpoints)
+    discarded = sum(entry.intact and entry.status == "discarded" for entry in verification.checkpoints)
+    also = f" ({discarded} discarded by a rollback)" if discarded else ""
+    console.print(f"{verification.intact} of {total} intact{also}")
+
+
+def _where(tiers: Iterable[TierName]) -> str:
+    return ", ".join(PLACES[tier].removeprefix("the ") for tier in tiers)
+
+
+def _print_faults(console: Console, faults: Iterable[tuple[str, str]]) -> None:
+    for checkpoint, fault in faults:
+        console.print(Text.assemble((checkpoint, "bold"), ": ").append_text(quoted(fault)), soft_wrap=True)
+
+
+def _print_leftovers(console: Console, leftovers: Iterable[str]) -> None:
+    for name in leftovers:
+        kind = "being written" if name.startswith(".writing-") else "on its way out"
+        console.print(quoted(f"{name}: {kind}, or left by a crash; the next start sees to it"), soft_wrap=True)
+
+
+def _table(*headings: str) -> Table:
+    table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
+    for heading in headings:
+        number = heading in ("step", "batch", "age", "size")
+        table.add_column(
+            heading, justify="right" if number else "left", no_wrap=number or heading == "checkpoint", overflow="fold"
+        )
+    return table
+
+
+def size(count: int | None) -> str:
+    """Bytes in the unit that people would use."""
+    if count is None:
+        return "?"
+    value = float(count)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if value < 1024:
+            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
+        value /= 1024
+    return f"{value:.1f} TiB"

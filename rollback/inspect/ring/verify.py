@@ -1,0 +1,197 @@
+"""Proving checkpoints readable: a restore into nothing (`rollback ring verify`).
+
+In the order in which a restore believes things: manifest, then each shard's size, hash and header, then the trees, then
+whether what they hold is what the run's job takes. What fails is named; what stands behind it is then not looked at.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from rollback.checkpoints.contents import Contents, Stored, read_contents
+from rollback.checkpoints.layout import DTYPE_NAME
+from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.shard import ShardReader
+from rollback.checkpoints.tiers import TierName, has_left, host_count, in_slots
+from rollback.errors import CheckpointDamaged, ExitCode
+from rollback.inspect.audit.report import Entry
+from rollback.inspect.ring.at_url import ReadableRun
+from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
+from rollback.rundir.identity import Job, read_identity
+from rollback.rundir.paths import MANIFEST, RunPaths
+
+
+class Fault(Entry):
+    """One thing that is wrong with a checkpoint."""
+
+    tier: TierName
+    file: str | None = Field(description="inside the checkpoint; null where it is not one file's")
+    fault: str
+
+
+class Verified(Entry):
+    """A checkpoint that was looked at, in each tier that has it."""
+
+    checkpoint: str
+    tiers: list[TierName] = Field(description="where it was looked at, as in `rollback ring list`")
+    sound: list[TierName] = Field(description="where there is nothing wrong with it: one is enough for a start")
+    step: int
+    status: Status
+    bytes: int | None
+    intact: bool = Field(description="in all these tiers")
+    faults: list[Fault]
+
+
+class Verification(Entry):
+    """Schema of `rollback ring verify --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    checkpoints: list[Verified] = Field(description="oldest first")
+    intact: int
+    usable: int = Field(description="sound in some tier, and not discarded")
+    damaged_slots: list[DamagedSlot] = Field(description="as in `rollback ring list`; looked at unless names are given")
+    leftovers: list[str] = Field(description="as in `rollback ring list`")
+    notices: list[str]
+
+    @property
+    def exit_code(self) -> ExitCode:
+        """0: all are intact. 65: there is none that the run could resume from. 1: some are damaged, and one can."""
+        if not self.usable:
+            return ExitCode.NO_CHECKPOINT
+        whole = self.intact == len(self.checkpoints) and not self.damaged_slots
+        return ExitCode.DONE if whole else ExitCode.FAILED
+
+
+def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
+    """Verify the checkpoints that the words mean (see `choose`), by default all that there are. Changes nothing.
+
+    No slot of the fast tier is held meanwhile: one that the job wants goes away while it is looked at.
+
+    Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
+    """
+    run = run if isinstance(run, ReadableRun) else ReadableRun(run, str(run))
+    listing = read_listing(run.root)
+    paths = RunPaths(run.root)
+    identity = read_identity(paths)
+    notices = list(listing.notices)
+    if identity is None:
+        notices.append("there is no run.json: whether the tensors are those of the run's model was not looked at")
+    chosen = {choose(listing, word) for word in words} or {entry.checkpoint for entry in listing.held()}
+    verified = []
+    for entry in listing.held():
+        if entry.checkpoint not in chosen:
+            continue
+        found: dict[TierName, list[Fault]] = {}
+        for tier in entry.tiers:
+            faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None)
+            if faults is None:
+                notices.append(f"{entry.checkpoint} left {PLACES[tier]} while it was looked at")
+            else:
+                found[tier] = faults
+        if found:
+            verified.append(
+                Verified(
+                    checkpoint=entry.checkpoint,
+                    tiers=list(found),
+                    sound=[tier for tier, faults in found.items() if not faults],
+                    step=entry.step,
+                    status=entry.status,
+                    bytes=entry.bytes,
+                    intact=not any(found.values()),
+                    faults=[fault for faults in found.values() for fault in faults],
+                )
+            )
+    if (hosts := host_count(paths)) > 1 and any("fast" in entry.tiers for entry in verified):
+        notices.append(f"the run's memory is that of {hosts} hosts: only the shards of this one were looked at there")
+    return Verification(
+        schema=1,
+        directory=run.name,
+        checkpoints=verified,
+        intact=sum(entry.intact for entry in verified),
+        usable=sum(bool(entry.sound) and entry.status != "discarded" for entry in verified),
+        damaged_slots=[] if words else listing.damaged_slots,
+        leftovers=listing.leftovers,
+        notices=notices,
+    )
+
+
+def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: Job | None) -> list[Fault] | None:
+    """What is wrong with a checkpoint in a tier; None where it has left that meanwhile."""
+    paths = RunPaths(run.root)
+    if tier == "fast":
+        place = next((place for place in in_slots(paths) if place.name == checkpoint), None)
+        partly = host_count(paths) > 1
+        faults = find_faults(place.directory, tier, job, partly=partly) if place else []
+        return None if place is None or has_left(place) else faults
+    directory = paths.checkpoint(checkpoint)
+    try:
+        with run.shards(checkpoint):
+            faults = find_faults(directory, tier, job)
+    except CheckpointDamaged as error:
+        faults = [Fault(tier=tier, file=None, fault=error.message)]
+    return faults if directory.exists() else None
+
+
+def find_faults(directory: Path, tier: TierName, job: Job | None, *, partly: bool = False) -> list[Fault]:
+    """Everything that is wrong with a checkpoint; nothing where a restore would succeed.
+
+    partly: other hosts have the shards that are not there, so that only those that are can be looked at.
+    """
+    try:
+        manifest = read_manifest(directory, in_slot=tier == "fast")
+    except CheckpointDamaged as error:
+        return [Fault(tier=tier, file=MANIFEST, fault=error.message)]
+    with ExitStack() as stack:
+        shards, faults = [], []
+        for record in manifest.shards:
+            if partly and not os.path.lexists(directory / record.file):
+                continue
+            try:
+                shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
+            except CheckpointDamaged as error:
+                faults.append(Fault(tier=tier, file=record.file, fault=error.message))
+        if faults or len(shards) < len(manifest.shards):
+            return faults
+        try:
+            contents = read_contents(shards)
+        except CheckpointDamaged as error:
+            return [Fault(tier=tier, file=None, fault=error.message)]
+        return [Fault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
+
+
+def misfits(manifest: Manifest, contents: Contents, job: Job) -> list[str]:
+    """In what the content differs from what the run's job takes."""
+    found = [text for rank in range(manifest.world_size) for text in _model_misfits(contents.model(rank), job)]
+    found += _optimizer_misfits(contents.shared["optimizer"], job)
+    if (objects := sorted(map(str, contents.shared["objects"]))) != job.objects:
+        found.append(f"it keeps the objects {objects}; the run has {job.objects}")
+    return list(dict.fromkeys(found))
+
+
+def _model_misfits(state: dict[str, Any], job: Job) -> Iterator[str]:
+    wanted = {name: f"{dtype}{shape}" for name, dtype, shape in job.model}
+    held = {name: value.entry for name, value in state.items() if isinstance(value, Stored)}
+    for name, kind in wanted.items():
+        if name not in held:
+            yield f"the model's tensor {name!r} is missing"
+        elif (has := f"{DTYPE_NAME[held[name].dtype]}{list(held[name].shape)}") != kind:
+            yield f"the model's tensor {name!r} is {has}; in the run it is {kind}"
+    for name in sorted(held.keys() - wanted.keys(), key=str):
+        yield f"the run's model has no tensor {name!r}"
+
+
+def _optimizer_misfits(state: Any, job: Job) -> Iterator[str]:
+    try:
+        groups = [len(group["params"]) for group in state["param_groups"]]
+    except (KeyError, TypeError):
+        yield "the optimizer's state has no parameter groups"
+        return
+    if groups != job.optimizer.get("groups"):
+        yield f"the optimizer's groups have {groups} parameters; in the run they have {job.optimizer.get('groups')}"

@@ -1,0 +1,371 @@
+"""What a run is doing now: a glance at journals, heartbeats and processes. Takes no lock and writes nothing.
+
+A glance can be repeated: `StatusReader` reads what was added since the last one, so that looking twice a second costs a
+run of a million steps no more than a run of a hundred.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
+
+from rollback.checkpoints.tiers import TierName, locate
+from rollback.errors import RunDirectoryError
+from rollback.facts.history import History
+from rollback.facts.training import Attached, Drained, Record, RestartScheduled, Restored
+from rollback.inspect.audit.cost import seconds_since_epoch
+from rollback.inspect.audit.ending import confirmed
+from rollback.inspect.audit.metrics import last_judged, read_last_metrics
+from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
+from rollback.inspect.audit.report import Ending, Entry, LastJudged, Point
+from rollback.inspect.audit.requests import open_requests
+from rollback.inspect.status.record import Past
+from rollback.rundir import seal
+from rollback.rundir.identity import read_identity
+from rollback.rundir.journal import JournalTail
+from rollback.rundir.lock import read_holder
+from rollback.rundir.paths import WRITING, RunPaths
+from rollback.rundir.processes import runs, start_of
+from rollback.rundir.records import Heartbeat, read_heartbeats
+
+Alive = Literal["yes", "no", "unknown"]
+State = Literal["running", "starting", "ended", "died", "unknown"]
+
+
+class RankStatus(Entry):
+    """A rank by its heartbeat."""
+
+    rank: int
+    alive: Alive = Field(description="unknown: it runs on another host")
+    pid: int
+    host: str
+    step: int
+    batch: int
+    doing: str
+    age: float | None = Field(description="seconds since the heartbeat; null for another host")
+
+
+class Holder(Entry):
+    """Who runs the run directory, as holder.json says."""
+
+    role: str
+    pid: int | None
+    host: str
+    since: str
+    alive: Alive
+
+
+class Held(Entry):
+    """A checkpoint that the run could restore."""
+
+    checkpoint: str
+    step: int
+    good: bool = Field(description="false: a candidate")
+    tiers: list[TierName] = Field(description="where it lies, as this host sees it")
+
+
+class Durable(Entry):
+    """The durable ring: a URL, or the run directory's own where it is filled from memory."""
+
+    place: str | None = Field(description="null: not known, nothing was copied yet")
+    checkpoint: str | None = Field(description="the one copied last, as are the next two")
+    step: int | None
+    at: str | None
+    trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")
+
+
+class Work(Entry):
+    """Something that takes a while, and how far it is."""
+
+    what: str
+    done: float
+    total: float
+    unit: Literal["bytes", "seconds", "steps"]
+
+
+class Status(Entry):
+    """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    run_id: str | None
+    world_size: int | None
+    state: State = Field(
+        description="running: ranks are alive; starting: only the holder is; ended: it said so; died: without a word; "
+        "unknown: it may be running on another host"
+    )
+    doing: str | None = Field(description="what the slowest rank says it is doing")
+    attempt: int
+    holder: Holder | None
+    ranks: list[RankStatus]
+    step: int | None = Field(description="step in progress")
+    batch: int | None
+    loss: float | None = Field(description="of the last judged step, as are the next two")
+    grad_norm: float | None
+    verdict: str | None
+    last_judged: LastJudged | None = Field(description="that step; null: none is on record")
+    steps_per_second: float | None = Field(description="over the present attempt since its last restore")
+    last_good: Point | None
+    last_good_checkpoint: str | None
+    last_good_age: int | None = Field(description="steps done since it was taken")
+    candidates: list[str]
+    ring: list[Held] = Field(description="oldest first")
+    durable: Durable | None = Field(description="null: nothing was copied to one yet")
+    work: Work | None = Field(description="null: nothing but training")
+    began: str | None = Field(description="time of the first fact")
+    incidents: int
+    rollbacks: int
+    skipped_batches: int
+    pending: str | None = Field(description="a plan that is not carried out yet")
+    requests: list[str] = Field(description="what operators asked for and has no answer yet, in words")
+    advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
+    ending: Ending | None
+    notices: list[str]
+
+
+@dataclass(frozen=True)
+class Now:
+    """What the machine says, as against what the files say: clocks, own host, and who is alive."""
+
+    wall: float
+    monotonic: float
+    host: str
+
+    def process(self, pid: int, host: str, start: str) -> Alive:
+        """Whether a process lives: the same pid with another start is another process. start: empty if not known."""
+        if host != self.host or not 0 < pid < 1 << 31:
+            return "unknown"
+        if start:
+            return "yes" if runs(pid, start) else "no"
+        return "no" if start_of(pid) is None else "unknown"
+
+
+def read_status(root: Path) -> Status:
+    """The status of a run. Raises UsageError, RunDirectoryError, JournalDamaged or RunDoesNotFit."""
+    return StatusReader(root).read()
+
+
+class StatusReader:
+    """Looks at one run again and again. Making it touches nothing."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
+        self._past = Past()
+        self._seals = 0
+        self._tiers: dict[str, list[TierName]] = {}
+        self.news: list[Record] = []
+        """What the journals have got since the call before the last one."""
+
+    def read(self) -> Status:
+        """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
+        paths = require_run_directory(self._root)
+        news = [self._train.new(), self._supervisor.new()]
+        self._seals += self._train.seals + self._supervisor.seals
+        self._past.take_in(*news)
+        self.news = merge(*news)
+        if self.news:
+            self._tiers = _tiers(paths)
+        torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
+        notices = [torn_notice(path, size) for path, size in torn if size]
+        if (told := seal.in_words(self._seals)) is not None:
+            notices.append(told)
+        return _status(self._root, paths, self._past, self._tiers, notices)
+
+
+def _journals(paths: RunPaths) -> tuple[Path, Path]:
+    return paths.train_journal, paths.supervisor_journal
+
+
+def _tiers(paths: RunPaths) -> dict[str, list[TierName]]:
+    """By checkpoint, where it lies."""
+    tiers: dict[str, list[TierName]] = {}
+    with contextlib.suppress(OSError, RunDirectoryError):
+        for place in locate(paths):
+            tiers.setdefault(place.name, []).append(place.tier)
+    return tiers
+
+
+def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierName]], notices: list[str]) -> Status:
+    history = past.history
+    identity = read_identity(paths)
+    now = Now(time.time(), time.monotonic(), socket.gethostname())
+    judged = last_judged(read_last_metrics(paths), past.begun, history.timeline)
+    found = read_heartbeats(paths.ranks)
+    heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
+    holder = _holder(paths, now)
+    ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]
+    slowest = min(ranks, key=lambda entry: (entry.step, entry.batch), default=None)
+    point = _present_point(past, judged, list(heartbeats.values()))
+    newest_good = max((name for name in history.good if name in history.committed), default=None)
+    good = history.committed[newest_good] if newest_good else None
+    ending = confirmed(past.ending, held=holder is not None, reached=point.step if point else None)
+    state = _state(holder, ranks, ending)
+    held = sorted(set(history.committed) - history.discarded - history.gone)
+    return Status(
+        schema=1,
+        directory=str(root),
+        run_id=identity.run_id if identity else None,
+        world_size=identity.job.world_size if identity else None,
+        state=state,
+        doing=slowest.doing if slowest and state in ("running", "unknown") else None,
+        attempt=history.last_attempt,
+        holder=holder,
+        ranks=ranks,
+        step=point.step if point else None,
+        batch=point.batch if point else None,
+        loss=judged.loss if judged else None,
+        grad_norm=judged.grad_norm if judged else None,
+        verdict=judged.verdict if judged else None,
+        last_judged=judged,
+        steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
+        last_good=Point(step=good.step, batch=good.batch) if good else None,
+        last_good_checkpoint=newest_good,
+        last_good_age=max(0, point.step - good.step) if point and good else None,
+        candidates=[name for name in held if name not in history.good],
+        ring=[
+            Held(
+                checkpoint=name,
+                step=history.committed[name].step,
+                good=name in history.good,
+                tiers=tiers.get(name, []),
+            )
+            for name in held
+        ],
+        durable=_durable(paths, past),
+        work=_work(paths, past, state, point, now),
+        began=past.began,
+        incidents=len(history.cases),
+        rollbacks=sum(case.carried_out for case in history.cases),
+        skipped_batches=sum(window.last - window.first + 1 for window in past.passed_over),
+        pending=_pending(history),
+        requests=open_requests(paths, history.answers),
+        advice=dict(past.advice),
+        ending=ending,
+        notices=notices,
+    )
+
+
+def _durable(paths: RunPaths, past: Past) -> Durable | None:
+    if past.drained is None or not isinstance(past.drained.fact, Drained):
+        nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
+        return nothing if past.undrained else None
+    fact, at, place = past.drained.fact, past.drained.at, place_of(paths, past.drained.fact.place)
+    return Durable(place=place, checkpoint=fact.checkpoint, step=fact.step, at=at, trouble=past.undrained)
+
+
+def place_of(paths: RunPaths, recorded: str) -> str:
+    """Where a durable ring is, so that it is found from anywhere: a URL, or the run directory's own, wherever that was
+    when it was recorded."""
+    return recorded if "://" in recorded else str(paths.ring.absolute())
+
+
+def _work(paths: RunPaths, past: Past, state: State, point: Point | None, now: Now) -> Work | None:
+    """What takes a while at this moment: waiting for another attempt, writing a checkpoint, making up lost steps."""
+    if state == "starting" and past.waiting is not None and isinstance(past.waiting.fact, RestartScheduled):
+        since, total = seconds_since_epoch(past.waiting.at), past.waiting.fact.delay
+        done = 0.0 if since is None else min(total, max(0.0, now.wall - since))
+        return Work(what="waiting before the next attempt", done=round(done, 1), total=total, unit="seconds")
+    if state != "running":
+        return None
+    written, newest = _being_written(paths), max(past.history.committed.values(), key=lambda c: c.step, default=None)
+    if written is not None and newest is not None and newest.bytes:
+        return Work(what="writing a checkpoint", done=min(written, newest.bytes), total=newest.bytes, unit="bytes")
+    if point is not None and past.lost is not None and past.lost.first <= point.step < past.lost.last:
+        done, total = point.step - past.lost.first, past.lost.last - past.lost.first
+        return Work(what="making up what was undone", done=done, total=total, unit="steps")
+    return None
+
+
+def _being_written(paths: RunPaths) -> int | None:
+    """Bytes of the checkpoint in the making that are on disk; None where there is none."""
+    try:
+        with os.scandir(paths.ring) as entries:
+            made = next((entry.path for entry in entries if entry.name.startswith(WRITING)), None)
+        if made is None:
+            return None
+        with os.scandir(made) as files:
+            return sum(file.stat(follow_symlinks=False).st_size for file in files)
+    except OSError:
+        return None
+
+
+def _holder(paths: RunPaths, now: Now) -> Holder | None:
+    said = read_holder(paths)
+    if said is None:
+        return None
+    pid = said.get("pid")
+    number = pid if isinstance(pid, int) and 0 < pid < 1 << 31 else None
+    since, host = str(said.get("since")), str(said.get("host"))
+    return Holder(
+        role=str(said.get("role")),
+        pid=number,
+        host=host,
+        since=since,
+        alive=now.process(number or 0, host, str(said.get("start") or "")),
+    )
+
+
+def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
+    return RankStatus(
+        rank=rank,
+        alive=now.process(heartbeat.pid, heartbeat.host, heartbeat.start),
+        pid=heartbeat.pid,
+        host=heartbeat.host,
+        step=heartbeat.step,
+        batch=heartbeat.batch,
+        doing=heartbeat.doing,
+        age=max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None,
+    )
+
+
+def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:
+    if any(entry.alive == "yes" for entry in ranks):
+        return "running"
+    if ending is not None:
+        return "ended"
+    if holder is not None and holder.alive == "yes":
+        return "starting"
+    if any(entry.alive == "unknown" for entry in ranks) or (holder is not None and holder.alive == "unknown"):
+        return "unknown"
+    return "died"
+
+
+def _present_point(past: Past, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
+    """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
+    if heartbeats:
+        slowest = min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
+        # A rank that is only starting says step 0, and a fact may be newer than a heartbeat.
+        return past.point if past.point is not None and past.point.step > slowest.step else slowest
+    if judged is not None:
+        return Point(step=judged.step + 1, batch=judged.batch + 1)
+    return past.point
+
+
+def _rate(begun: Record | None, heartbeat: Heartbeat | None, now: Now) -> float | None:
+    """Steps a second from where the present stretch of training began to the heartbeat."""
+    if begun is None or heartbeat is None or heartbeat.host != now.host or begun.attempt != heartbeat.attempt:
+        return None
+    assert isinstance(begun.fact, (Attached, Restored))
+    at = seconds_since_epoch(begun.at)
+    if at is None:
+        return None
+    seconds = (now.wall - (now.monotonic - heartbeat.monotonic)) - at
+    steps = heartbeat.step - begun.fact.step
+    return round(steps / seconds, 3) if seconds > 0 and steps > 0 else None
+
+
+def _pending(history: History) -> str | None:
+    plan = history.pending
+    if plan is None:
+        return None
+    skip = f", skip batches {plan.skip}" if plan.skip else ""
+    return f"{plan.action} to {plan.checkpoint} (step {plan.step}){skip}, for incident {plan.incident}"

@@ -1,0 +1,71 @@
+"""The status as text for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rich.console import Console
+from rich.text import Text
+
+from rollback.inspect.audit.text import at_least, duration, loss_in_words, number, or_unknown, print_rows
+from rollback.inspect.status.status import Durable, Status
+from rollback.terminal.escape import quoted
+
+_STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
+
+
+def print_status(console: Console, status: Status) -> None:
+    """Print a status: a few lines."""
+    print_rows(console, list(_status_rows(status)), indent=0)
+
+
+def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+    yield "run", quoted(status.directory)
+    state = Text(status.state, style=_STATES[status.state])
+    if status.doing:
+        state.append_text(quoted(f": {status.doing}"))
+    if status.attempt:
+        state.append(f", attempt {status.attempt}")
+    yield "state", state
+    if status.holder:
+        who = status.holder
+        yield "held by", quoted(f"{who.role}, pid {who.pid} on {who.host} since {who.since} (alive: {who.alive})")
+    if status.ranks and status.state != "ended":
+        alive = sum(entry.alive == "yes" for entry in status.ranks)
+        oldest = max((entry.age for entry in status.ranks if entry.age is not None), default=None)
+        age = "" if oldest is None else f", oldest heartbeat {duration(oldest)} ago"
+        yield "ranks", f"{alive} of {status.world_size or len(status.ranks)} seen alive{age}"
+    if status.step is not None:
+        rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
+        yield "step", f"{at_least(str(status.step), status.state == 'died')}, batch {status.batch}{rate}"
+    if (judged := status.last_judged) is not None:
+        loss = loss_in_words(judged, last=status.state == "died")
+        yield "loss", quoted(f"{loss}, gradient norm {number(judged.grad_norm)}, {judged.verdict}")
+    if status.last_good and status.last_good_checkpoint:
+        yield "last good", quoted(f"{status.last_good_checkpoint}, {or_unknown(status.last_good_age)} steps ago")
+    else:
+        yield "last good", "no good checkpoint yet"
+    if status.candidates:
+        yield "candidates", quoted(" ".join(status.candidates))
+    if status.durable:
+        yield "durable", _durable(status.durable)
+    yield "incidents", f"{status.incidents}, {status.rollbacks} restores, {status.skipped_batches} batches skipped"
+    yield from _open_rows(status)
+    for code, text in status.advice.items():
+        yield "advice", quoted(f"{code}: {text}")
+    if status.ending:
+        step = f" at step {status.ending.step}" if status.ending.step is not None else ""
+        yield "ended", quoted(f"{status.ending.how.replace('_', ' ')}{step}: {status.ending.account}")
+
+
+def _durable(ring: Durable) -> Text:
+    text = quoted(f"{ring.checkpoint} at {ring.place}" if ring.checkpoint else "nothing was copied yet")
+    return text.append_text(quoted(f"; not since: {ring.trouble}", style="yellow")) if ring.trouble else text
+
+
+def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
+    """What is still to be done."""
+    if status.pending:
+        yield "pending", quoted(status.pending, style="yellow")
+    for text in status.requests:
+        yield "asked for", quoted(text, style="yellow")

@@ -1,0 +1,247 @@
+"""Why an attempt ended: what its ranks and the supervisor left about it, put together. Takes no lock, writes nothing.
+
+The supervisor classified the end when it had all the evidence in hand; this reads its verdict, and beside it what the
+ranks themselves wrote: exceptions with their tracebacks, stacks, and where each stood.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeVar
+
+from pydantic import Field
+
+from rollback.errors import UsageError
+from rollback.facts.supervisor import Why
+from rollback.facts.training import (
+    AttemptEnded,
+    AttemptStarted,
+    Blamed,
+    Fact,
+    Finished,
+    Hung,
+    Record,
+    RestartScheduled,
+    RunEnded,
+    Signalled,
+    Stopped,
+    Window,
+)
+from rollback.inspect.audit.reading import read_records
+from rollback.inspect.audit.report import Entry
+from rollback.inspect.status.status import read_status
+from rollback.rundir.durable import open_regular
+from rollback.rundir.failures import FailureRecord, read_failures
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
+
+_F = TypeVar("_F", bound=Fact)
+_LAST_WORDS = 8 << 10
+
+
+class RankStood(Entry):
+    """Where a rank stood when it last said so."""
+
+    rank: int
+    doing: str
+    step: int
+    batch: int
+    collectives: int | None = Field(description="begun by its default process group; null where there is none")
+
+
+class ProcessStacks(Entry):
+    """A process of a rank, before it was killed for a hang."""
+
+    rank: int
+    pid: int
+    command: str
+    is_rank: bool
+    state: str | None = Field(description="as in /proc: R, S, D, T, Z")
+    waits_in: str | None = Field(description="the kernel function that it waits in")
+    stacks: str | None = Field(description="of all its Python threads, most recent call first")
+    why_none: str | None
+
+
+class LastWords(Entry):
+    """The end of what a process wrote to stderr."""
+
+    path: str
+    text: str
+
+
+class Blame(Entry):
+    """The data that this failure is blamed on."""
+
+    batch: int
+    window: Window
+    attempts: list[int]
+    samples: list[int] = Field(description="that are left out from then on; empty: the window is skipped")
+    answer: str = Field(description="what is done about it, in words")
+
+
+class Account(Entry):
+    """Schema of `rollback why --json`, version 1; conventions as in the ledger."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
+    directory: str
+    state: str = Field(description="of the run now, as in `rollback status`")
+    attempt: int | None = Field(description="that this account is about; null: no attempt has failed")
+    why: Why | None = Field(description="class of the first cause; null: none was called")
+    rank: int | None = Field(description="with which it began; null where that cannot be told")
+    host: str | None = Field(description="where that rank ran; null where that is not on record")
+    cause: str | None
+    began: str | None
+    ended: str | None
+    step: int | None = Field(description="the furthest that the attempt reached")
+    batch: int | None = Field(description="that the rank had in hand")
+    followed: list[int] = Field(description="ranks whose failure is a consequence")
+    hung: Hung | None
+    blamed: Blame | None
+    decision: str | None = Field(description="what the supervisor did then")
+    signals: list[str] = Field(description="that the supervisor was told to stop with")
+    failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
+    last_words: LastWords | None = Field(
+        description="of that rank, or of torchrun, where it began with that: if it left no exception itself"
+    )
+    processes: list[ProcessStacks]
+    ranks: list[RankStood]
+    earlier: dict[int, str] = Field(description="what ended the other attempts that failed, by attempt")
+    notices: list[str]
+
+
+def read_account(root: Path, attempt: int | None = None) -> Account:
+    """Why `attempt` ended (default: the last one that failed).
+
+    Raises UsageError for an attempt that there was not, and as `read_status`.
+    """
+    status = read_status(root)
+    paths, notices = RunPaths(root), list(status.notices)
+    records = read_records(paths, [])
+    by_attempt: dict[int, list[Record]] = {}
+    for record in records:
+        by_attempt.setdefault(record.attempt, []).append(record)
+    alive = status.state in ("running", "starting")
+    failed = {
+        number: cause
+        for number, own in sorted(by_attempt.items())
+        if (cause := _failure(paths, number, own, over=not alive or number < max(by_attempt))) is not None
+    }
+    if attempt is not None and attempt not in by_attempt:
+        raise UsageError(
+            f"there is no attempt {attempt} in {root}",
+            hint=f"it has the attempts {min(by_attempt)} to {max(by_attempt)}" if by_attempt else "it has none",
+        )
+    number = attempt if attempt is not None else max(failed, default=None)
+    own = by_attempt.get(number, []) if number is not None else []
+    told_of = own or by_attempt.get(max(by_attempt, default=0), [])  # where none has failed: how the last one ended
+    ended, started, blamed = _last(own, AttemptEnded), _last(own, AttemptStarted), _last(own, Blamed)
+    fact = ended.fact if ended and isinstance(ended.fact, AttemptEnded) else None
+    first = fact.rank if fact else None
+    failures = read_failures(paths.failures(number)) if number is not None else {}
+    culprit = blamed.fact if blamed and isinstance(blamed.fact, Blamed) else None
+    hung = _last(own, Hung)
+    return Account(
+        schema=1,
+        directory=str(root),
+        state=status.state,
+        attempt=number,
+        why=fact.why if fact else None,
+        rank=first,
+        host=fact.host if fact else None,
+        cause=fact.cause if fact else failed.get(number) if number is not None else None,
+        began=started.at if started else own[0].at if own else None,
+        ended=ended.at if ended else None,
+        step=fact.step if fact else None,
+        batch=fact.batch if fact else None,
+        followed=list(fact.followed) if fact else [],
+        hung=hung.fact if hung and isinstance(hung.fact, Hung) else None,
+        blamed=_blame(culprit) if culprit else None,
+        decision=_decision(told_of),
+        signals=[record.fact.signal for record in told_of if isinstance(record.fact, Signalled)],
+        failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
+        last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
+        processes=_processes(paths, number, notices) if number is not None else [],
+        ranks=[
+            RankStood(rank=rank, doing=beat.doing, step=beat.step, batch=beat.batch, collectives=beat.collectives)
+            for rank, beat in sorted(read_heartbeats(paths.ranks).items())
+            if beat.attempt == number
+        ],
+        earlier={other: cause for other, cause in failed.items() if other != number},
+        notices=notices,
+    )
+
+
+def _blame(fact: Blamed) -> Blame:
+    return Blame(**fact.model_dump(include={"batch", "window", "attempts", "samples"}), answer=fact.answer)
+
+
+def _failure(paths: RunPaths, attempt: int, own: Sequence[Record], *, over: bool) -> str | None:
+    """In words what ended an attempt that failed; None for one that did not, or that still runs."""
+    ended = _last(own, AttemptEnded)
+    if ended is not None and isinstance(ended.fact, AttemptEnded):
+        well = ended.fact.why is None and ended.fact.status == 0
+        return None if well or ended.fact.why == "told_to_stop" else ended.fact.cause
+    by_itself = _last(own, Finished) and not _last(own, AttemptStarted)  # a supervisor would have seen the end
+    if not over or by_itself or _last(own, Stopped):
+        return None
+    records = sorted(read_failures(paths.failures(attempt)).values(), key=lambda record: record.seconds)
+    if records:
+        return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
+    who = "its supervisor was killed, or the host went down" if _last(own, AttemptStarted) else "its ranks were killed"
+    return f"no end is on record: {who}"
+
+
+def _decision(own: Sequence[Record]) -> str | None:
+    """What the supervisor did about the end of an attempt."""
+    for record in reversed(own):
+        match record.fact:
+            case RunEnded() as fact:
+                return f"the run was ended with exit code {fact.exit_code}: {fact.reason}"
+            case RestartScheduled() as fact:
+                when = f"after {fact.delay:.0f} s" if fact.delay else "at once"
+                return f"another attempt was started {when}: {fact.reason}; {fact.budget_left} restarts were left"
+            case _:
+                continue
+    return None
+
+
+def _last_words(
+    paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
+) -> LastWords | None:
+    """Of who left no exception: what broke below Python, and what the script said before it left."""
+    if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
+        return None
+    path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")
+    try:
+        with open_regular(path) as file:
+            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS))
+            text = file.read(_LAST_WORDS).decode("utf-8", "replace")
+    except (OSError, ValueError):
+        return None  # kept elsewhere (--redirects, --log-dir), or nothing was said
+    return LastWords(path=str(path), text=text) if text.strip() else None
+
+
+def _processes(paths: RunPaths, attempt: int, notices: list[str]) -> list[ProcessStacks]:
+    try:
+        seen = read_processes(paths.all_processes(attempt))
+    except (OSError, ValueError) as error:
+        notices.append(f"{paths.stacks(attempt)} cannot be read ({error}); whose stacks are whose is not known")
+        return []
+    return [_with_stacks(paths.rank_stacks(attempt, item.rank), item, notices) for item in seen]
+
+
+def _with_stacks(path: Path, item: ProcessSeen, notices: list[str]) -> ProcessStacks:
+    stacks = None
+    if item.offset is not None:
+        try:
+            stacks = read_stacks(path, item.offset, item.size)
+        except (OSError, ValueError) as error:
+            notices.append(f"{os.fspath(path)} cannot be read ({error}); stacks are missing here")
+    return ProcessStacks(**item.model_dump(exclude={"offset", "size"}), stacks=stacks)
+
+
+def _last(records: Sequence[Record], kind: type[_F]) -> Record | None:
+    return next((record for record in reversed(records) if isinstance(record.fact, kind)), None)

@@ -1,0 +1,273 @@
+"""The thread that fills the durable ring. In the supervisor; where there is none, in rank 0. It holds nothing up.
+
+    phase      the thread                                              what moves it on
+    FOLLOWING  reads the ranks' journal and copies what is due         `finish`
+    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or it fails
+    FINISHED   waits                                                   `close`
+    CLOSING    brings the record up to date a last time                done, or failed
+    CLOSED     has ended
+
+A durable ring that cannot be reached costs a line in the journal and one for people; it is tried again, and
+training goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from rollback.checkpoints import pins, tiers
+from rollback.checkpoints.manifest import Manifest
+from rollback.config import Settings
+from rollback.errors import CheckpointDamaged, RollbackError, RunDoesNotFit
+from rollback.facts.history import History, fold
+from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
+from rollback.ring.hosts import Others
+from rollback.ring.in_run import RingInRun
+from rollback.ring.schedule import Pace, Past, Situation, next_to_drain, to_evict
+from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.store import Store
+from rollback.rundir.journal import JournalTail
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+
+_POLL = 0.2
+_NICENESS = 10
+_RECORD_EVERY = 30.0
+_FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
+
+
+class DurableRing(Protocol):
+    """Where checkpoints go. All methods but `give_up` are called by the drainer's thread alone, `open` first.
+
+    They raise RollbackError or OSError where it cannot be reached or used; CheckpointDamaged is about the one
+    checkpoint, RunDoesNotFit means that this run may not write there any more.
+    """
+
+    @property
+    def place(self) -> str: ...
+    def open(self) -> None: ...
+    def held(self) -> Sequence[str]: ...
+    def put(self, manifest: Manifest, directory: Path) -> None: ...
+    def evict(self, name: str) -> None: ...
+    def keep_record(self) -> None: ...
+    def give_up(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Phase(Enum):
+    FOLLOWING = "following"
+    FINISHING = "finishing"
+    FINISHED = "finished"
+    CLOSING = "closing"
+    CLOSED = "closed"
+
+
+_NEXT = {Phase.FINISHING: Phase.FINISHED, Phase.CLOSING: Phase.CLOSED}  # when the work of the phase is done, or failed
+
+
+def drainer_for(
+    paths: RunPaths, settings: Settings, note: Callable[[Fact], None], say: Callable[[str], None]
+) -> Drainer | None:
+    """The drainer that a run needs, not started yet; None where it needs none. See `Drainer`.
+
+    It copies to the URL that the settings name; without one, from the fast tier, where there is one, to RUN/ring.
+    """
+    if settings.ring is None and tiers.fast_tier_of(paths) is None:
+        return None
+    others = Others(paths, settings.ring, say)
+    in_run = RingInRun(paths, others)
+    ring = in_run if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
+    keep = settings.keep if settings.keep_durable is None else settings.keep_durable
+    return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say, in_run)
+
+
+def lower_priority() -> None:
+    """Of the calling thread: the ranks' cores are theirs. On Linux a thread has a priority of its own."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+
+
+class Drainer:
+    """Copies checkpoints of a run to its durable ring, from `start` to `close`.
+
+    keep: capacity of the durable ring. note, say: a fact for the journal, a line for people; called from the thread.
+    in_run: where the final state of a complete run goes as well, if `ring` is another one; None: nowhere.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ring: DurableRing,
+        pace: Pace,
+        keep: int,
+        note: Callable[[Fact], None],
+        say: Callable[[str], None],
+        in_run: RingInRun | None = None,
+    ) -> None:
+        self._in_run = in_run
+        self._paths, self._ring, self._pace, self._keep = paths, ring, pace, keep
+        self._note, self._say = note, say
+        self._tail = JournalTail(paths.train_journal)
+        self._history = History()
+        self._lost: set[str] = set()
+        self._last: Past | None = None
+        self._opened = False
+        self._record_changed, self._record_at = True, 0.0
+        self._failures = 0
+        self._phase = Phase.FOLLOWING
+        self._changed = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="rollback-drainer", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def finish(self) -> None:
+        """The ranks write no more: copy what is left. Returns at once; `wait` for FINISHED."""
+        self._move(Phase.FOLLOWING, Phase.FINISHING)
+
+    def close(self) -> None:
+        """No more facts come: bring the record up to date and end. Returns at once; `wait` for CLOSED."""
+        self._move(Phase.FOLLOWING, Phase.CLOSING)
+        self._move(Phase.FINISHED, Phase.CLOSING)
+
+    def give_up(self) -> None:
+        """End what is under way, as far as a request in progress lets it."""
+        self._ring.give_up()
+
+    def wait(self, phase: Phase, seconds: float) -> bool:
+        """Wait until a phase is reached, or passed; whether it was, within so many seconds."""
+        order = list(Phase)
+        with self._changed:
+            return self._changed.wait_for(lambda: order.index(self._phase) >= order.index(phase), seconds)
+
+    def _move(self, before: Phase, after: Phase) -> None:
+        with self._changed:
+            if self._phase is before:
+                self._phase = after
+                self._changed.notify_all()
+
+    # What the thread does ------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        lower_priority()
+        try:
+            while self._phase is not Phase.CLOSED:
+                self._turn()
+        finally:
+            self._ring.close()
+            with self._changed:
+                self._phase = Phase.CLOSED
+                self._changed.notify_all()
+
+    def _turn(self) -> None:
+        phase = self._phase
+        try:
+            self._work(phase)
+        except RunDoesNotFit as error:
+            self._complain(None, error)
+            self._move(phase, Phase.CLOSED)
+        except (RollbackError, OSError) as error:
+            self._complain(None, error)
+            self._opened = False  # whether what was under way was done there is found out
+            if phase is Phase.FOLLOWING:
+                self._pause(phase, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** (self._failures - 1)))
+        else:
+            if phase in (Phase.FOLLOWING, Phase.FINISHED):
+                self._pause(phase, _POLL)
+        if phase in _NEXT:
+            self._move(phase, _NEXT[phase])
+
+    def _pause(self, phase: Phase, seconds: float) -> None:
+        with self._changed:
+            self._changed.wait_for(lambda: self._phase is not phase, seconds)
+
+    def _work(self, phase: Phase) -> None:
+        if phase is Phase.FINISHED:
+            return
+        if not self._opened:
+            self._ring.open()
+            self._opened = True
+        while True:
+            new = self._tail.new()
+            fold(new, self._history)
+            self._record_changed |= bool(new)
+            now = self._situation(phase is not Phase.FOLLOWING)
+            name = next_to_drain(now, self._pace, time.monotonic()) if phase is not Phase.CLOSING else None
+            if name is None:
+                break
+            self._drain(name)
+        for name, reason in to_evict(self._situation(ending=False), self._keep):
+            self._ring.evict(name)
+            self._note(LeftDurableRing(checkpoint=name, place=self._ring.place, reason=reason))
+        due = time.monotonic() - self._record_at >= _RECORD_EVERY
+        if phase is Phase.CLOSING or (self._record_changed and due):
+            self._ring.keep_record()
+            self._record_kept()
+            self._recover()
+        if phase is Phase.FINISHING:
+            self._bring_home()
+        if phase is Phase.CLOSING:
+            tiers.release(self._paths, self._ring.held(), self._history.final)
+
+    def _bring_home(self) -> None:
+        """The final state of a complete run is to be found in the run directory, wherever else it is."""
+        final = self._history.final
+        if final is None or self._in_run is None or self._paths.checkpoint(final).exists():
+            return
+        place = next((found for found in tiers.in_slots(self._paths) if found.name == final), None)
+        if place is not None:
+            self._in_run.open()
+            with tiers.held(place):
+                self._in_run.put(place.manifest, place.directory)
+
+    def _situation(self, ending: bool) -> Situation:
+        held, pinned = self._ring.held(), frozenset(pins.pinned(self._paths))
+        return Situation(self._history, held, pinned, frozenset(self._lost), self._last, ending)
+
+    def _drain(self, name: str) -> None:
+        place = next((found for found in tiers.locate(self._paths) if found.name == name), None)  # in memory first
+        if place is None:
+            self._lost.add(name)  # it has left the ring since
+            return
+        began = time.monotonic()
+        try:
+            with tiers.held(place):
+                self._ring.put(place.manifest, place.directory)
+        except CheckpointDamaged as error:
+            self._lost.add(name)
+            if place.directory.exists() or place.tier == "fast":
+                self._complain(name, error)
+            return
+        seconds = time.monotonic() - began
+        self._last = Past(began, seconds)
+        self._record_kept()
+        self._recover()
+        _, step = parse_checkpoint_name(name) or (0, 0)
+        size = place.manifest.bytes
+        self._note(Drained(checkpoint=name, step=step, place=self._ring.place, bytes=size, seconds=round(seconds, 4)))
+
+    def _record_kept(self) -> None:
+        self._record_at, self._record_changed = time.monotonic(), False
+
+    def _complain(self, checkpoint: str | None, error: Exception) -> None:
+        """Say it once for each trouble; the journal of the trouble's end is the next `drained`."""
+        text = error.message if isinstance(error, RollbackError) else str(error)
+        if checkpoint is None:
+            self._failures += 1
+        if checkpoint is not None or self._failures == 1:
+            what = f"checkpoint {checkpoint} is not copied to it" if checkpoint else "it is tried again"
+            if isinstance(error, RunDoesNotFit):
+                what = "nothing more is copied to it"
+            self._say(f"the durable ring: {text}; {what}, and training goes on")
+            self._note(DrainFailed(checkpoint=checkpoint, place=self._ring.place, error=text))
+
+    def _recover(self) -> None:
+        if self._failures:
+            self._say(f"the durable ring {self._ring.place} works again")
+        self._failures = 0

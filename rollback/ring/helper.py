@@ -1,0 +1,167 @@
+"""A host's part in filling the durable ring, where somebody on another host fills it: see `hosts`."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rollback.checkpoints import tiers
+from rollback.checkpoints.manifest import ShardRecord
+from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
+from rollback.facts.history import fold
+from rollback.facts.training import (
+    Attached,
+    Drained,
+    FinalStateLost,
+    Finished,
+    LeftDurableRing,
+    Record,
+    ScriptLeft,
+    Stopped,
+)
+from rollback.ring.drainer import lower_priority
+from rollback.ring.hosts import Part, Wanted, tidy
+from rollback.ring.in_run import copy_shard
+from rollback.ring.url.index import checkpoint_key
+from rollback.ring.url.store import Store
+from rollback.rundir import files
+from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.journal import JournalTail, read_journal
+from rollback.rundir.paths import RunPaths
+
+_POLL = 0.2
+_MOMENT = 5.0
+
+
+class Helper:
+    """A thread that copies what is wanted out of this host's slots. In the supervisor of a node that follows; where
+    there is none, in the first rank of a host other than rank 0's. `close` it.
+
+    host: names it among all hosts. say: a line for people, called from the thread.
+    """
+
+    def __init__(self, paths: RunPaths, host: str, say: Callable[[str], None]) -> None:
+        self._paths, self._host, self._say = paths, host, say
+        self._tower = Watchtower(paths.nodes, paths.wanted.name, Wanted)
+        self._beacon: Beacon[Part] | None = None
+        self._store: Store | None = None
+        self._served = ""
+        self._met = False
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rollback-helper", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def linger(self, patience: float) -> None:
+        """Stay for as long as somebody fills the ring, at most so many seconds. The ranks of this host are done.
+
+        A rank that was ended by an exception must not keep the others waiting, so without word that all have ended
+        together it stays for a moment only.
+        """
+        began, tail, ended = time.monotonic(), JournalTail(self._paths.train_journal), False
+        if tiers.fast_tier_of(self._paths) is None:
+            return
+        while self._wanted() is not None or not self._met:
+            if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
+                return
+            for record in tail.new():
+                if isinstance(record.fact, Attached | Finished | FinalStateLost | ScriptLeft | Stopped):
+                    ended = not isinstance(record.fact, Attached)
+            time.sleep(_POLL)
+
+    def close(self, *, over: bool) -> None:
+        """End. over: the run is, and no rank of this host runs any more: its memory is given back if it may be."""
+        self._ended.set()
+        if (store := self._store) is not None:
+            store.give_up()
+        self._thread.join()
+        if over:
+            try:
+                ranks, supervisor = (
+                    read_journal(path).records for path in (self._paths.train_journal, self._paths.supervisor_journal)
+                )
+                tiers.release(self._paths, drained([*ranks, *supervisor]), fold(ranks).final)
+            except (RollbackError, OSError) as error:
+                self._say(f"giving back the memory of this host's fast tier failed: {error}")
+        tidy(self._paths)
+
+    def _run(self) -> None:
+        lower_priority()
+        with contextlib.suppress(OSError):
+            files.unlink(self._paths.part(self._host))  # that of a process that was killed
+        try:
+            while not self._ended.wait(_POLL):
+                try:
+                    self._turn()
+                except OSError as error:  # the run directory cannot be used; who fills the ring will say so, too
+                    self._say(f"copying this host's part of a checkpoint: {error}")
+                    self._ended.wait(5.0)
+        finally:
+            self._put_out()
+
+    def _turn(self) -> None:
+        wanted = self._wanted()
+        if wanted is None or not wanted.order:
+            self._put_out()
+        elif wanted.order != self._served:
+            self._served = wanted.order
+            if self._beacon is None:
+                self._beacon = Beacon(self._paths.part(self._host), Part(order=wanted.order), self._say)
+            self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False)
+            self._serve(wanted, self._beacon)
+
+    def _serve(self, wanted: Wanted, beacon: Beacon[Part]) -> None:
+        try:
+            if tiers.fast_tier_of(self._paths) is None:
+                raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
+            place = next((p for p in tiers.in_slots(self._paths) if p.manifest.content == wanted.content), None)
+            if place is None:
+                raise CheckpointDamaged(f"{wanted.name} is not, or no longer, in the slots of {self._host}")
+            with tiers.held(place):
+                files = {number: place.directory / place.manifest.shards[number].file for number in wanted.shards}
+                own = tuple(number for number, path in files.items() if path.exists())
+                beacon.show(shards=own)
+                for number in own:
+                    if self._ended.is_set() or (now := self._wanted()) is None or now.order != wanted.order:
+                        return
+                    self._copy(wanted, place.manifest.shards[number], files[number])
+                    beacon.show(done=(*beacon.record.done, number))
+        except (RollbackError, OSError, IndexError) as error:
+            text = error.message if isinstance(error, RollbackError) else str(error)
+            beacon.show(fault=f"{self._host}: {text}", final=isinstance(error, CheckpointDamaged | IndexError))
+
+    def _copy(self, wanted: Wanted, shard: ShardRecord, source: Path) -> None:
+        if wanted.ring is not None:
+            if self._store is None or self._store.url != wanted.ring.rstrip("/"):
+                self._store = Store(wanted.ring)
+            self._store.put_file(checkpoint_key(wanted.name, shard.file), source, shard.written)
+            return
+        arriving = self._paths.draining(wanted.name)
+        temporary = arriving / f".{shard.file}.{wanted.order}"  # what has its name is whole
+        copy_shard(source, temporary, shard)
+        files.rename(temporary, arriving / shard.file)
+
+    def _wanted(self) -> Wanted | None:
+        wanted = self._tower.look().get(self._paths.wanted.name)
+        self._met |= wanted is not None
+        return wanted
+
+    def _put_out(self) -> None:
+        beacon, self._beacon = self._beacon, None
+        if beacon is not None:
+            beacon.put_out()
+
+
+def drained(records: Iterable[Record]) -> set[str]:
+    """Names of the checkpoints that the durable ring holds, by what the drainers have noted."""
+    names: set[str] = set()
+    for record in records:
+        if isinstance(record.fact, Drained):
+            names.add(record.fact.checkpoint)
+        elif isinstance(record.fact, LeftDurableRing):
+            names.discard(record.fact.checkpoint)
+    return names

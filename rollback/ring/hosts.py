@@ -1,0 +1,146 @@
+"""A checkpoint in the slots of many hosts, on its way to the durable ring: each host copies the shards of its ranks.
+
+Who fills the ring says what is wanted (`nodes/wanted.json`), the others copy it and say what is done
+(`nodes/part-*.json`); docs/format.md, "Slots of many hosts". Every file has one writer. Only who fills the ring makes a
+checkpoint exist there, and only when all shards of it are there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict
+
+from rollback.checkpoints import tiers
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.paths import RunPaths
+
+_POLL = 0.1
+PATIENCE = 30.0  # seconds in which some living host must say that it has a shard
+
+
+class Wanted(BaseModel):
+    """nodes/wanted.json. order: names the request as no other; empty: nothing is wanted. ring: None for RUN/ring."""
+
+    model_config = ConfigDict(frozen=True)
+    order: str = ""
+    name: str = ""
+    content: str = ""
+    shards: tuple[int, ...] = ()
+    ring: str | None = None
+    beat: int = 0
+
+
+class Part(BaseModel):
+    """nodes/part-NAME.json. shards: of those that are wanted, the ones that this host has. final: trying again is of no
+    use."""
+
+    model_config = ConfigDict(frozen=True)
+    order: str
+    shards: tuple[int, ...] = ()
+    done: tuple[int, ...] = ()
+    fault: str | None = None
+    final: bool = False
+    beat: int = 0
+
+
+def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[Part]) -> list[int]:
+    """The shards that are not there, and that no living host has said to have. Empty, and nothing is `under_way`: all
+    are there."""
+    return sorted({*wanted} - {*done} - {number for part in parts for number in part.shards})
+
+
+def under_way(parts: Iterable[Part]) -> bool:
+    """Whether a living host has not done yet what it said to have."""
+    return any(part.fault is None and not {*part.shards} <= {*part.done} for part in parts)
+
+
+class Others:
+    """The hosts that copy their parts of a checkpoint, as who fills the ring sees them.
+
+    ring: the URL that is filled, None for RUN/ring. say: a line for people (default: nobody hears). Called from one
+    thread, `give_up` from any. `close` it.
+    """
+
+    def __init__(
+        self, paths: RunPaths, ring: str | None = None, say: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._paths, self._ring, self._say = paths, ring, say
+        self._beacon: Beacon[Wanted] | None = None
+        self._tower = Watchtower(paths.nodes, "part-*.json", Part)
+        self._given_up = threading.Event()
+        self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
+
+    def meet(self) -> None:
+        """Show that somebody fills the ring, where there are other hosts. Raises OSError."""
+        if self._beacon is None and tiers.host_count(self._paths) > 1:
+            self._beacon = Beacon(self._paths.wanted, Wanted(), self._say)
+
+    @contextlib.contextmanager
+    def copying(
+        self, manifest: Manifest, directory: Path, *, into_run: bool = False
+    ) -> Iterator[tuple[ShardRecord, ...]]:
+        """The other hosts copy what they have of a checkpoint while the body copies what it is given: the shards that
+        lie here. Behind the body all of them are where they are to go: the ring that is filled, or that in the run.
+
+        Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where that may pass.
+        """
+        self.meet()
+        here = {number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists()}
+        wanted = tuple(number for number in range(len(manifest.shards)) if number not in here)
+        if self._beacon is None or not wanted:
+            yield manifest.shards
+            return
+        order = next(self._orders)
+        ring = None if into_run else self._ring
+        self._beacon.show(order=order, name=manifest.name, content=manifest.content, shards=wanted, ring=ring)
+        try:
+            yield tuple(manifest.shards[number] for number in sorted(here))
+            self._wait(order, manifest.name, wanted)
+        finally:
+            self._beacon.show(order="", name="", content="", shards=(), ring=None)
+
+    def give_up(self) -> None:
+        self._given_up.set()
+
+    def close(self) -> None:
+        """Nothing more will be wanted."""
+        beacon, self._beacon = self._beacon, None
+        if beacon is not None:
+            beacon.put_out()
+            tidy(self._paths)
+
+    def _wait(self, order: str, name: str, wanted: Collection[int]) -> None:
+        done: set[int] = set()
+        since = time.monotonic()  # all shards were with somebody
+        while True:
+            parts = [part for part in self._tower.look().values() if part.order == order]
+            done |= {number for part in parts for number in part.done}
+            if failed := next((part for part in parts if part.fault is not None), None):
+                error = CheckpointDamaged if failed.final else RingUnavailable
+                raise error(f"another host cannot copy its part of {name}: {failed.fault}")
+            missing = unclaimed(wanted, done, parts)
+            if not missing and not under_way(parts):
+                return
+            if not missing:
+                since = time.monotonic()
+            elif time.monotonic() - since > PATIENCE:
+                raise RingUnavailable(
+                    f"no host has said within {PATIENCE:.0f} s that it has shard {missing[0]} of {name}"
+                )
+            if self._given_up.wait(_POLL):
+                raise RingUnavailable(f"copying {name} together with other hosts: its time was up")
+
+
+def tidy(paths: RunPaths) -> None:
+    """Remove the directory in which hosts speak, where nobody else does."""
+    with contextlib.suppress(OSError):
+        paths.nodes.rmdir()

@@ -1,0 +1,108 @@
+"""The run directory's ring as the durable one: it is filled from the fast tier, where there is one."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import threading
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollback.checkpoints import ring
+from rollback.checkpoints.direct import write_direct
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.ring.hosts import Others
+from rollback.rundir import files
+from rollback.rundir.durable import open_regular, sync_directory, write_file
+from rollback.rundir.paths import MANIFEST, RunPaths
+
+
+class RingInRun:
+    """Checkpoints in RUN/ring. The record is there already. Methods raise OSError; see `DurableRing`."""
+
+    def __init__(self, paths: RunPaths, others: Others | None = None) -> None:
+        self._paths = paths
+        self._others = others or Others(paths)
+        self._given_up = threading.Event()
+
+    @property
+    def place(self) -> str:
+        return str(self._paths.ring.absolute())
+
+    def open(self) -> None:
+        """Remove what an earlier drainer left half written."""
+        files.make_directory(self._paths.ring)
+        for path in self._paths.ring.glob(".draining-*"):
+            _remove(path)
+        self._others.meet()
+
+    def held(self) -> Sequence[str]:
+        return ring.names(self._paths)
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        """Copy a checkpoint past the page cache, which is the training's, and make it exist by a rename.
+
+        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
+        """
+        arriving = self._paths.draining(manifest.name)
+        files.make_new_directory(arriving)
+        try:
+            with self._others.copying(manifest, directory, into_run=True) as own:
+                for shard in own:
+                    if self._given_up.is_set():
+                        raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
+                    copy_shard(directory / shard.file, arriving / shard.file, shard)
+            ring.require_sizes(manifest, arriving)  # others may have written some of them
+            write_file(arriving / MANIFEST, manifest.to_json())
+            sync_directory(arriving)
+            files.rename(arriving, self._paths.checkpoint(manifest.name))
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _remove(arriving)
+            raise
+        sync_directory(self._paths.ring)
+        sync_directory(self._paths.root)
+
+    def evict(self, name: str) -> None:
+        """Remove a checkpoint; a pinned one stays."""
+        with contextlib.suppress(FileNotFoundError):  # put into quarantine by the ranks
+            ring.evict(self._paths, name)
+
+    def keep_record(self) -> None:
+        """Nothing: the record is in the run directory."""
+
+    def give_up(self) -> None:
+        self._given_up.set()
+        self._others.give_up()
+
+    def close(self) -> None:
+        self._others.close()
+
+
+def _remove(arriving: Path) -> None:
+    """Remove what is half written. By another name, under which nobody adds to it: another host may be copying its part
+    still, for a drainer that died."""
+    doomed = arriving.with_name(f".draining-{uuid.uuid4().hex}")
+    files.rename(arriving, doomed)
+    files.remove_directory(doomed)
+
+
+def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
+    """Copy a shard past the page cache into a new file, and sync it.
+
+    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is of no use then.
+    """
+    try:
+        with open_regular(source) as file:
+            if os.fstat(file.fileno()).st_size != shard.size:
+                raise ValueError("it has another size")
+            content = mmap.mmap(file.fileno(), shard.size, access=mmap.ACCESS_READ)
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"reading the shard {source}: {getattr(error, 'strerror', None) or error}") from error
+    # It is closed when nobody holds it any more. By hand it cannot be where the disk refuses: the error's frames do.
+    written = write_direct(target, memoryview(content))
+    if written != shard.written:
+        raise CheckpointDamaged(f"the shard {source} is not what its manifest says (hash {written.digest})")

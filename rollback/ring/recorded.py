@@ -1,0 +1,35 @@
+"""What a ring at a URL holds by what the run's journals say. Pure: nobody waits for a network to know what to plan.
+
+It is hearsay. A checkpoint may have left since, or an object been lost: who fetches it finds out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollback.checkpoints.resume import of_present_timeline
+from rollback.facts.history import fold
+from rollback.facts.training import BecameGood, Committed, Drained, LeftDurableRing, Record
+from rollback.policy import Held
+from rollback.ring import schedule as decide
+
+
+def good_ones_at(url: str, ranks: Iterable[Record], supervisor: Iterable[Record]) -> list[Held]:
+    """The good checkpoints of the present timeline at a URL, oldest first. ranks, supervisor: their journals.
+
+    One that was found damaged in the run directory is among them: its copy need not be.
+    """
+    ranks, url = list(ranks), url.rstrip("/")
+    facts = [record.fact for record in [*ranks, *supervisor]]
+    there = {fact.checkpoint for fact in facts if isinstance(fact, Drained) and fact.place == url}
+    there -= {fact.checkpoint for fact in facts if isinstance(fact, LeftDurableRing) and fact.place == url}
+    good = {fact.checkpoint for fact in facts if isinstance(fact, BecameGood)}
+    good |= {fact.checkpoint for fact in facts if isinstance(fact, Committed) and fact.step == 0}
+    history = fold(ranks)
+    known = [decide.Committed(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
+    present = sorted(of_present_timeline(history, known), key=lambda item: item.seq)
+    return [
+        Held(item.name, item.step, history.committed[item.name].batch, True)
+        for item in present
+        if item.name in there & good
+    ]

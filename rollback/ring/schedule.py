@@ -1,0 +1,120 @@
+"""What goes to the durable ring next, when, and what leaves it. Pure: no clock, no files.
+
+Newest is not good, so good checkpoints go, the newest first; what lies between two that went is passed over. Three
+kinds go whatever the pace is: the first one ever (until then the ring holds nothing), a pinned one, and, when the run
+ends or is told to stop, the newest of all, from which the next start goes on.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from rollback.checkpoints.resume import of_present_timeline
+from rollback.checkpoints.retention import choose_evictions
+from rollback.facts.history import History
+from rollback.rundir.paths import parse_checkpoint_name
+
+_SHARE = 20  # auto: draining takes at most one part in so many of the time
+_SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
+
+
+@dataclass(frozen=True)
+class Pace:
+    """How often: every so many steps, or seconds; where both are None, so that it takes 1/20 of the time."""
+
+    steps: int | None = None
+    seconds: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Pace:
+        """`500` steps, `90s`, `10m`, `2h`, or `auto`; the settings see to it that it is one of these."""
+        if text == "auto":
+            return cls()
+        number, unit = re.fullmatch(r"(\d+)([smh]?)", text).groups()  # type: ignore[union-attr]
+        return cls(seconds=int(number) * _SECONDS[unit]) if unit else cls(steps=int(number))
+
+
+@dataclass(frozen=True)
+class Committed:
+    """A checkpoint as the journal knows it."""
+
+    name: str
+    step: int
+    timeline: int
+
+    @property
+    def seq(self) -> int:
+        return (parse_checkpoint_name(self.name) or (0, 0))[0]
+
+
+@dataclass(frozen=True)
+class Past:
+    """The last copy: when it began (monotonic seconds) and how long it took."""
+
+    began: float
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Situation:
+    """All that the decisions depend on.
+
+    drained: what the durable ring holds, oldest first. lost: what cannot be copied (damaged, or gone). last: None
+    before the first copy by this process. ending: the run ends, or is told to stop.
+    """
+
+    history: History
+    drained: Sequence[str]
+    pinned: Collection[str] = ()
+    lost: Collection[str] = ()
+    last: Past | None = None
+    ending: bool = False
+
+
+def next_to_drain(now: Situation, pace: Pace, clock: float) -> str | None:
+    """The checkpoint to copy now; None: there is nothing to do yet. clock: monotonic seconds."""
+    present = _present(now.history)
+    open_ = [item for item in present if item.name not in now.drained and item.name not in now.lost]
+    if now.ending and open_ and open_[-1] is present[-1]:
+        return open_[-1].name
+    for item in open_:
+        if item.name in now.pinned:
+            return item.name
+    good = [item for item in present if item.name in now.history.good]
+    drained = [item for item in present if item.name in now.drained]
+    newest = next((item for item in reversed(good) if item.name not in now.lost), None)
+    if newest is None or newest.name in now.drained or (drained and newest.seq < drained[-1].seq and not now.ending):
+        return None
+    if now.ending or not drained or _is_due(newest, drained[-1], now.last, pace, clock):
+        return newest.name
+    return None
+
+
+def _is_due(item: Committed, before: Committed, last: Past | None, pace: Pace, clock: float) -> bool:
+    if pace.steps is not None:
+        return item.step >= before.step + pace.steps
+    if last is None:  # by an earlier process: how long ago it was is not known
+        return True
+    wait = pace.seconds if pace.seconds is not None else _SHARE * last.seconds
+    return clock >= last.began + wait
+
+
+def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
+    """What leaves the durable ring of capacity `keep`, with the reason. Pinned ones stay and do not count.
+
+    Nothing does while a rollback is planned and not carried out: it may still need any of them.
+    """
+    if now.history.pending is not None:
+        return []
+    present = {item.name for item in _present(now.history)}
+    free = [name for name in now.drained if name not in now.pinned]
+    discarded = {name for name in free if name in now.history.committed and name not in present}
+    return choose_evictions(free, now.history.good, discarded, keep)
+
+
+def _present(history: History) -> list[Committed]:
+    """Checkpoints of the present timeline, oldest first, those included that have left the local ring since."""
+    known = [Committed(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
+    return sorted(of_present_timeline(history, known), key=lambda item: item.seq)

@@ -1,0 +1,259 @@
+"""From a URL into a run directory: what a start needs of the record and the checkpoints, verified on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
+from rollback.checkpoints.resume import candidates
+from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.facts.history import fold
+from rollback.ring.url import record
+from rollback.ring.url.index import Index, Kept, Piece, checkpoint_key, read_indexes
+from rollback.ring.url.record import Relation, read_piece
+from rollback.ring.url.store import Store, read_verified
+from rollback.rundir import files, seal
+from rollback.rundir.durable import open_regular, sync_directory, write_file
+from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
+from rollback.rundir.journal import read_journal, require_sealed
+from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.rundir.small_json import SIZE, parse_model
+
+_JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
+_GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come
+Say = Callable[[str], None]
+
+
+def fetch(store: Store, paths: RunPaths, say: Say) -> None:
+    """Make a run directory as new as the URL, and see that it holds the checkpoint with which the run goes on.
+
+    Call it while holding the run directory, which may be empty. What is newer in it stays. Where there is nothing at
+    the URL, nothing is done.
+
+    Raises RunDoesNotFit where the URL belongs to another run or both have gone on differently; RingUnavailable where it
+    cannot be read; RunDirectoryError where the run directory cannot be written. Nothing is changed by the first.
+    """
+    indexes = read_indexes(store)
+    if not indexes:
+        return
+    if is_abandoned(store, indexes[0], read_identity(paths)):
+        say(f"the ring {store.url} has no checkpoint; what there is of a record is left aside")
+        return
+    try:
+        index = complete_record(store, indexes, paths, say)
+        _fetch_checkpoints(store, index, paths, say)
+        if not paths.identity.exists():
+            _download(store, index.kept("run.json"), paths)
+    except OSError as error:
+        raise RunDirectoryError(
+            f"fetching {store.url} into {paths.root}: {error.strerror or error}",
+            hint="check the permissions and the free space of the run directory",
+        ) from error
+
+
+def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
+    """Fetch what the run directory lacks of the record, but for run.json, and return the index that it came from.
+
+    The older index serves where a piece that the newer one names cannot be believed.
+    """
+    for index, last in ((index, index is indexes[-1]) for index in indexes):
+        try:
+            _complete_record(store, index, paths, say)
+        except CheckpointDamaged as error:
+            if last:
+                raise record.in_words(store.url, error) from error
+            say(f"the newest record at the ring cannot be used ({error.message}); trying the one before it")
+        else:
+            return index
+    raise AssertionError("there was no index")
+
+
+def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
+    identity = read_identity(paths)
+    if identity is None:
+        run = index.kept("run.json")
+        if run is None:
+            raise CheckpointDamaged(f"the index names no run.json for run {index.run_id}")
+        try:  # before anything is written: it is what would be missing
+            found = parse_model(record.read_kept(store, run, SIZE), Identity)
+        except ValueError as error:
+            raise CheckpointDamaged(f"its run.json is damaged ({str(error).splitlines()[0]})") from error
+        require_key_for(found.seal is not None, store.url)
+        require_seal(found, f"run.json at {store.url}")
+        _require_sealed_journals(store, index, _JOURNALS)
+        say(f"fetching the record of run {index.run_id} from {store.url}")
+        for kept in index.record:
+            if kept.path != "run.json":
+                record.download(store, kept, paths.root)
+        return
+    require_same_run(store.url, index, paths, identity.run_id)
+    relations = {path: _relation(store, index, paths, path) for path in _JOURNALS}
+    if "diverged" in relations.values():
+        raise RunDoesNotFit(
+            f"the run directory {paths.root} and the ring {store.url} have gone on differently from the same run",
+            hint="to go on from the ring, name a new run directory (--run DIR); to go on from the run directory, name "
+            "another URL; nothing was changed",
+        )
+    behind = [path for path, relation in relations.items() if relation == "behind"]
+    if not behind:
+        return
+    _require_sealed_journals(store, index, behind)
+    say(f"the record at {store.url} is newer than the one in {paths.root}: taking it")
+    for kept in index.record:
+        if kept.path in behind or (kept.path not in _JOURNALS and not (paths.root / kept.path).exists()):
+            record.download(store, kept, paths.root)
+
+
+def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -> None:
+    """Before one of them takes the place of ours. Raises CheckpointDamaged."""
+    if seal.present() is None:
+        return
+    for path in paths:
+        if (kept := index.kept(path)) is not None:
+            try:
+                require_sealed(record.read_kept(store, kept, kept.size), Path(path).stem)
+            except JournalDamaged as error:
+                raise CheckpointDamaged(error.message) from error
+
+
+def is_abandoned(store: Store, index: Index, identity: Identity | None) -> bool:
+    """Whether a ring belongs to nobody: another run began it, and was lost before its first checkpoint."""
+    another = identity is None or identity.run_id != index.run_id
+    return another and all(store.size(checkpoint_key(name)) is None for name in index.checkpoints)
+
+
+def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> None:
+    if index.run_id != run_id:
+        raise RunDoesNotFit(
+            f"the ring {url} belongs to run {index.run_id}; the run directory {paths.root} to run {run_id}",
+            hint="every run has a ring of its own: name another URL, or the other run directory; nothing was changed",
+        )
+
+
+def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
+    """How the journals of a run directory stand to those at the URL, taken together. Raises RingUnavailable."""
+    try:
+        found = {_relation(store, index, paths, path) for path in _JOURNALS}
+    except CheckpointDamaged as error:
+        raise record.in_words(store.url, error) from error
+    order: tuple[Relation, ...] = ("diverged", "behind", "ahead")
+    return next((word for word in order if word in found), "same")
+
+
+def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relation:
+    kept = index.kept(path) or Kept(path=path, pieces=())
+    local = paths.root / path
+    sound = read_journal(local).sound_bytes
+    content = b""
+    if sound:
+        with open_regular(local) as file:
+            content = file.read(sound)
+
+    def read(key: str, piece: Piece) -> bytes:
+        return read_piece(store, key, piece)
+
+    return record.relate(content, kept, read)
+
+
+def _download(store: Store, kept: Kept | None, paths: RunPaths) -> None:
+    assert kept is not None
+    try:
+        record.download(store, kept, paths.root)
+    except CheckpointDamaged as error:
+        raise record.in_words(store.url, error) from error
+
+
+def read_manifest_at(store: Store, name: str) -> Manifest | None:
+    """The manifest of a checkpoint at the URL; None where it does not exist. Raises CheckpointDamaged."""
+    data = store.get(checkpoint_key(name), MANIFEST_LIMIT)
+    return None if data is None else parse_manifest(data, name, f"{store.url}/{checkpoint_key(name)}")
+
+
+def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
+    """See that the checkpoint which the ranks will restore is here and sound, and the newest good ones with it.
+
+    What is here is read once for that: a damaged file costs a fetch then, not the way back to an older checkpoint.
+    """
+    there: dict[str, Manifest] = {}
+    for name in index.checkpoints:
+        try:
+            if (manifest := read_manifest_at(store, name)) is not None:
+                there[name] = manifest
+        except CheckpointDamaged as error:
+            say(f"checkpoint {name} at the ring cannot be used: {error.message}")
+    history = fold(read_journal(paths.train_journal).records)
+    here = {place.name: place.manifest for place in tiers.locate(paths)}
+    ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.seq))
+    settled: dict[str, bool] = {}
+    for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):
+        found = 0
+        for manifest in wanted:
+            name = manifest.name
+            if name not in settled:
+                settled[name] = _is_sound_here(paths, name, say) or (
+                    name in there and fetch_checkpoint(store, there[name], paths, say)
+                )
+            found += settled[name]
+            if found == count:
+                break
+
+
+def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
+    """Whether a checkpoint can be restored from this machine alone. One in the ring that cannot is put aside."""
+    for place in tiers.locate(paths):
+        if place.name != name or not tiers.is_whole(place):
+            continue
+        try:
+            with tiers.held(place):
+                for shard in place.manifest.shards:
+                    for _ in read_verified(place.directory / shard.file, shard.written):
+                        pass
+        except CheckpointDamaged as error:
+            say(f"checkpoint {name} in {place.directory} cannot be used: {error.message}")
+            if place.tier == "durable":
+                ring.quarantine(paths, name)
+        else:
+            return True
+    return False
+
+
+def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> bool:
+    """Fetch one checkpoint into the local ring; False, said aloud, where it is not what its manifest says.
+
+    Raises RingUnavailable, and OSError where the run directory cannot be written.
+    """
+    say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
+    try:
+        bring(store, manifest, paths)
+    except CheckpointDamaged as error:
+        say(f"checkpoint {manifest.name} at the ring cannot be used: {error.message}")
+        return False
+    return True
+
+
+def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
+    """Fetch one checkpoint into the local ring, where it exists on return, verified and synced.
+
+    Raises CheckpointDamaged where it is not what its manifest says, RingUnavailable, and OSError where the run
+    directory cannot be written; it then does not exist.
+    """
+    directory = paths.writing(manifest.name)
+    files.remove_directory(directory)
+    files.make_new_directory(directory)
+    try:
+        download_checkpoint(store, manifest, directory)
+    except CheckpointDamaged:
+        files.remove_directory(directory)
+        raise
+    files.rename(directory, paths.checkpoint(manifest.name))
+    sync_directory(paths.ring)
+    sync_directory(paths.root)
+
+
+def download_checkpoint(store: Store, manifest: Manifest, directory: Path) -> None:
+    """All files of a checkpoint into a directory, the manifest last. Raises CheckpointDamaged, OSError."""
+    for shard in manifest.shards:
+        store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
+    write_file(directory / MANIFEST, manifest.to_json())

@@ -1,0 +1,183 @@
+"""index-N.json: which checkpoints a ring at a URL holds, and of which pieces the run's record is made."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterable
+from datetime import datetime, timezone
+from typing import Any
+
+import xxhash
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
+from rollback.ring.url.store import Store
+from rollback.rundir.paths import FORMAT, MANIFEST, RunPaths, parse_checkpoint_name
+from rollback.rundir.small_json import parse_json
+
+PIECE = 4 << 20
+_LIMIT = 16 << 20
+# Paths that a record may hold. What is fetched is written into the run directory, so nothing else is believed.
+_PATHS = re.compile(
+    r"run\.json|journal/(train|supervisor)\.jsonl|metrics/train\.jsonl|skips/rank-\d{5,9}\.jsonl"
+    r"|pins/c\d{6,12}-s\d{8,15}|incidents/\d{4,9}/rank-\d{5,9}\.(json|safetensors)"
+)
+
+
+class Piece(BaseModel):
+    """A piece of a file; all but the last of a file have PIECE bytes."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    size: int = Field(ge=1, le=PIECE)
+    xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+
+class Kept(BaseModel):
+    """A file of the record: its path in the run directory and its pieces in order."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    path: str
+    pieces: tuple[Piece, ...]
+
+    @field_validator("path")
+    @classmethod
+    def _of_a_record(cls, path: str) -> str:
+        if not _PATHS.fullmatch(path):
+            raise ValueError(f"{path!r} is no file of a record")
+        return path
+
+    @field_validator("pieces")
+    @classmethod
+    def _full_but_the_last(cls, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+        if any(piece.size != PIECE for piece in pieces[:-1]):
+            raise ValueError("a piece before the last is not full")
+        return pieces
+
+    @property
+    def size(self) -> int:
+        return sum(piece.size for piece in self.pieces)
+
+    @property
+    def keys(self) -> list[str]:
+        """The key of each piece."""
+        return [piece_key(self.path, number * PIECE, piece) for number, piece in enumerate(self.pieces)]
+
+
+class Index(BaseModel):
+    """Content of index-N.json; the fields are those of docs/format.md."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+    format: int = FORMAT
+    generation: int = Field(ge=1)
+    writer: str
+    run_id: str
+    written: str
+    checkpoints: tuple[str, ...]
+    record: tuple[Kept, ...]
+
+    @field_validator("checkpoints")
+    @classmethod
+    def _names_of_checkpoints(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        for name in names:
+            if parse_checkpoint_name(name) is None:
+                raise ValueError(f"{name!r} is no name of a checkpoint")
+        return tuple(sorted(set(names), key=lambda name: parse_checkpoint_name(name) or (0, 0)))
+
+    @property
+    def keys(self) -> set[str]:
+        """The keys of all pieces of the record."""
+        return {key for kept in self.record for key in kept.keys}
+
+    def kept(self, path: str) -> Kept | None:
+        return next((kept for kept in self.record if kept.path == path), None)
+
+    def to_json(self) -> bytes:
+        body = self.model_dump(mode="json")
+        return json.dumps({**body, "check": _check(body)}, separators=(",", ":")).encode()
+
+
+def first_index(run_id: str, writer: str) -> Index:
+    """The index of a ring that has none, to be followed by generation 1."""
+    return Index.model_construct(
+        format=FORMAT, generation=0, writer=writer, run_id=run_id, written="", checkpoints=(), record=()
+    )
+
+
+def next_index(index: Index, writer: str, checkpoints: Iterable[str], record: Iterable[Kept]) -> Index:
+    now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+    return Index(
+        generation=index.generation + 1, writer=writer, run_id=index.run_id, written=now,
+        checkpoints=tuple(checkpoints), record=tuple(sorted(record, key=lambda kept: kept.path)),
+    )  # fmt: skip
+
+
+def new_writer() -> str:
+    return uuid.uuid4().hex
+
+
+def index_key(generation: int) -> str:
+    return f"index-{generation % 2}.json"
+
+
+def piece_key(path: str, offset: int, piece: Piece) -> str:
+    return f"record/{path}/{offset:012d}-{piece.xxh3_128}"
+
+
+def checkpoint_key(name: str, file: str = MANIFEST) -> str:
+    return f"ring/{name}/{file}"
+
+
+def describe(data: bytes) -> Piece:
+    return Piece(size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
+
+
+def read_indexes(store: Store) -> list[Index]:
+    """The sound indexes at a URL, newest first; none where there is no ring yet.
+
+    Raises RingUnavailable where the URL cannot be read, or where what is there cannot be believed; RunDoesNotFit where
+    another version of the format wrote it.
+    """
+    found, faults = [], []
+    for slot in (0, 1):
+        try:
+            data = store.get(index_key(slot), _LIMIT)
+            if data is not None:
+                found.append(_parse(data, store.url))
+        except ValidationError as error:
+            faults.append(f"{index_key(slot)} is damaged ({error.errors()[0]['msg']})")
+        except (CheckpointDamaged, ValueError) as error:
+            faults.append(f"{index_key(slot)} is damaged ({str(error).splitlines()[0]})")
+    if faults and not found:
+        raise RingUnavailable(
+            f"reading the ring {store.url}: {'; '.join(faults)}",
+            hint="restore the index from a copy, or name another URL; nothing was changed",
+        )
+    return sorted(found, key=lambda index: index.generation, reverse=True)
+
+
+def _parse(data: bytes, url: str) -> Index:
+    body: Any = parse_json(data)
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    stated = body.pop("check", None)
+    if stated != _check(body):
+        raise ValueError("its check value does not match its content")
+    if body.get("format") != FORMAT:
+        raise RunDoesNotFit(
+            f"the ring {url} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
+            hint="use the version of rollback that wrote it, or another URL",
+        )
+    return Index.model_validate(body)
+
+
+def _check(body: dict[str, Any]) -> str:
+    return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+
+
+def record_paths(paths: RunPaths) -> list[str]:
+    """The files of a run directory that make up its record, as paths below it. Raises OSError."""
+    patterns = ("run.json", "journal/*", "metrics/*", "skips/*", "pins/*", "incidents/*/*")
+    found = (path for pattern in patterns for path in paths.root.glob(pattern) if path.is_file())
+    return sorted(name for path in found if _PATHS.fullmatch(name := path.relative_to(paths.root).as_posix()))

@@ -1,0 +1,128 @@
+"""The run's record at a URL: what is new of it goes up in pieces, and all of it comes down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO, Literal
+
+from rollback.errors import CheckpointDamaged, RingUnavailable
+from rollback.ring.url.index import PIECE, Index, Kept, Piece, describe, piece_key, record_paths
+from rollback.ring.url.store import Store, require_room
+from rollback.rundir import files
+from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.paths import RunPaths
+
+_BLOCK = 1 << 16
+
+Relation = Literal["same", "ahead", "behind", "diverged"]
+"""How a local file stands to the one at the URL: longer with all that the other has, shorter, or neither."""
+
+
+def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
+    """Put what `before` does not know of the record, and return what the next index says of it.
+
+    Lines are taken whole. A file that cannot be read, or that vanishes meanwhile (a pin), is as in `before` or left
+    out. Raises RingUnavailable.
+    """
+    known = {kept.path: kept for kept in before.record}
+    record = []
+    for path in record_paths(paths):
+        try:
+            pieces = _pieces(paths.root / path, known.get(path))
+        except (OSError, ValueError):
+            if path in known:
+                record.append(known[path])
+            continue
+        old = known[path].pieces if path in known else ()
+        for number, (piece, data) in enumerate(pieces):
+            if number >= len(old) or old[number] != piece:
+                assert data is not None
+                store.put(piece_key(path, number * PIECE, piece), data)
+        record.append(Kept(path=path, pieces=tuple(piece for piece, _ in pieces)))
+    return record
+
+
+def _pieces(path: Path, known: Kept | None) -> list[tuple[Piece, bytes | None]]:
+    """The pieces of a file. The full ones of a file that only grows are taken from `known`, without their content."""
+    grows = path.suffix == ".jsonl"
+    full = [piece for piece in known.pieces if piece.size == PIECE] if known and grows else []
+    pieces: list[tuple[Piece, bytes | None]] = [(piece, None) for piece in full]
+    with open_regular(path) as file:
+        end = _end_of_lines(file) if grows else os.fstat(file.fileno()).st_size
+        start = PIECE * len(full)
+        if end < start:
+            raise ValueError(f"{path} has become shorter")
+        file.seek(start)
+        while data := file.read(min(PIECE, end - file.tell())):
+            pieces.append((describe(data), data))
+    return pieces
+
+
+def _end_of_lines(file: BinaryIO) -> int:
+    """Where the last whole line ends: what follows is torn, or being written."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0
+
+
+def relate(local: bytes, kept: Kept, read: Callable[[str, Piece], bytes]) -> Relation:
+    """How a local file stands to the kept one; `read(key, piece)` is called for one piece at most."""
+    position = 0
+    for key, piece in zip(kept.keys, kept.pieces, strict=True):
+        own = local[position : position + piece.size]
+        if len(own) < piece.size:
+            return "behind" if not own or read(key, piece).startswith(own) else "diverged"
+        if describe(own) != piece:
+            return "diverged"
+        position += piece.size
+    return "same" if position == len(local) else "ahead"
+
+
+def read_piece(store: Store, key: str, piece: Piece) -> bytes:
+    """Content of a piece, verified. Raises CheckpointDamaged or RingUnavailable."""
+    data = store.get(key, piece.size)
+    if data is None or describe(data) != piece:
+        found = "is missing" if data is None else "is not what its index says"
+        raise CheckpointDamaged(f"{store.url}/{key} {found}")
+    return data
+
+
+def read_kept(store: Store, kept: Kept, limit: int) -> bytes:
+    """A file of the record, of at most `limit` bytes. Raises as `read_piece`."""
+    if kept.size > limit:
+        raise CheckpointDamaged(f"{store.url}: {kept.path} has {kept.size} bytes; at most {limit} are believed")
+    return b"".join(read_piece(store, key, piece) for key, piece in zip(kept.keys, kept.pieces, strict=True))
+
+
+def download(store: Store, kept: Kept, root: Path) -> None:
+    """Put a file of the record into its place below `root`, durable. Raises as `read_piece`, and OSError.
+
+    Its path was checked when the index was read.
+    """
+    target = root / kept.path
+    files.make_directory(target.parent)
+    require_room(target.parent, kept.size)
+    if len(kept.pieces) <= 1:
+        write_file(target, read_kept(store, kept, PIECE))
+        return
+    arriving = target.with_name(f".{target.name}.arriving")
+    with os.fdopen(files.open_file(arriving, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), "wb") as sink:
+        for key, piece in zip(kept.keys, kept.pieces, strict=True):
+            sink.write(read_piece(store, key, piece))
+        sink.flush()
+        os.fsync(sink.fileno())
+    files.rename(arriving, target)
+
+
+def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:
+    return RingUnavailable(
+        f"reading the run's record at {url}: {error.message}",
+        hint="restore the object from a copy or an older version of it, or name another URL; nothing was changed",
+    )

@@ -1,0 +1,166 @@
+"""The writing end of a ring at a URL. One process holds it at a time; see docs/format.md for the order of writes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from rollback.checkpoints.manifest import Manifest
+from rollback.errors import CheckpointDamaged, RunDoesNotFit
+from rollback.ring.hosts import Others
+from rollback.ring.url import record
+from rollback.ring.url.fetch import is_abandoned, read_manifest_at, relation_of, require_same_run
+from rollback.ring.url.index import (
+    Index,
+    checkpoint_key,
+    first_index,
+    index_key,
+    new_writer,
+    next_index,
+    read_indexes,
+)
+from rollback.ring.url.store import Store
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name, shard_name
+
+
+class RingAtUrl:
+    """Checkpoints and record of a run at a URL. `open` before anything else; every method may raise RingUnavailable.
+
+    RunDoesNotFit, from any method, means that the URL is somebody else's: stop writing there.
+    """
+
+    def __init__(self, paths: RunPaths, store: Store, others: Others | None = None) -> None:
+        self._paths = paths
+        self._store = store
+        self._others = others or Others(paths, store.url)
+        self._writer = new_writer()
+        self._index: Index | None = None
+        self._previous: Index | None = None
+        self._held: list[str] = []
+        self._remains: list[str] = []
+        self._world_size = 0
+
+    @property
+    def place(self) -> str:
+        return self._store.url
+
+    def open(self) -> None:
+        """Read what is there. Raises RunDoesNotFit unless the record there is a prefix of the run directory's."""
+        identity = read_identity(self._paths)
+        assert identity is not None  # written before any rank attaches
+        indexes = read_indexes(self._store)
+        start = first_index(identity.run_id, self._writer)
+        if indexes and is_abandoned(self._store, indexes[0], identity):
+            # Taken over: generations go on, so that ours is the newer one.
+            start = start.model_copy(update={"generation": indexes[0].generation, "writer": indexes[0].writer})
+            indexes = []
+        if indexes:
+            require_same_run(self._store.url, indexes[0], self._paths, identity.run_id)
+            if relation_of(self._store, indexes[0], self._paths) in ("behind", "diverged"):
+                raise _another_goes_on(self._store.url)
+        self._index = indexes[0] if indexes else start
+        self._previous = indexes[1] if len(indexes) > 1 else None
+        self._world_size = identity.job.world_size
+        names = self._index.checkpoints
+        self._held = [name for name in names if self._is_whole(name)]
+        self._remains = [name for name in names if name not in self._held]
+        self._others.meet()
+
+    def held(self) -> Sequence[str]:
+        """Names of the checkpoints that exist there, oldest first."""
+        return tuple(self._held)
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        """Add a checkpoint that lies in a local directory, and the record with it.
+
+        Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
+        """
+        name = manifest.name
+        self._write_index([*self._held, name])
+        with self._others.copying(manifest, directory) as own:
+            for shard in own:
+                self._store.put_file(checkpoint_key(name, shard.file), directory / shard.file, shard.written)
+        for shard in manifest.shards:
+            if (size := self._store.size(checkpoint_key(name, shard.file))) != shard.size:
+                raise CheckpointDamaged(f"{self.place} has {size} bytes of {shard.file} of {name}, not {shard.size}")
+        self._store.put(checkpoint_key(name), manifest.to_json())
+        self._held = sorted([*self._held, name], key=_order)
+        self._remains = [remains for remains in self._remains if remains != name]
+        self._clear_away()
+
+    def evict(self, name: str) -> None:
+        """Remove a checkpoint, its manifest first."""
+        try:
+            manifest = read_manifest_at(self._store, name)
+        except CheckpointDamaged:
+            manifest = None
+        self._store.delete(checkpoint_key(name))
+        self._held.remove(name)
+        self._delete_shards(name, manifest.world_size if manifest else self._world_size)
+
+    def keep_record(self) -> None:
+        """Bring the record there up to date."""
+        self._clear_away()
+        self._write_index(self._held)
+
+    def give_up(self) -> None:
+        """End what is under way; from any thread."""
+        self._store.give_up()
+        self._others.give_up()
+
+    def close(self) -> None:
+        """Nothing more will be put."""
+        self._others.close()
+
+    def _write_index(self, checkpoints: Sequence[str]) -> None:
+        assert self._index is not None
+        self._require_ours()
+        files = record.upload(self._store, self._paths, self._index)
+        new = next_index(self._index, self._writer, [*checkpoints, *self._remains], files)
+        self._store.put(index_key(new.generation), new.to_json())
+        forgotten = (self._previous.keys if self._previous else set()) - self._index.keys - new.keys
+        self._previous, self._index = self._index, new
+        for key in sorted(forgotten):
+            self._store.delete(key)
+
+    def _require_ours(self) -> None:
+        """Raise RunDoesNotFit where another process has written an index since: this one must not undo what it did."""
+        for index in read_indexes(self._store):
+            assert self._index is not None
+            newer = index.generation > self._index.generation and index.writer != self._writer
+            instead = index.generation == self._index.generation and index.writer != self._index.writer
+            if newer or instead:
+                raise _another_goes_on(self._store.url)
+
+    def _is_whole(self, name: str) -> bool:
+        """Whether the checkpoint exists, as far as can be told without reading its shards."""
+        try:
+            manifest = read_manifest_at(self._store, name)
+        except CheckpointDamaged:
+            return False
+        return manifest is not None and all(
+            self._store.size(checkpoint_key(name, shard.file)) == shard.size for shard in manifest.shards
+        )
+
+    def _clear_away(self) -> None:
+        """Delete what crashes left of checkpoints, where a newer one exists: what cannot be seen may yet be there."""
+        for name in [name for name in self._remains if self._held and _order(name) < _order(self._held[-1])]:
+            self._store.delete(checkpoint_key(name))
+            self._delete_shards(name, self._world_size)
+            self._remains.remove(name)
+
+    def _delete_shards(self, name: str, world_size: int) -> None:
+        for rank in range(world_size):
+            self._store.delete(checkpoint_key(name, shard_name(rank)))
+
+
+def _order(name: str) -> tuple[int, int]:
+    return parse_checkpoint_name(name) or (0, 0)
+
+
+def _another_goes_on(url: str) -> RunDoesNotFit:
+    return RunDoesNotFit(
+        f"the ring {url} holds what this run directory has not: another process goes on with this run, or went on",
+        hint="stop this one and start it again, which takes what is newer; or give it a ring of its own",
+    )

@@ -1,0 +1,366 @@
+"""Objects below a URL, by key: written and read in parts, hashed on the way, tried again where that may help.
+
+fsspec promises no more about errors than that they are exceptions, so they are sorted here, once. Credentials and
+endpoints are fsspec's business: environment variables, its configuration files, the cloud's own.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import shutil
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+from urllib.parse import unquote, urlsplit
+
+import tenacity
+
+from rollback.checkpoints.hashing import ShardHash
+from rollback.checkpoints.shard import Written
+from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
+from rollback.rundir import files
+from rollback.rundir.durable import open_regular, sync_directory
+
+_PART = 8 << 20
+_BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have more parts than S3 allows
+_MOST_PARTS = 9000
+_FIRST_WAIT, _LONGEST_WAIT = 0.2, 10.0
+PATIENCE = 60.0
+_DRAWS_PAUSES = ("botocore.retryhandler", "gcsfs.retry")
+_T = TypeVar("_T")
+_dice = random.Random()
+
+# What trying again does not mend. botocore's are named, since it is imported only where S3 is used.
+_FINAL = (PermissionError, IsADirectoryError, NotADirectoryError, NotImplementedError, ImportError, TypeError)
+_FINAL_BY_NAME = {"NoCredentialsError", "PartialCredentialsError", "ProfileNotFound", "ParamValidationError"}
+# What stands before an @ is a user or a container, no key.
+_USERS = {"sftp", "ssh", "abfs", "abfss", "hdfs"}
+# Of a file system with directories; an object store has none, and "making" one might make a bucket.
+_WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
+
+
+class _Transient(Exception):
+    """May go away by itself."""
+
+
+class _Missing(Exception):
+    """There is no such object (or no such bucket)."""
+
+
+def require_url(url: str) -> None:
+    """Raise UsageError unless `url` may be a ring's: a protocol that fsspec knows, no credentials inside."""
+    import fsspec
+
+    require_no_credentials(url)
+    parts = urlsplit(url)
+    protocol = parts.scheme
+    if not protocol or "://" not in url:
+        raise UsageError(
+            f"the ring {url!r} is not a URL", hint="write PROTOCOL://PLACE, for example s3://bucket/runs/one"
+        )
+    if not (parts.netloc + parts.path).strip("/"):
+        raise UsageError(f"the ring {url!r} names no place", hint="for example s3://bucket/runs/one")
+    try:
+        fsspec.get_filesystem_class(protocol)
+    except ValueError as error:
+        raise UsageError(
+            f"the ring {url!r}: no file system is known by the protocol {protocol!r}",
+            hint="s3, gs, abfs, file and sftp are among those that fsspec knows",
+        ) from error
+    except ImportError as error:
+        raise UsageError(
+            f"the ring {url!r} needs a package that is not installed: {error}",
+            hint="s3fs for s3, gcsfs for gs, adlfs for abfs; for S3 also: pip install 'torch-rollback[s3]'",
+        ) from error
+
+
+def require_no_credentials(url: str) -> None:
+    """Raise UsageError where a URL, or one of a chain (`one::other://...`), names credentials or has a place for them.
+
+    The error does not repeat what it found.
+    """
+    protocol = ""
+    for part in re.split(r"::|://", url):
+        user, at, _ = re.split(r"[/?#]", part.lstrip("/"), maxsplit=1)[0].rpartition("@")
+        if at and (":" in unquote(user) or not (protocol in _USERS or part.startswith("/"))):
+            raise _names_credentials(url)
+        protocol = part
+    if set(unquote(url)) & {"?", "#"}:
+        raise UsageError(
+            f"the ring {_without_fields(url)} has a query or a fragment, and the URL is written into the run's record",
+            hint="leave credentials and options to the environment or to fsspec's configuration files",
+        )
+
+
+def _without_fields(url: str) -> str:
+    return re.split(r"[?#]|%3[fF]|%23", url, maxsplit=1)[0]
+
+
+def _names_credentials(url: str) -> UsageError:
+    shown = re.sub(r"[^/:@]*(:[^/@]*)?@", "…@", _without_fields(url))
+    return UsageError(
+        f"the ring {shown} names credentials, and the URL is written into the run's record",
+        hint="leave them to the environment or to fsspec's configuration files",
+    )
+
+
+class Store:
+    """Objects below a URL. `patience`: seconds for which an operation that fails is tried again (default: PATIENCE).
+
+    Every method raises RingUnavailable where the URL cannot be reached or used, and after `give_up`. Safe to use from
+    one thread at a time, `give_up` from any.
+    """
+
+    def __init__(self, url: str, *, patience: float | None = None) -> None:
+        import fsspec
+
+        require_url(url)
+        self.url = url.rstrip("/")
+        self.patience = PATIENCE if patience is None else patience
+        self._given_up = threading.Event()
+        protocol = urlsplit(url).scheme
+        self._makes_directories = protocol in _WITH_DIRECTORIES
+        options = {"auto_mkdir": True} if protocol in ("file", "local") else {}
+        try:
+            # An instance of its own without a cache of listings: whether an object is there is asked, not remembered.
+            self._fs, self._root = fsspec.core.url_to_fs(
+                self.url, skip_instance_cache=True, use_listings_cache=False, **options
+            )
+        except Exception as error:
+            raise self._explain("opening the ring", "", error) from error
+        _leave_random_numbers_alone()
+
+    def give_up(self) -> None:
+        """End what is under way, as soon as its present request has ended, and everything after it."""
+        self._given_up.set()
+
+    def probe(self, *, writing: bool = True) -> None:
+        """Raise RingUnavailable unless objects can be read there, and written and deleted too.
+
+        Each call has a key of its own: several nodes of a job ask at the same moment.
+        """
+        body = os.urandom(16).hex().encode()
+        key = f"rollback-probe-{body.decode()}"
+        if not writing:
+            self.get(key, 1 << 10)
+            return
+        self.put(key, body)
+        if self.get(key, 1 << 10) != body:
+            raise RingUnavailable(f"the ring {self.url} does not give back what was written to {key}")
+        self.delete(key)
+
+    def put(self, key: str, data: bytes) -> None:
+        """Write a small object."""
+
+        def write() -> None:
+            with self._writing(key, len(data)) as sink:
+                sink.write(data)
+
+        self._attempt("writing", key, write)
+
+    def put_file(self, key: str, path: Path, expected: Written) -> None:
+        """Write a file that nobody changes, in parts.
+
+        Raises CheckpointDamaged where it cannot be read, or where what was read is not what `expected` says: the file
+        was damaged, or its place taken by another. The object is then deleted again.
+        """
+
+        def write() -> None:
+            with self._writing(key, expected.size) as sink:
+                for part in read_verified(path, expected):
+                    self._require_not_given_up()
+                    sink.write(part)
+
+        try:
+            self._attempt("writing", key, write)
+        except CheckpointDamaged:
+            self.delete(key)
+            raise
+
+    def get(self, key: str, limit: int) -> bytes | None:
+        """Content of a small object; None where it is missing. Raises CheckpointDamaged where it is over `limit`."""
+
+        def read() -> bytes:
+            # One byte more than is believed, so that a larger one shows without being held in memory.
+            return bytes(self._fs.cat_file(self._path(key), start=0, end=limit + 1))
+
+        try:
+            data = self._attempt("reading", key, read)
+        except _Missing:
+            return None
+        if len(data) > limit:
+            raise CheckpointDamaged(f"{self.url}/{key} has more than the {limit} bytes that are believed")
+        return data
+
+    def size(self, key: str) -> int | None:
+        """Size of an object in bytes; None where it is missing."""
+        try:
+            return int(self._attempt("asking for the size of", key, lambda: self._fs.info(self._path(key))["size"]))
+        except _Missing:
+            return None
+
+    def get_file(self, key: str, path: Path, expected: Written) -> None:
+        """Read an object into a new file, in parts, and sync it. A part that fails is tried again by itself.
+
+        Raises CheckpointDamaged unless size and hash are as expected; size is asked for first, before any room is
+        taken. Raises OSError where the file cannot be written.
+        """
+        size = self.size(key)
+        if size != expected.size:
+            found = "is missing" if size is None else f"has {size} bytes; {expected.size} were written"
+            raise CheckpointDamaged(f"{self.url}/{key} {found}")
+        require_room(path.parent, expected.size)
+        digest = ShardHash()
+        with os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL), "wb") as sink:
+            for start in range(0, expected.size, _PART):
+                part = self._part(key, start, min(expected.size, start + _PART))
+                digest.update(part)
+                sink.write(part)
+            sink.flush()
+            os.fsync(sink.fileno())
+        if digest.hexdigest() != expected.digest:
+            files.unlink(path)
+            raise CheckpointDamaged(f"{self.url}/{key} has hash {digest.hexdigest()}; {expected.digest} was written")
+
+    def _part(self, key: str, start: int, end: int) -> bytes:
+        try:
+            part = self._attempt(
+                "reading", key, lambda: bytes(self._fs.cat_file(self._path(key), start=start, end=end))
+            )
+        except _Missing:
+            raise CheckpointDamaged(f"{self.url}/{key} has gone while it was read") from None
+        if len(part) != end - start:
+            raise CheckpointDamaged(f"{self.url}/{key} gave {len(part)} bytes of {end - start} at {start}")
+        return part
+
+    def delete(self, key: str) -> None:
+        """Delete an object, which may be missing."""
+        try:
+            self._attempt("deleting", key, lambda: self._fs.rm_file(self._path(key)))
+        except _Missing:
+            return
+
+    def _path(self, key: str) -> str:
+        return f"{self._root.rstrip('/')}/{key}"
+
+    def _writing(self, key: str, size: int) -> Any:
+        path = self._path(key)
+        if self._makes_directories:
+            self._fs.makedirs(self._fs._parent(path), exist_ok=True)
+        return _Synced(self._fs.open(path, "wb", block_size=max(_BLOCK, size // _MOST_PARTS)), path)
+
+    def _require_not_given_up(self) -> None:
+        if self._given_up.is_set():
+            raise RingUnavailable(f"using the ring {self.url}: its time was up")
+
+    def _attempt(self, doing: str, key: str, act: Callable[[], _T]) -> _T:
+        """Do it, again and again with growing, random pauses while it fails in a way that may pass."""
+
+        def once() -> _T:
+            self._require_not_given_up()
+            try:
+                return act()
+            except RollbackError:
+                raise
+            except FileNotFoundError as error:
+                raise _Missing(key) from error
+            except Exception as error:
+                if isinstance(error, _FINAL) or type(error).__name__ in _FINAL_BY_NAME:
+                    raise self._explain(doing, key, error) from error
+                raise _Transient(key) from error
+
+        retrying = tenacity.Retrying(
+            retry=tenacity.retry_if_exception_type(_Transient),
+            wait=_pause,
+            stop=tenacity.stop_any(
+                tenacity.stop_after_delay(self.patience), tenacity.stop_when_event_set(self._given_up)
+            ),
+            sleep=tenacity.sleep_using_event(self._given_up),
+            reraise=True,
+        )
+        try:
+            return retrying(once)
+        except _Transient as error:
+            raise self._explain(doing, key, error.__cause__) from error.__cause__
+        except _Missing as error:
+            if doing != "writing":
+                raise
+            raise self._explain(doing, key, error.__cause__) from error.__cause__
+
+    def _explain(self, doing: str, key: str, error: BaseException | None) -> RingUnavailable:
+        place = f"{self.url}/{key}" if key else self.url
+        return RingUnavailable(
+            f"{doing} {place}: {str(error) or type(error).__name__}",
+            hint="check the URL, the credentials, and that the bucket exists and is reachable from this machine",
+        )
+
+
+def _pause(state: tenacity.RetryCallState) -> float:
+    """Random, up to twice as long each time. tenacity's own draws from the script's random numbers."""
+    return _dice.uniform(0, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(state.attempt_number, 20)))
+
+
+def _leave_random_numbers_alone() -> None:
+    """Let the libraries draw the pauses between their own tries from other random numbers than the script's.
+
+    In rank 0 they would change what the script draws. They take them from their module's `random`.
+    """
+    for name in _DRAWS_PAUSES:
+        if (module := sys.modules.get(name)) is not None:
+            module.random = _dice  # type: ignore[attr-defined]
+
+
+class _Synced:
+    """A file being written that is synced before it is closed, where it has a descriptor: fsspec's own are not."""
+
+    def __init__(self, file: Any, path: str) -> None:
+        self._file, self._path = file, path
+
+    def __enter__(self) -> Any:
+        return self._file.__enter__()
+
+    def __exit__(self, *failure: Any) -> None:
+        local = False
+        if failure[0] is None:
+            try:
+                self._file.flush()
+                os.fsync(self._file.fileno())
+                local = True
+            except (io.UnsupportedOperation, AttributeError):
+                local = False
+        self._file.__exit__(*failure)
+        if local:
+            sync_directory(Path(self._path).parent)
+
+
+def read_verified(path: Path, expected: Written) -> Iterator[bytes]:
+    """A file in parts, hashed on the way. Raises CheckpointDamaged, at the latest behind the last part."""
+    digest = ShardHash()
+    left = expected.size
+    try:
+        with open_regular(path) as source:
+            while part := source.read(_PART):
+                digest.update(part)
+                left -= len(part)
+                if left < 0:
+                    break
+                yield part
+    except (OSError, ValueError) as error:
+        raise CheckpointDamaged(f"reading the shard {path}: {getattr(error, 'strerror', None) or error}") from error
+    if left or digest.hexdigest() != expected.digest:
+        raise CheckpointDamaged(f"the shard {path} is not what its manifest says (hash {digest.hexdigest()})")
+
+
+def require_room(directory: Path, size: int) -> None:
+    """Raise RingUnavailable unless `size` bytes fit onto the disk of `directory`: what states its size may lie."""
+    free = shutil.disk_usage(directory).free
+    if size > free:
+        raise RingUnavailable(
+            f"fetching {size} bytes into {directory}: its disk has {free} bytes left",
+            hint="make room, or name a run directory on another disk (--run DIR)",
+        )

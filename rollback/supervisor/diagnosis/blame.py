@@ -1,0 +1,61 @@
+"""Whether a batch, or a sample in it, is to blame for an exception. Pure.
+
+A rank that raises the same exception (by fingerprint) twice with the same sample in hand will raise it a third time:
+
+- the sample is known where it raises when it is read singly: it is left out from then on, in all epochs;
+- else samples that two batches have in common at which the same exception was raised are left out;
+- else, where it was the same batch twice, that is passed over, with the rest of its update, by all ranks.
+
+Everything else is left to the budget of restarts:
+
+- another batch without such a sample: a crash at random is not the data's fault;
+- another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
+- the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: it is the
+  step, or the code, that is at fault.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rollback.facts.training import AttemptEnded, Blamed, Record
+from rollback.supervisor.diagnosis.classify import FirstCause
+
+SKIPS_THAT_DID_NOT_HELP = 3
+
+
+def blame(first: FirstCause | None, attempt: int, past: Iterable[Record]) -> Blamed | None:
+    """What the failure of `attempt` is blamed on. past: the supervisor's record of all attempts."""
+    if first is None or not first.may_blame_the_batch or first.record is None:
+        return None
+    record = first.record
+    present = {*(record.unreadable or record.samples)}
+    at_this_batch: list[int] = []
+    alike: dict[int, set[int]] = {}
+    skips = 0
+    for line in past:
+        match line.fact:
+            case AttemptEnded() as fact if line.attempt < attempt and fact.fingerprint == record.fingerprint:
+                if fact.batch == record.batch:
+                    at_this_batch.append(line.attempt)
+                if (fact.batch != record.batch or record.unreadable) and (common := present & {*fact.samples}):
+                    alike[line.attempt] = common
+            case Blamed() as fact if fact.fingerprint == record.fingerprint and fact.step == record.step:
+                skips += 1
+                if record.batch in fact.window and not fact.samples:
+                    return None
+            case _:
+                pass
+    before = [*alike] or at_this_batch
+    if not before or skips >= SKIPS_THAT_DID_NOT_HELP:
+        return None
+    return Blamed(
+        window=record.whole_step,
+        batch=record.batch,
+        rank=record.rank,
+        step=record.step,
+        fingerprint=record.fingerprint,
+        error=first.text,
+        attempts=(before[-1], attempt),
+        samples=tuple(sorted(alike[before[-1]])) if alike else (),
+    )

@@ -1,0 +1,289 @@
+"""What ended an attempt: the class of its first cause, the rank with which it began, and what merely followed. Pure.
+
+Each rank that failed is put into a class by the first row of this table that holds. Of several ranks, the one whose
+class stands highest in it is the first cause: a rank that dies makes its peers raise, and one that is stopped or hangs
+makes the *healthy* ones raise first. Within a class, the earliest counts.
+
+| class         | evidence                                                                                   |
+|---------------|--------------------------------------------------------------------------------------------|
+| stopped       | the process was stopped (SIGSTOP) when it was last looked at                                |
+| hang          | the supervisor called a hang; the suspect                                                   |
+| hardware      | an exception whose message names ECC, Xid, a lost GPU, or a system error of NCCL            |
+| oom_kill      | SIGKILL, and the kernel counted (or named in its log) an OOM kill; of a loader worker too   |
+| signal        | ended by a signal that torchrun did not send; of a loader worker too                        |
+| out_of_memory | an exception that says that an allocation failed, on CUDA or CPU                            |
+| exception     | any other exception                                                                        |
+| exit          | a status other than 0, and no word                                                         |
+| aborted       | SIGABRT: how native code ends that lost its peers, among other things                      |
+| timeout       | an exception of torch.distributed that says that it waited too long                        |
+| lost_peer     | an exception of torch.distributed that says that a peer is gone                            |
+
+`node_lost` is the class of an attempt in which the supervisor of a node fell silent or was started anew; what ranks of
+other nodes then raised is its consequence. `launcher` is that of one of which no rank failed but torchrun did,
+`told_to_stop` that of one that was ended on request. Only `exception` may blame a batch.
+"""
+
+from __future__ import annotations
+
+import re
+import signal
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import get_args
+
+from rollback.facts.supervisor import Why
+from rollback.facts.training import Hung
+from rollback.rundir.failures import FailureRecord
+from rollback.rundir.records import Heartbeat
+from rollback.supervisor.diagnosis.outcome import Evidence, RankFailure
+
+# What is said of its peers by a rank that is well itself.
+_NOTICED: tuple[Why, ...] = ("timeout", "lost_peer")
+_PRECEDENCE: dict[Why, int] = {why: place for place, why in enumerate(get_args(Why))}
+
+_DISTRIBUTED = re.compile(
+    r"(builtins\.)?RuntimeError|torch\.distributed\..*|torch\._C\._distributed_c10d\..*|.*Dist\w*Error"
+)
+_OUT_OF_MEMORY_TYPES = re.compile(r"MemoryError|.*OutOfMemoryError")
+_OUT_OF_MEMORY = re.compile(
+    r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: "
+    r"|not enough memory|[Cc]annot allocate memory|unable to (mmap|write|open).*shared memory|std::bad_alloc"
+)
+_HARDWARE = re.compile(
+    r"\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|[Uu]ncorrectable|unhandled system error"
+    r"|ncclSystemError|NVLink|cudaErrorDevicesUnavailable|no longer accessible"
+)
+_WORKER_DIED = re.compile(
+    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: (?P<name>\w+)|exited unexpect)"
+)
+_TIMEOUT = re.compile(
+    r"[Tt]imed out waiting|[Ss]ocket [Tt]imeout|[Ww]ait timeout after|caught collective operation timeout"
+    r"|Application timeout caused pair closure"
+)
+_LOST_PEER = re.compile(
+    r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|failed to recv|Socket closed"
+    r"|communicator was aborted|remote process exited|ncclRemoteError|ncclInternalError|process group.*abort"
+)
+
+
+@dataclass(frozen=True)
+class RankEnd:
+    """How one rank ended.
+
+    failure: what torchrun saw of it, None where it saw none. record: what the rank left itself. stopped: it was
+    SIGSTOPped when last looked at. oom_killed: the kernel says that its OOM killer struck this rank or its host.
+    beat: its last sign of life, None where it gave none.
+    """
+
+    rank: int
+    failure: RankFailure | None = None
+    record: FailureRecord | None = None
+    stopped: bool = False
+    oom_killed: bool = False
+    beat: Heartbeat | None = None
+
+    @property
+    def exitcode(self) -> int:
+        return self.failure.exitcode if self.failure else 0
+
+    @property
+    def ended_by_torchrun(self) -> bool:
+        return self.failure is not None and (self.failure.ended or self.failure.exitcode == -signal.SIGTERM)
+
+    @property
+    def seconds(self) -> float:
+        """When, as seconds since the epoch; torchrun knows it to a second and after the fact."""
+        if self.record is not None:
+            return self.record.seconds
+        return self.failure.at + 1 if self.failure and self.failure.at else float("inf")
+
+    @property
+    def host(self) -> str | None:
+        return self.record.host if self.record else self.beat.host if self.beat else None
+
+
+@dataclass(frozen=True)
+class FirstCause:
+    """What ended an attempt. text: in words. rank: with which it began, None where that cannot be told.
+
+    record: what that rank left. followed: the ranks whose failure is a consequence. host: where that rank ran.
+    """
+
+    why: Why
+    text: str
+    rank: int | None = None
+    record: FailureRecord | None = None
+    followed: tuple[int, ...] = ()
+    host: str | None = None
+
+    @property
+    def may_blame_the_batch(self) -> bool:
+        return self.why == "exception" and self.record is not None and not self.record.error.startswith("rollback.")
+
+
+def why_of(end: RankEnd) -> Why | None:
+    """The class of a rank's end; None where it did not fail, or torchrun ended it because of another."""
+    if end.stopped:
+        return "stopped"
+    if end.record is not None:
+        return _why_of_exception(end.record.error, end.record.message, end.oom_killed)
+    if end.ended_by_torchrun or end.exitcode == 0:
+        return None
+    if end.exitcode < 0:
+        if end.exitcode == -signal.SIGABRT:
+            return "aborted"
+        return "oom_kill" if end.oom_killed and end.exitcode == -signal.SIGKILL else "signal"
+    message = (end.failure.message if end.failure else None) or ""
+    error, _, text = message.strip().partition(":")
+    return _why_of_exception(error, text.strip(), end.oom_killed) if error else "exit"
+
+
+def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
+    if worker := _WORKER_DIED.search(message):
+        return "oom_kill" if oom_killed and worker["name"] in (None, "Killed") else "signal"
+    if _OUT_OF_MEMORY_TYPES.fullmatch(error) or _OUT_OF_MEMORY.search(message):
+        return "out_of_memory"
+    if _HARDWARE.search(message):
+        return "hardware"
+    if _DISTRIBUTED.fullmatch(error):
+        if _LOST_PEER.search(message):
+            return "lost_peer"
+        if _TIMEOUT.search(message):
+            return "timeout"
+    return "exception"
+
+
+def first_cause(evidence: Evidence, ends: Sequence[RankEnd]) -> FirstCause | None:
+    """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
+    classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
+    classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
+    if evidence.hung is not None:
+        return _of_hang(evidence.hung, classed, ends)
+    if evidence.lost_nodes:
+        followed = tuple(sorted(end.rank for _, end in classed))
+        return FirstCause("node_lost", f"{', '.join(evidence.lost_nodes)} was lost", followed=followed)
+    if evidence.status == 0:
+        return None
+    if evidence.told_to_stop:
+        return FirstCause("told_to_stop", "ended on request, before the ranks had stopped together")
+    if not classed:
+        return FirstCause("launcher", _of_torchrun(evidence))
+    why, first = classed[0]
+    alike = [end for _, end in classed[1:] if why == "exception" and _same_exception(end, first)]
+    others = [end for _, end in classed[1:] if end not in alike]
+    text = _describe(why, first)
+    if alike:
+        text += f"; {_enumerate([end.rank for end in alike])} raised the same"
+    if others:
+        text += f"; then {_enumerate([end.rank for end in others])} failed too"
+    nobody = why in _NOTICED and others  # all of them only noticed
+    followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
+    if nobody:
+        return FirstCause(why, text, None, first.record, followed)
+    return FirstCause(why, text, first.rank, first.record, followed, first.host)
+
+
+def _same_exception(end: RankEnd, other: RankEnd) -> bool:
+    return end.record is not None and other.record is not None and end.record.fingerprint == other.record.fingerprint
+
+
+def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[RankEnd]) -> FirstCause:
+    """What the supervisor called. What ranks left after that is the work of the kill, except that the suspect may have
+    raised before, and have hung on its way out."""
+    followed = tuple(sorted(end.rank for _, end in classed if end.rank != hung.suspect))
+    for why, end in classed:
+        if end.rank == hung.suspect and end.rank in hung.raised:
+            after = "and its peers did not end" if end.rank in hung.died else "and did not end"
+            return FirstCause(why, f"{_describe(why, end)}, {after}", end.rank, end.record, followed, end.host)
+    suspect = next((end for end in ends if end.rank == hung.suspect), None)
+    stopped, host = (suspect.stopped, suspect.host) if suspect else (False, None)
+    return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed, host)
+
+
+def merely_noticed(record: FailureRecord) -> bool:
+    """Whether a rank raised because of another one."""
+    return why_of(RankEnd(record.rank, None, record)) in _NOTICED
+
+
+def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
+    """What ranks raised, the first cause first."""
+    classed = [(why_of(RankEnd(record.rank, None, record)), record) for record in records]
+    return [
+        record
+        for why, record in sorted(classed, key=lambda item: (_PRECEDENCE[item[0] or "exception"], item[1].seconds))
+    ]
+
+
+def cause(evidence: Evidence, first: FirstCause | None) -> str:
+    """In words how an attempt ended, and no more than the evidence shows."""
+    if first is not None:
+        return first.text
+    return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
+
+
+def _of_torchrun(evidence: Evidence) -> str:
+    if evidence.status < 0:
+        return f"torchrun was killed by {signal_name(-evidence.status)}"
+    if evidence.failures is None:
+        return f"torchrun exited with status {evidence.status} and left no account"
+    return f"torchrun failed with {evidence.failures.error}"
+
+
+def _describe(why: Why, end: RankEnd) -> str:
+    pid = end.failure.pid if end.failure else end.record.pid if end.record else None
+    who = f"rank {end.rank}" + (f" (pid {pid})" if pid is not None else "")
+    if why == "stopped":
+        return f"{who} was stopped (SIGSTOP), and its peers gave up on it{_last_seen(end)}"
+    if end.record is not None:
+        return f"{who} raised {_last_line(end.record)} at {_where(end.record)}{_OF_CLASS.get(why, '')}"
+    if why == "oom_kill":
+        return f"{who} was killed by signal 9 (SIGKILL): the kernel was out of memory{_last_seen(end)}"
+    if end.exitcode < 0:
+        return f"{who} was killed by {signal_name(-end.exitcode)}{_last_seen(end)}"
+    message = (end.failure.message if end.failure else None) or ""
+    what = f": {message.strip().splitlines()[-1]}" if message.strip() else ""
+    return f"{who} exited with status {end.exitcode}{what}{_OF_CLASS.get(why, '')}{_last_seen(end)}"
+
+
+def _last_seen(end: RankEnd) -> str:
+    """Of a rank that left no word itself; its signs of life are half a second apart."""
+    if end.beat is None:
+        return ""
+    return f", last seen {end.beat.doing} at step {end.beat.step}, batch {end.beat.batch}"
+
+
+_OF_CLASS: dict[Why, str] = {
+    "hardware": " (hardware)",
+    "out_of_memory": " (out of memory)",
+    "oom_kill": " (the kernel was out of memory)",
+    "signal": " (a loader worker was killed)",
+    "timeout": " (it waited too long for its peers)",
+    "lost_peer": " (a peer was gone)",
+}
+
+
+def _last_line(record: FailureRecord) -> str:
+    """Type and message in one line; of a loader worker's error the line that says what happened there."""
+    lines = [line.strip() for line in record.message.splitlines() if line.strip()]
+    if not lines:
+        return record.error
+    return lines[-1] if "Original Traceback" in record.message else f"{record.error}: {lines[0]}"
+
+
+def _where(record: FailureRecord) -> str:
+    return f"step {record.step}, {'reading ' if record.doing == 'reading' else ''}batch {record.batch}"
+
+
+def _enumerate(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if len(ranks) <= 4:
+        return "ranks " + ", ".join(map(str, sorted(ranks)))
+    return f"{len(ranks)} other ranks"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return f"signal {number} ({signal.Signals(number).name})"
+    except ValueError:
+        return f"signal {number}"

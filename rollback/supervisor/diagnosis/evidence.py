@@ -1,0 +1,160 @@
+"""What the run directory, rank 0 and torchrun's process say about an attempt. Reads; writes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TypeVar
+
+from pydantic import BaseModel
+
+from rollback.checkpoints import tiers
+from rollback.facts.training import (
+    Attached,
+    Committed,
+    Fact,
+    FinalStateLost,
+    Finished,
+    Hung,
+    LastSaveFailed,
+    Record,
+    ScriptLeft,
+    Stopped,
+)
+from rollback.ring.helper import drained
+from rollback.rundir.failures import read_failures
+from rollback.rundir.journal import JournalTail, read_journal
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.records import read_heartbeats
+from rollback.rundir.small_json import read_model
+from rollback.supervisor.diagnosis.classify import RankEnd
+from rollback.supervisor.diagnosis.outcome import Evidence, Failures, Left, Refusal
+
+_Left = TypeVar("_Left", bound=BaseModel)
+_Fact = TypeVar("_Fact", bound=Fact)
+
+
+class TrainJournal:
+    """The ranks' journal, each line of it read once: it is looked at ten times a second."""
+
+    def __init__(self, path: Path) -> None:
+        self._tail = JournalTail(path)
+        self._records: list[Record] = []
+
+    def records(self, attempt: int | None = None) -> list[Record]:
+        """Facts of the ranks, those of one attempt if it is given. Raises JournalDamaged or RunDirectoryError."""
+        self._records += self._tail.new()
+        return [record for record in self._records if attempt is None or record.attempt == attempt]
+
+    def has_attached(self, attempt: int) -> bool:
+        return any(isinstance(record.fact, Attached) for record in self.records(attempt))
+
+
+def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | None = None) -> int | None:
+    """The furthest step that facts and signs of life know of, of one attempt, with its last words, if it is given."""
+    steps = [
+        record.fact.step
+        for record in records
+        if isinstance(record.fact, Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped)
+    ]
+    steps += [beat.step for beat in read_heartbeats(paths.ranks).values() if attempt in (None, beat.attempt)]
+    if attempt is not None:
+        steps += [record.step for record in read_failures(paths.failures(attempt)).values()]
+    return max(steps, default=None)
+
+
+def got_further(records: Iterable[Record], step: int | None, best: int | None) -> bool:
+    """Whether an attempt made progress, given its facts, the furthest step it reached and that of all before it.
+
+    It did where it went past them all, or where it left a checkpoint beyond the one it began with: after a rollback a
+    run may do much good work at steps that it has seen before. `best` is None where no attempt was before.
+    """
+    began: int | None = None
+    for record in records:
+        if isinstance(record.fact, Attached):
+            began = record.fact.step
+        elif isinstance(record.fact, Committed) and began is not None and record.fact.step > began:
+            return True
+    return step is not None and step > (best or 0)
+
+
+def gather(
+    paths: RunPaths,
+    journal: TrainJournal,
+    attempt: int,
+    *,
+    left: Left,
+    told_to_stop: bool,
+    hung: Hung | None = None,
+) -> Evidence:
+    """Everything that decides how an attempt ended. Call it when all its processes are gone."""
+    records = journal.records(attempt)
+    return Evidence(
+        status=left.status,
+        told_to_stop=told_to_stop,
+        attached=any(isinstance(record.fact, Attached) for record in records),
+        refusal=left.refusal,
+        stopped=_last(records, Stopped),
+        finished=_last(records, Finished),
+        final_state_lost=_last(records, FinalStateLost),
+        save_failed=_last(records, LastSaveFailed),
+        kept=_newest_there(paths),
+        failures=left.failures,
+        lost_nodes=left.lost_nodes,
+        step=furthest_step(paths, records, attempt),
+        hung=hung,
+        guarded=left.guarded,
+    )
+
+
+def _newest_there(paths: RunPaths) -> int | None:
+    """The step of the newest checkpoint that there is, here or in the durable ring; None where there is none."""
+    names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
+    return max((step for name in names for _, step in [parse_checkpoint_name(name) or (0, 0)]), default=None)
+
+
+def _last(records: Iterable[Record], kind: type[_Fact]) -> _Fact | None:
+    """The last fact of that kind since ranks attached: one process may train several times."""
+    found = None
+    for record in records:
+        if isinstance(record.fact, Attached):
+            found = None
+        elif isinstance(record.fact, kind):
+            found = record.fact
+    return found
+
+
+def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
+    """How each rank ended of which anything is known: torchrun's account, the rank's own, and what the host saw."""
+    records = read_failures(paths.failures(attempt))
+    failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
+    beats = {rank: beat for rank, beat in read_heartbeats(paths.ranks).items() if beat.attempt == attempt}
+    return [
+        RankEnd(
+            rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,
+            beat=beats.get(rank),
+        )
+        for rank in sorted({*records, *failures, *left.stopped, *beats})
+    ]  # fmt: skip
+
+
+def left_on_host(
+    status: int, *, refusal: Path, failures: Path, guarded: bool, stopped: tuple[int, ...], oom_kills: int
+) -> Left:
+    """What rank 0 and torchrun's process left word of on this host, and what was seen there. status: torchrun's."""
+    return Left(
+        status=status,
+        guarded=guarded,
+        stopped=stopped,
+        oom_kills=oom_kills,
+        refusal=_read(refusal, Refusal),
+        failures=_read(failures, Failures),
+    )
+
+
+def _read(path: Path, model: type[_Left]) -> _Left | None:
+    """What a process left in a file of ours; None where that cannot be read: it may have been killed while writing."""
+    try:
+        return read_model(path, model, 1 << 20)
+    except (OSError, ValueError):
+        return None

@@ -1,0 +1,62 @@
+"""Looking out for a hang while an attempt runs, and what is done about one before everything is ended."""
+
+from __future__ import annotations
+
+import time
+
+from rollback.facts.training import Hung, StuckAtExit
+from rollback.rundir.failures import read_failures
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.classify import in_order_of_blame, merely_noticed
+from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
+from rollback.supervisor.host import Running
+from rollback.supervisor.nodes.lead import Nodes
+
+_EVERY = 1.0
+
+
+class Lookout:
+    """Reads heartbeats about once a second, however often it is asked."""
+
+    def __init__(self, paths: RunPaths, limits: HangLimits, running: Running, nodes: Nodes) -> None:
+        self._paths, self._running, self._nodes = paths, running, nodes
+        self._watch = HangWatch(limits, time.monotonic())
+        self._next = 0.0
+
+    @property
+    def trains(self) -> bool:
+        """Whether the attempt has got as far as doing steps."""
+        return self._watch.trains
+
+    def look(self) -> Hung | StuckAtExit | None:
+        """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had. Or that they
+        have done all they had to do, and do not end."""
+        now = time.monotonic()
+        if now < self._next:
+            return None
+        self._next = now + _EVERY
+        attempt = self._running.attempt
+        told = self._running.beats_in_memory() | self._nodes.beats()
+        beats = self._running.beats() | told
+        here = self._running.look()
+        untold = self._running.computing() - {*told}
+        states = self._nodes.states() | here
+        silence = self._watch.look(now, beats, untold)
+        if (silent := self._watch.stuck_at_exit(now)) is not None:
+            return StuckAtExit(ranks=tuple(sorted(here)), silent=round(silent, 3))
+        if silence is None:
+            return None
+        records = in_order_of_blame(read_failures(self._paths.failures(attempt)).values())
+        raised = {record.rank: record.error for record in records if not merely_noticed(record)}
+        suspicion = suspect(beats, states, raised, silence.mute)
+        reason = suspicion.reason
+        if silence.stalled:
+            reason = f"Python code runs, but no batch was finished; {reason}"
+        try:
+            stacks = self._nodes.take_stacks(self._running.take_stacks)
+        except OSError as error:
+            stacks, reason = (), f"{reason} (stacks could not be taken: {error})"
+        return Hung(
+            suspect=suspicion.rank, reason=reason, silent=round(silence.silent, 3), limit=silence.limit, stacks=stacks,
+            raised=tuple(sorted(raised)), died=tuple(sorted(rank for rank, state in states.items() if state == GONE)),
+        )  # fmt: skip

@@ -1,0 +1,66 @@
+"""The supervisor's journal, held back until it is certain that this job may write to the run directory."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from rollback.errors import RunDirectoryError
+from rollback.facts.training import Fact
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+
+
+class Ledger:
+    """Notes facts of the current attempt, from any thread.
+
+    Until `open` is called, they stay in memory and the disk is not touched.
+
+    A journal that cannot be written does not stop the run: it is said once, and the facts are kept for the next try.
+    """
+
+    def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
+        self.attempt = 0
+        self.opened = False
+        self._path = paths.supervisor_journal
+        self._say = say
+        self._journal: Journal | None = None
+        self._held: list[tuple[int, Fact]] = []
+        self._complained = False
+        self._lock = threading.Lock()
+
+    def note(self, fact: Fact) -> None:
+        with self._lock:
+            self._held.append((self.attempt, fact))
+            if self.opened:
+                self._write()
+
+    def open(self) -> None:
+        """From now on facts go to the disk, those held so far first."""
+        with self._lock:
+            if not self.opened:
+                self.opened = True
+                self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._journal is None:
+                self._journal = Journal(self._path, self.attempt)
+            while self._held:
+                # The journal keeps what it fails to write, so a fact is handed over once.
+                attempt, fact = self._held.pop(0)
+                self._journal.attempt = attempt
+                self._journal.append(fact)
+        except (OSError, RunDirectoryError) as error:
+            if not self._complained:
+                self._say(f"the journal {self._path} cannot be written ({error}); the run goes on without it")
+            self._complained = True
+        else:
+            self._complained = False
+
+    def close(self) -> None:
+        with self._lock:
+            if self._journal is not None:
+                self._journal.close()
+                self._journal = None
+            self.opened = False  # what a thread still has to say has come too late

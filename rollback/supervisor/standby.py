@@ -1,0 +1,97 @@
+"""The torchrun process of the next attempt, started ahead: it has imported what it and its ranks need, and waits.
+
+It costs memory (a few hundred MiB that its ranks later share) and, once per attempt, a few seconds of a processor at
+low priority. It holds no port, no device and no lock, and never touches the run directory. It ends when the
+supervisor does: the other end of its socket is closed then.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import psutil
+
+from rollback.agent.entry import ENV_SPARE, MODULE
+
+_LAUNCHER = [sys.executable, "-m", MODULE]
+
+
+class Spare:
+    """At most one waiting process, on this host."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._socket: socket.socket | None = None
+        self._ready = False
+
+    @property
+    def waiting(self) -> list[psutil.Process]:
+        """The process that waits, if any: it belongs to no attempt yet."""
+        if self._process is None or self._process.poll() is not None:
+            return []
+        return [psutil.Process(self._process.pid)]
+
+    @property
+    def ready(self) -> bool:
+        """Whether it has imported what it will need."""
+        if not self._ready and self._socket is not None and self.waiting:
+            with contextlib.suppress(BlockingIOError, ConnectionError):
+                self._ready = bool(self._socket.recv(16, socket.MSG_DONTWAIT))
+        return self._ready
+
+    def prepare(self, environment: Mapping[str, str]) -> None:
+        """Start it, unless it waits already. environment: of the present attempt; the order brings its own."""
+        if self.waiting:
+            return
+        self.drop()
+        self._ready = False
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._process = subprocess.Popen(
+                _LAUNCHER, env={**environment, ENV_SPARE: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+                start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+            self._socket = ours
+        except OSError:  # no memory or processes left: the next attempt starts without
+            ours.close()
+        finally:
+            theirs.close()
+
+    def take(
+        self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
+    ) -> subprocess.Popen[bytes] | None:
+        """Have the waiting process run `command`, as `processes.start` would. None where none waits, imports done.
+
+        One that is still at its imports is ended: at its low priority it may need longer than a new one.
+        """
+        process, connection = self._process, self._socket
+        if not self.waiting or process is None or connection is None or list(command[:3]) != _LAUNCHER:
+            return None
+        if not self.ready:
+            self.drop()
+            return None
+        order = {"arguments": list(command[3:]), "environment": dict(environment), "folder": os.getcwd()}
+        try:
+            streams = [1 if stdout is None else stdout, 2 if stderr is None else stderr]
+            socket.send_fds(connection, [json.dumps(order).encode()], streams)
+        except OSError:
+            self.drop()
+            return None
+        connection.close()
+        self._process = self._socket = None
+        return process
+
+    def drop(self) -> None:
+        """End it. Nothing is lost but the start that it was ahead."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        if self._socket is not None:
+            self._socket.close()
+        self._process = self._socket = None

@@ -1,0 +1,137 @@
+"""Rank 0's pen: journal, metrics and notices. A disk that refuses costs a line in memory, never the training."""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeVar
+
+from rollback.facts.training import Advice, Fact, Trouble
+from rollback.facts.training import Record as JournalRecord
+from rollback.rundir.journal import Journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter, Metric, metric_line
+
+_FLUSH_SECONDS = 1.0
+_NAMED = 12
+_T = TypeVar("_T")
+
+
+class _Unheard:
+    """How many lines of this process nobody could be shown."""
+
+    lines = 0
+
+
+def say(text: str) -> None:
+    """A line for people, on stderr. A closed or full stderr must not end the training: what is not shown is counted."""
+    try:
+        print(f"rollback: {text}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):
+        _Unheard.lines += 1
+
+
+def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
+    """Do what the run can go on without; say so where it fails."""
+    try:
+        act()
+    except OSError as error:
+        say(f"{doing} failed ({error}); training goes on")
+
+
+class Record:
+    """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
+
+    def __init__(self, paths: RunPaths, attempt: int, *, first: bool, advised: Iterable[str] = ()) -> None:
+        self._attempt = attempt
+        self._journal = Journal(paths.train_journal, attempt) if first else None
+        self._metrics: LineWriter | None = None
+        self._flushed = time.monotonic()
+        self._failing: set[str] = set()
+        self._unheard_before = _Unheard.lines
+        self._advised = set(advised)
+        self._lock = threading.RLock()
+        if first:
+            self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
+
+    def note(self, fact: Fact, notice: str | None = None) -> None:
+        """Append a fact to the journal and, with `notice`, tell people. Durable on return unless the disk refuses."""
+        if self._journal is None:
+            return
+        journal = self._journal
+        with self._lock:
+            if notice:
+                say(notice)
+            self._try("writing the journal", lambda: journal.append(fact))
+
+    @property
+    def records(self) -> list[JournalRecord]:
+        """Rank 0: the ranks' facts of all attempts; elsewhere none."""
+        return self._journal.records if self._journal else []
+
+    def advise(self, code: str, text: str) -> None:
+        """Note a likely mistake, once for each run."""
+        if code not in self._advised:
+            self._advised.add(code)
+            self.note(Advice(code=code, text=text), text)
+
+    def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
+        """The same of what has these names, of which the first are told; nothing where there are none."""
+        code, text = advice
+        listed = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
+        if names:
+            self.advise(code, text.format(names=listed, **more))
+
+    def metric(
+        self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int
+    ) -> None:
+        """Note a judged step."""
+        if self._metrics is None:
+            return
+        metrics, now = self._metrics, time.monotonic()
+        line = metric_line(
+            Metric.model_construct(
+                step=step,
+                batch=batch,
+                loss=loss,
+                grad_norm=grad_norm,
+                verdict=verdict,
+                attempt=self._attempt,
+                timeline=timeline,
+            )
+        )
+        self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
+        if now - self._flushed > _FLUSH_SECONDS:
+            self.flush()
+
+    def flush(self) -> None:
+        if self._metrics is not None:
+            self._flushed = time.monotonic()
+            self._try("writing the metrics", self._metrics.flush)
+
+    def close(self) -> None:
+        self.flush()
+        unheard, self._unheard_before = _Unheard.lines - self._unheard_before, _Unheard.lines
+        if unheard:
+            self.note(Trouble(doing="telling people on stderr", error=f"{unheard} lines could not be shown"))
+
+    def _try(self, doing: str, act: Callable[[], _T], *, proves: bool = True) -> _T | None:
+        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write.
+
+        proves: where it succeeds, the disk has taken what it had refused.
+        """
+        try:
+            result = act()
+        except OSError as error:
+            if doing not in self._failing:
+                self._failing.add(doing)
+                say(f"{doing} fails ({error}); training goes on, and what the journal could not take stays in memory")
+            return None
+        if proves and doing in self._failing:
+            self._failing.discard(doing)
+            say(f"{doing} works again")
+            if self._journal is not None:
+                self.note(Trouble(doing=doing, error="failed for a while; what the journal held back is written now"))
+        return result

@@ -1,0 +1,85 @@
+"""Which cursor a loader gets."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, MapDataPipe
+
+from rollback.errors import UsageError
+from rollback.train.data.cursor.base import Cursor
+from rollback.train.data.cursor.drawn import DrawnCursor
+from rollback.train.data.cursor.mapstyle import MapStyleCursor
+from rollback.train.data.cursor.reiterated import ReiteratedCursor
+from rollback.train.data.cursor.stateful import StatefulCursor
+
+_ACCEPTED = (
+    "accepted are: a torch DataLoader; an iterable with state_dict and load_state_dict; a callable without arguments "
+    "or an iterator that draws its batches from the global random states; an iterable that begins anew each time"
+)
+
+
+def cursor_for(loader: Any) -> Cursor:
+    """The cursor of `loader`. UsageError, with what is accepted, where there is no way to go back in it."""
+    if isinstance(loader, type):
+        raise UsageError(
+            f"cannot read batches from the class {loader.__name__}",
+            hint=f"hand over an instance of it; {_ACCEPTED}",
+        )
+    kind = type(loader)
+    if kind.__module__.partition(".")[0] == "accelerate":  # isinstance would say that it is a torch DataLoader
+        raise UsageError(
+            f"cannot go back in the batches of {kind.__module__}.{kind.__name__}: it reads a batch ahead and shuffles "
+            "anew whenever it is iterated",
+            hint="hand over a DataLoader with a DistributedSampler that was not given to accelerator.prepare, and move "
+            "each batch to the device in the loop",
+        )
+    if _is_torchdata_map_style(loader):
+        return MapStyleCursor(loader)
+    if _is_torchdata_without_state(loader):
+        return ReiteratedCursor(loader)
+    if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
+        return StatefulCursor(loader)
+    if _is_plain_map_style(loader):
+        return MapStyleCursor(loader)
+    if hasattr(loader, "__next__"):
+        return DrawnCursor(loader.__next__, name=type(loader).__name__, once=True)
+    if hasattr(loader, "__iter__") and not isinstance(loader, (str, bytes, dict)):
+        return ReiteratedCursor(loader)
+    if callable(loader):
+        return DrawnCursor(loader, name=getattr(loader, "__name__", type(loader).__name__))
+    raise UsageError(f"cannot read batches from a {type(loader).__name__}", hint=_ACCEPTED)
+
+
+def _is_plain_map_style(loader: Any) -> bool:
+    """Whether the loader reads by index in torch's own way; a subclass that iterates in its own way does not."""
+    return (
+        isinstance(loader, DataLoader)
+        and type(loader).__iter__ is DataLoader.__iter__
+        and type(loader)._get_iterator is DataLoader._get_iterator
+        and not isinstance(loader.dataset, (IterableDataset, MapDataPipe))
+    )
+
+
+def _is_torchdata_map_style(loader: Any) -> bool:
+    """Whether it is torchdata's StatefulDataLoader, and neither its data set nor a sampler of the user's keeps a state.
+
+    It reads by index in torch's way then, and sought by index it is exact where its own state is not: its workers'
+    random states, a generator that was handed to it.
+    """
+    if not _is_torchdata_loader(loader):
+        return False
+    samplers = [loader.batch_sampler, loader.sampler]
+    own = [item for item in samplers if type(item).__module__.partition(".")[0] not in ("torch", "torchdata")]
+    return not isinstance(loader.dataset, (IterableDataset, MapDataPipe)) and not any(
+        hasattr(item, "state_dict") for item in [loader.dataset, *own]
+    )
+
+
+def _is_torchdata_without_state(loader: Any) -> bool:
+    """Whether it is that loader over a data set that keeps no state: it iterates that anew and drops what was read."""
+    return _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict")
+
+
+def _is_torchdata_loader(loader: Any) -> bool:
+    return type(loader).__name__ == "StatefulDataLoader" and type(loader).__module__.startswith("torchdata.")

@@ -1,0 +1,45 @@
+"""What a map-style loader says of itself: kept with the run, so that another data set or another split is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.data import DataLoader, Subset
+
+from rollback.train.data.cursor.digest import hex_digest_of
+
+
+def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
+    """JSON. Of a subset (`random_split`) a hash of its samples too: without a seed it is another one each time."""
+    batching = loader.batch_sampler
+    index_sampler: Any = loader.sampler if batching is None else batching
+    subset = loader.dataset
+    return {
+        "length": length_of(loader.dataset),
+        "batch_size": getattr(batching, "batch_size", None),
+        "drop_last": getattr(batching, "drop_last", None),
+        "sampler": type(getattr(index_sampler, "sampler", index_sampler)).__name__,
+        "batches": length_of(loader),
+        **({"subset": hex_digest_of(list(subset.indices))} if isinstance(subset, Subset) else {}),
+    }
+
+
+def samplers_of(index_sampler: Any) -> list[Any]:
+    """The sampler and those that it wraps, outermost first."""
+    found: list[Any] = []
+    pending = [index_sampler]
+    while pending:
+        sampler = pending.pop()
+        if sampler is None or any(sampler is known for known in found):
+            continue
+        found.append(sampler)
+        pending += [getattr(sampler, "batch_sampler", None), getattr(sampler, "sampler", None)]
+    return found
+
+
+def length_of(sized: Any) -> int | None:
+    """None where it has none."""
+    try:
+        return len(sized)
+    except (TypeError, NotImplementedError):
+        return None

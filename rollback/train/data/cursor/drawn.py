@@ -1,0 +1,139 @@
+"""The cursor of a callable or an iterator whose batches are drawn: nanoGPT's `get_batch`, an endless generator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train.data import rng
+from rollback.train.data.cursor.base import Cursor, Indices
+from rollback.train.data.cursor.digest import Digest
+
+DRAWS_BESIDE = (
+    "draws-beside-the-data",
+    "between two batches something else draws random numbers on the CPU (an evaluation, dropout). In a run without a "
+    "guard it and '{name}' share one stream; here the data have a stream of their own, so that a batch is the same "
+    "after a restart or a rollback. So the batches of this run differ from those of the script without a guard; they "
+    "are as random. For the same ones in both, let '{name}' draw from a generator of its own and give it a state_dict "
+    "and load_state_dict",
+)
+
+
+class DrawnCursor(Cursor):
+    """Replays `draw` from the CPU random states (Python, NumPy, torch), which must be all that its batches depend on.
+
+    The data have a random stream of their own. At the first batch it takes over the states of the process, so that the
+    batches are those that an unguarded run would get if only the data drew from them; the process goes on from seeds
+    drawn from the same states. From then on batch b is the same whatever the model draws. All is one endless epoch,
+    unless `draw` raises StopIteration. `skip` draws a batch and drops it.
+
+    A generator that walks through files, a counter in a closure, a `torch.Generator` of the callable's own or a draw on
+    a GPU cannot be put back from here. To know before any harm is done, `open_epoch` draws the first batch of a run
+    twice from the same states: if the two differ, UsageError. A process that resumes draws the last batch before its
+    position once more: if that is another one, RunDoesNotFit.
+
+    once: `draw` goes on from where it is (an iterator), so what is drawn only to compare would be lost: batches that
+    cannot be compared are refused.
+    """
+
+    kind = "drawn"
+    has_epochs = False
+
+    def __init__(self, draw: Callable[[], Any], *, name: str, once: bool = False) -> None:
+        super().__init__()
+        self._draw = draw
+        self._name = name
+        self._once = once
+        self._stream: rng.Stream | None = None
+        self._last: tuple[rng.Stream, Digest] | None = None
+        """The stream before the batch last drawn, and what that batch is."""
+        self._drew_beside = False
+
+    def remarks(self) -> Iterable[tuple[str, str]]:
+        if not self._drew_beside:
+            return ()
+        code, text = DRAWS_BESIDE
+        return ((code, text.format(name=self._name)),)
+
+    def _open(self) -> None:
+        if self._stream is None:
+            self._refuse_hidden_state()
+            self._stream = rng.Stream.take_over()
+
+    def _refuse_hidden_state(self) -> None:
+        first, second = self._trial(), self._trial()
+        if first.value != second.value:
+            raise UsageError(
+                f"cannot go back in the batches of '{self._name}': drawn twice from the same random states, the first "
+                "is not the same, so they depend on something else (a position or a generator of its own)",
+                hint="draw from the global random states of Python, NumPy or torch (CPU) alone; or hand over an object "
+                "with state_dict and load_state_dict, or one whose __iter__ begins anew each time",
+            )
+        if self._once and not first.whole:
+            raise UsageError(
+                f"cannot tell whether the batches of '{self._name}' can be drawn again: they hold objects that cannot "
+                "be compared",
+                hint="hand out tensors, arrays, numbers and strings in dicts, lists, tuples or dataclasses; or hand "
+                "over an object with state_dict and load_state_dict, or one whose __iter__ begins anew each time",
+            )
+
+    def _trial(self) -> Digest:
+        with rng.preserved():
+            try:
+                return Digest(self._draw())
+            except StopIteration:
+                return Digest(())
+
+    def _fetch(self) -> Any:
+        assert self._stream is not None
+        self._drew_beside = self._drew_beside or (self._last is not None and self._stream.drawn_beside)
+        before = self._stream.copy()
+        with self._stream:
+            data = self._draw()
+        self._last = before, Digest(data)
+        return data
+
+    def _pass_over(self) -> Indices:
+        assert self._stream is not None
+        with self._stream:
+            try:
+                self._draw()
+            except StopIteration:
+                raise
+            except Exception:  # noqa: BLE001 - it may be passed over for this very reason; the draws made still count
+                pass
+        return None
+
+    def _state(self) -> dict[str, Any]:
+        last = None
+        if self._last is not None and (digest := self._last[1].value) is not None:
+            last = {"stream": self._last[0].state_dict(), "digest": f"{digest:016x}"}
+        return {"stream": self._stream.state_dict() if self._stream else None, "last": last}
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        fresh, stream, self._last = self._stream is None, state["stream"], None
+        self._stream = rng.Stream.from_state_dict(stream) if stream is not None else None
+        if fresh and state["last"] is not None and not self.accepts_other_length:
+            self._compare_with(state["last"])
+
+    def _compare_with(self, last: dict[str, Any]) -> None:
+        with rng.preserved():
+            rng.restore(last["stream"])
+            try:
+                drawn = Digest(self._draw()).value
+            except Exception as error:
+                raise self._does_not_fit(f"drawing it again fails ({type(error).__name__}: {error})") from error
+        if drawn is not None and f"{drawn:016x}" != last["digest"]:
+            raise self._does_not_fit("drawn again from the same random states, it is another one")
+
+    def _does_not_fit(self, reason: str) -> RunDoesNotFit:
+        return RunDoesNotFit(
+            f"cannot go to batch {self.batch} of '{self._name}': the checkpoint tells what the batch before it was, "
+            f"and {reason}",
+            hint="the batch size, the data or the code that draws has changed; put that back, start a new run "
+            "directory, or go on with the data as they are now by --accept-data-change",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "loader": self._name}

@@ -1,0 +1,124 @@
+"""What the cursors of loaders have in common that are read in order: one batch after another, by an iterator."""
+
+from __future__ import annotations
+
+import copy
+from abc import abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from rollback.train.data import rng
+from rollback.train.data.cursor.base import Cursor, Indices
+from rollback.train.data.cursor.epochs import EpochSetters
+from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
+
+
+class InOrderCursor(Cursor):
+    """Reads `loader` by its iterator.
+
+    Going to a position is put off until the first batch is asked for, since what it takes is made by `iter(loader)`
+    under the epoch that the script sets before its loop begins.
+
+    Such a loader may have no length, or one that is an estimate. A checkpoint behind an epoch's last batch would resume
+    in an epoch that is over, and a loader that begins the next epoch when it is loaded there would have that one taken
+    for the old. So where `at_end` is asked, one batch is read ahead; it is handed out next, and the position, the
+    loader's state and the random states of the process are until then those before it was read. What a checkpoint's
+    next batch was is thus on record before anybody resumes from it.
+    """
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__()
+        self._loader = loader
+        leave_stopping_to_the_rank(loader)
+        self._epoch_setters = EpochSetters(loader)
+        self.generators = Generators(loader)
+        self._iterator: Iterator[Any] | None = None
+        self._ahead: _Ahead | None = None
+
+    @property
+    def reads_ahead(self) -> bool:
+        return True
+
+    @property
+    def at_end(self) -> bool:
+        if not self.opened or self.offset == 0:
+            return False
+        if self._ahead is None:
+            self._ahead = _Ahead(self)
+        return isinstance(self._ahead.error, StopIteration)
+
+    @property
+    def ahead(self) -> Any:
+        return self._ahead.data if self._ahead is not None else None
+
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
+    def close(self) -> None:
+        """Lets go of the loader's iterator, and ends its workers."""
+        self._let_go(self._iterator)
+        self._iterator = self._ahead = None
+
+    def read(self) -> Any:
+        """The next batch from the iterator."""
+        if self._iterator is None:
+            self._resume()
+        return self._read()
+
+    def loader_state(self) -> Any:
+        """The loader's own, where it is needed to come back to the position."""
+        return None
+
+    @abstractmethod
+    def _resume(self) -> None:
+        """Makes the iterator that goes on at the position that was sought."""
+
+    @abstractmethod
+    def _read(self) -> Any: ...
+
+    def _fetch(self) -> Any:
+        ahead, self._ahead = self._ahead, None
+        return self.read() if ahead is None else ahead.take()
+
+    def _pass_over(self) -> Indices:
+        data = self._fetch()
+        if self.witness is not None:
+            self.witness.check(self.batch, data)
+        return None
+
+    def _let_go(self, iterator: Iterator[Any] | None) -> None:
+        shut_down(iterator)
+        if iterator is not None and getattr(self._loader, "_iterator", None) is iterator:
+            self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
+
+
+def reading_of(loader: Any) -> dict[str, Any]:
+    """How a DataLoader reads, for `describe`: with other workers or another batch size its batches are other ones."""
+    if not isinstance(loader, DataLoader):
+        return {}
+    return {"batch_size": loader.batch_size, "workers": loader.num_workers}
+
+
+class _Ahead:
+    """A batch that was read before it was asked for, or what reading it raised."""
+
+    def __init__(self, cursor: InOrderCursor) -> None:
+        self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
+        self.error: BaseException | None = None
+        self.data: Any = None
+        self._stream = rng.Stream.of_process()
+        try:
+            with self._stream:
+                self.data = cursor.read()
+        except (Exception, StopIteration) as error:  # noqa: BLE001 - raised where the batch is asked for
+            self.error = error
+
+    def take(self) -> Any:
+        if self.error is not None:
+            raise self.error
+        self._stream.hand_over()
+        return self.data

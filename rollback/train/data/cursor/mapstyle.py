@@ -1,0 +1,367 @@
+"""The cursor of a map-style DataLoader: sought by index, never drained.
+
+The order of an epoch is a pure function of the random states at its opening (and of what `set_epoch` was given), so
+these are what a checkpoint keeps. Going to batch b makes the order anew and moves along it; the data are read by a
+clone of the user's loader whose batch sampler begins at the position.
+
+With worker processes each batch is read under random states seeded from (base seed, epoch, offset), so that random
+augmentation, too, is a function of the position alone, whatever the number of workers and however far they have read
+ahead. Without workers it draws from the random states of the process, as ever. A data set that keeps a generator of
+its own (`self.rng = np.random.default_generator()`) is outside of both.
+
+The clone keeps the batches in order (`in_order=False` would make "batch b" mean nothing). A sampler's own
+`state_dict` is not used: the sampler is run again from the opening. Random generators that it holds as attributes are
+put back with the rest. One whose order depends on anything else, such as the losses it was shown, cannot be sought: at
+the opening of a run the order is drawn twice, and a sampler that gives two different ones is refused at once; a replay
+that finds other indices than before is refused, never passed on.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator, Sequence, Set
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train.data import rng
+from rollback.train.data.cursor.base import Cursor, Indices, Witness
+from rollback.train.data.cursor.clone import clone_of
+from rollback.train.data.cursor.description import description_of, length_of, samplers_of
+from rollback.train.data.cursor.digest import Digest, digest_of_indices, hex_digest_of
+from rollback.train.data.cursor.epochs import EpochSetters
+from rollback.train.data.cursor.feed import Feed
+from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.cursor.order import Order, order_of, order_of_share, share_of
+from rollback.train.data.cursor.quarantine import Neighbours, unreadable
+from rollback.train.data.workers import shut_down
+
+_COMPARED = 16
+"""Batches of the first epoch that are drawn twice from a sampler that is not torch's own."""
+
+
+class MapStyleCursor(Cursor):
+    """See the module's docstring. `loader` itself is never iterated."""
+
+    kind = "map-style"
+    leaves_out = True
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        super().__init__()
+        self._loader = loader
+        self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
+        self._generators = Generators(loader.generator, *samplers_of(self._index_sampler))
+        self._epoch_setters = EpochSetters(loader)
+        self._opening: dict[str, Any] = {}
+        self._base_seed: int | None = None
+        self._seeding: torch.Tensor | None = None
+        """State of the generator that the base seed is drawn from, before it is: workers' seeds follow from it."""
+        self._fresh = True
+        """Whether this process has read nothing yet."""
+        self._unproven = False
+        """Whether the batch before the position is to be read again, to see that the data are what they were."""
+        self._before_epoch: list[int] | None = None
+        """The last batch of indices of the epoch before, as long as this one has none."""
+        self._unfit: RunDoesNotFit | None = None
+        """What was found wrong with a position, where the script's next `set_epoch` may yet put it right."""
+        self._feed = Feed()
+        self._clone: DataLoader[Any] | None = None
+        self._clone_epoch = 0
+        self._reader: Iterator[Any] | None = None
+        self._indices: Indices = None
+
+    def indices(self) -> Indices:
+        return self._indices
+
+    def order_digest(self) -> int | None:
+        return digest_of_indices(self._feed.last)
+
+    @property
+    def at_end(self) -> bool:
+        return self.opened and self._unfit is None and self._feed.is_over()
+
+    def in_hand(self, reading: bool) -> Indices:
+        try:
+            return _as_indices(self._feed.peek()) if reading else self._indices
+        except StopIteration:
+            return None
+
+    def unreadable(self, samples: Sequence[int]) -> list[int]:
+        return unreadable(self._loader.dataset, samples)
+
+    def plan_skips(self, first: int, last: int) -> None:
+        window = range(first, last + 1)
+        if window not in self._feed.planned:
+            self._feed.planned.append(window)
+            self._reader = None  # it may be reading what is now planned to be skipped
+
+    def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:
+        if list(listed) != self._feed.neighbours.listed:
+            self._feed.neighbours = Neighbours(listed, length_of(self._loader.dataset) or 0)
+            self._reader = None  # it may be reading what is now to be left out
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, **description_of(self._loader)}
+
+    @property
+    def told_epoch(self) -> int | None:
+        return self._epoch_setters.told
+
+    def close(self) -> None:
+        if self._clone is not None:
+            shut_down(self._clone._iterator)
+        self._clone = self._reader = None
+
+    def _open(self) -> None:
+        epochs = self._epoch_setters.at_opening(self.epoch)
+        self._end_workers_of_epoch()
+        self._unfit, self._unproven, self._fresh = None, False, False
+        self._opening = {
+            "rng": rng.capture(cuda=False),
+            "generators": self._generators.states(),
+            "epochs": epochs,
+            "base_seed": self._base_seed if self._loader.persistent_workers else None,
+        }
+        if self.batch == 0:
+            self._refuse_hidden_state()
+        self._begin(self._make_order(), None)
+
+    def _refuse_hidden_state(self) -> None:
+        """Draw the order twice, where it is not one of torch's own samplers that draws it."""
+        first, second = self._trial(), self._trial()
+        if first != second:
+            sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
+            raise UsageError(
+                f"cannot go back in the order of the {type(sampler).__name__}: drawn twice from the same random "
+                "states, it is not the same, so it depends on something else (a counter, or random numbers from where "
+                "the guard cannot see)",
+                hint="let the sampler draw from the global random states, or from a torch.Generator, numpy Generator "
+                "or random.Random that is one of its attributes; what changes with the epoch goes through set_epoch()",
+            )
+
+    def _trial(self) -> list[int | None]:
+        with rng.preserved():
+            order = self._make_order()
+            drawn: list[int | None] = []
+            try:
+                while not order.exact and len(drawn) < _COMPARED:
+                    drawn.append(digest_of_indices(order.take()))
+            except StopIteration:
+                pass
+            self._generators.restore(self._opening["generators"])
+            return drawn
+
+    def _next_indices(self) -> str | None:
+        if not self.opened or self._unfit is not None or self._feed.is_over():
+            return None
+        return hex_digest_of(self._feed.drawn())
+
+    def _end_epoch(self) -> None:
+        super()._end_epoch()
+        indices = _as_indices(self._feed.last)
+        self._before_epoch = None if indices is None else list(indices)
+        self._end_workers_of_epoch()
+
+    def _end_workers_of_epoch(self) -> None:
+        """As the loader itself: new workers each epoch, with the data set as it is then, unless they persist."""
+        if not self._loader.persistent_workers:
+            self.close()
+
+    def _fetch(self) -> Any:
+        self._refuse_unfit()
+        if self._feed.is_planned():  # said to be skipped, and wanted after all
+            self._feed.planned.clear()
+            self._reader = None
+        reader = self._start_reading() if self._reader is None else self._reader
+        try:
+            data = next(reader)
+        except StopIteration:
+            raise
+        except BaseException:
+            self._reader = None  # it is a batch further than we are: the next read begins at the position again
+            raise
+        self._indices = _as_indices(self._feed.pop())
+        return data
+
+    def _pass_over(self) -> Indices:
+        self._refuse_unfit()
+        self._unproven = False  # it might be a batch that must not be read
+        indices = _as_indices(self._feed.peek())
+        if self._feed.reading and not self._feed.is_planned():
+            self._reader = None  # workers are at it: they are told to begin again behind it
+            self._feed.reading = 0
+        self._feed.pop()
+        return indices
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "opening": self._opening if self.opened else None,
+            "base_seed": self._base_seed,
+            "seeding": self._seeding if self._loader.persistent_workers else None,
+            # Between two epochs nothing will draw the order again: the generators are all there is to put back.
+            "generators": None if self.opened else self._generators.states(),
+            "data_generators": Generators(self._loader.dataset).states() if self._loader.num_workers == 0 else [],
+            "last_indices": hex_digest_of(self._feed.last) if self.offset else None,
+            "next_indices": self._next_indices(),
+            "before_epoch": self._before_epoch if self.opened and not self.offset else None,
+            "length": length_of(self._loader.dataset),
+            "share": share_of(self._index_sampler),
+        }
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        kept = state["opening"] or state
+        if len(kept["generators"]) != len(self._generators):
+            raise self._does_not_fit("other generators take part")
+        self._reader, self._indices, self._unfit = None, None, None
+        self._base_seed, self._seeding = state["base_seed"], state["seeding"]
+        with rng.preserved():
+            if not self.opened:
+                self._generators.restore(state["generators"])
+                self._epoch_setters.leave()
+                return
+            self._opening = state["opening"]
+            rng.restore(self._opening["rng"])
+            self._generators.restore(self._opening["generators"])
+            self._epoch_setters.give(self.epoch, self._opening["epochs"])
+            order = self._make_order()
+        Generators(self._loader.dataset).restore(state["data_generators"])
+        self._unproven = self._unproven or self._fresh
+        self._fresh = False
+        self._before_epoch = state["before_epoch"]
+        try:
+            self._begin(order, self._move_to_position(order, state))
+            self._compare_next(state)
+        except RunDoesNotFit as error:
+            if self._epoch_setters.all_read:
+                raise
+            self._unfit = error
+
+    def _refuse_unfit(self) -> None:
+        if self._unfit is not None:
+            raise self._unfit
+
+    def _move_to_position(self, order: Order, state: dict[str, Any]) -> Any:
+        """Move a fresh order to the position; what comes before it there, once that is known to be what came before.
+
+        Where the data set is of another length by intent, there is nothing to compare with.
+        """
+        if not self.offset:
+            return self._before_epoch if self._loader.num_workers == 0 else None
+        other_data = self.accepts_other_length and state["length"] != length_of(self._loader.dataset)
+        order.seek(self.offset - 1)
+        try:
+            last = order.take()
+        except StopIteration:
+            if other_data:
+                return None  # the epoch is over
+            raise self._does_not_fit("fewer batches come") from None
+        if not other_data:
+            checked = last if state["share"] == share_of(self._index_sampler) else self._last_of(state["share"])
+            if hex_digest_of(checked) != state["last_indices"]:
+                raise self._does_not_fit("other indices come before it")
+        return last
+
+    def _compare_next(self, state: dict[str, Any]) -> None:
+        """A sampler whose order depends on what it was shown may give another batch next, and no other before."""
+        same = state["length"] == length_of(self._loader.dataset) and state["share"] == share_of(self._index_sampler)
+        if same and state["next_indices"] is not None and self._next_indices() != state["next_indices"]:
+            raise self._does_not_fit("other indices come next")
+
+    def _last_of(self, share: list[int | None] | None) -> Any:
+        """What another share of the same data has before the position."""
+        order = order_of_share(self._index_sampler, share)
+        if order is None:
+            raise self._does_not_fit("the samples are shared out among the ranks in another way")
+        with rng.preserved():
+            order.begin()
+            order.seek(self.offset - 1)
+            return order.take()
+
+    def _begin(self, order: Order, last: Any) -> None:
+        self._reader = None
+        key = f"{self._base_seed}/{self.epoch}" if self._loader.num_workers > 0 else None
+        self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
+
+    def _make_order(self) -> Order:
+        """Draws the epoch's order as the loader does: what it draws, when, and from which generator."""
+        loader = self._loader
+        lookahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
+        order = order_of(self._index_sampler, lookahead)
+        if self._opening["base_seed"] is None:  # else the workers live on, and so does their seed
+            self._seeding = (loader.generator or torch.default_generator).get_state()
+            drawn = torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            self._base_seed = int(drawn.item())
+            if loader.num_workers > 0:  # which asks its sampler for an iterator a second time
+                order = order_of(self._index_sampler, lookahead)
+        order.begin()
+        return order
+
+    def _start_reading(self) -> Iterator[Any]:
+        if self._clone_epoch != self.epoch:
+            self._end_workers_of_epoch()
+        if self._clone is None:
+            self._clone = clone_of(self._loader, self._feed, self._seeding)
+            self._clone_epoch = self.epoch
+        proof = self._feed.last is not None and self.witness is not None and self.witness.knows(self.batch - 1)
+        if self._unproven and proof and self.witness is not None:
+            self._unproven = False
+            self._read_last_again(self.witness)
+        if self._reader is not None:
+            return self._reader
+        # With workers this drops what they had read ahead and sets them to work at the position. They are not started
+        # anew, as the clone's workers always persist: only the cursor ends them.
+        self._reader = iter(self._clone)
+        return self._reader
+
+    def _read_last_again(self, witness: Witness) -> None:
+        """A resumed process: see whether the batch before the position is the one that it was.
+
+        A worker reads it under the random states that it had then. In this process those are not known, so it is read
+        under two others, and says nothing where these make a difference. Data that are not the same twice under the
+        same ones depend on what nobody can put back.
+        """
+        assert self._clone is not None
+        if self._loader.num_workers > 0:
+            self._feed.repeat_last()
+            self._reader = iter(self._clone)
+            witness.check(self.batch - 1, next(self._reader))
+            return
+        generators = Generators(self._loader.dataset)
+        states = generators.states()
+        read: list[Any] = []
+        with rng.preserved():
+            for key in ("one", "one", "other"):
+                rng.seed_all(key)
+                generators.seed(key)
+                self._feed.repeat_last()
+                read.append(next(iter(self._clone)))
+        generators.restore(states)
+        first, again, other = (Digest(data).value for data in read)
+        if first != again:
+            raise RunDoesNotFit(
+                f"cannot go on at batch {self.batch} of the data: read twice under the same random states, the batch "
+                "before it is not the same, so the data set depends on something that does not come back",
+                hint="let it draw from the global random states, or from a generator that is one of its attributes; or "
+                "go on with the data as they are now by --accept-data-change",
+            )
+        if first == other:
+            witness.check(self.batch - 1, read[0])
+
+    def _does_not_fit(self, difference: str) -> RunDoesNotFit:
+        return RunDoesNotFit(
+            f"cannot go to batch {self.batch} of the data (epoch {self.epoch}, offset {self.offset}): in the order "
+            f"made again from the random states at the epoch's opening, {difference} than at the checkpoint",
+            hint="the data set, the batch size or the sampler has changed, or the sampler's order depends on more than "
+            "random states and set_epoch(): then give the loader a state_dict/load_state_dict of its own",
+        )
+
+
+def _as_indices(batch: Any) -> Indices:
+    """What a sampler gave for one batch as plain integers; None where it is anything else."""
+    entries = batch if isinstance(batch, (list, tuple)) else [batch]
+    try:
+        return tuple(operator.index(entry) for entry in entries)
+    except TypeError:
+        return None

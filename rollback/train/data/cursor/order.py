@@ -1,0 +1,234 @@
+"""The order in which an epoch's batches come, as indices alone.
+
+An order hands out one batch of indices after another and can be moved forward without looking at the data. For
+torch's own samplers the whole epoch is one range or one permutation, and a batch is a slice of it, at any offset and
+at once. Any other sampler is run, which costs Python time for each index but reads no data.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, ClassVar, Protocol
+
+import torch
+from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
+
+from rollback.train.data import rng
+
+
+class Order(Protocol):
+    """One epoch's batches of indices. Made, and begun, under the random states of the epoch's opening."""
+
+    exact: ClassVar[bool]
+    """Whether the order is known to follow from these states: torch's own samplers, not somebody's."""
+
+    def begin(self) -> None:
+        """Draws what the sampler draws when it is first asked."""
+
+    def take(self) -> Any:
+        """The next batch's indices (or the next index, without batching). StopIteration at the end."""
+
+    def seek(self, offset: int) -> None:
+        """Passes over `offset` batches of full size. Only directly after `begin`; past the end, `take` says so."""
+
+
+def order_of(index_sampler: Iterable[Any], lookahead: int) -> Order:
+    """The order that `index_sampler` (a loader's batch sampler, or its sampler without batching) will give.
+
+    `lookahead`: how many batches the loader asks its sampler for before the first one is handed out.
+    """
+    batch_size, drop_last, sampler = None, False, index_sampler
+    if type(index_sampler) is BatchSampler:
+        batch_size, drop_last, sampler = (
+            index_sampler.batch_size,
+            index_sampler.drop_last,
+            index_sampler.sampler,
+        )
+    samples = _SAMPLES.get(type(sampler))
+    if samples is not None and (ordered := samples(sampler)) is not None:
+        return _Sliced(*ordered, batch_size=batch_size, drop_last=drop_last)
+    return _Iterated(index_sampler, lookahead)
+
+
+def share_of(index_sampler: Any) -> list[int | None] | None:
+    """Which of an epoch's samples this rank reads: its number, how many ranks there are, its batch size.
+
+    None where that cannot be told: only torch's own DistributedSampler deals one order out to the ranks in turn.
+    """
+    batching, sampler = _taken_apart(index_sampler)
+    if type(sampler) is not DistributedSampler:
+        return None
+    return [sampler.rank, sampler.num_replicas, batching.batch_size if batching is not None else None]
+
+
+def order_of_share(index_sampler: Any, share: list[int | None] | None) -> Order | None:
+    """The order that another rank, of another number of ranks, has of the same samples; None where it has none."""
+    batching, sampler = _taken_apart(index_sampler)
+    if type(sampler) is not DistributedSampler or share is None:
+        return None
+    rank, ranks, batch_size = share
+    other: Any = DistributedSampler(
+        sampler.dataset, ranks, rank, shuffle=sampler.shuffle, seed=sampler.seed, drop_last=sampler.drop_last
+    )
+    other.set_epoch(sampler.epoch)
+    if batching is not None:
+        other = BatchSampler(other, batch_size or 1, batching.drop_last)
+    return order_of(other, 1)
+
+
+def _taken_apart(index_sampler: Any) -> tuple[BatchSampler | None, Any]:
+    if type(index_sampler) is BatchSampler:
+        return index_sampler, index_sampler.sampler
+    return None, index_sampler
+
+
+class _Sliced:
+    """Batches as slices of a range or of a permutation held as a tensor (8 bytes for each sample, no list)."""
+
+    exact: ClassVar[bool] = True
+
+    def __init__(
+        self,
+        draw: Callable[[], range | torch.Tensor],
+        at_exhaustion: Callable[[], object],
+        *,
+        batch_size: int | None,
+        drop_last: bool,
+    ) -> None:
+        self._draw = draw
+        self._at_exhaustion: Callable[[], object] | None = at_exhaustion
+        self._size = batch_size or 1
+        self._batched = batch_size is not None
+        self._drop_last = drop_last
+        self._samples: range | torch.Tensor = range(0)
+        self._position = 0
+
+    def begin(self) -> None:
+        self._samples = self._draw()
+
+    def take(self) -> Any:
+        start, end = self._position, self._position + self._size
+        length = len(self._samples)
+        if end > length:
+            self._exhaust()
+        if start >= length or (self._drop_last and end > length):
+            raise StopIteration
+        self._position = end
+        samples = self._samples[start:end]
+        indices = list(samples) if isinstance(samples, range) else samples.tolist()
+        return indices if self._batched else indices[0]
+
+    def seek(self, offset: int) -> None:
+        self._position = offset * self._size
+
+    def _exhaust(self) -> None:
+        """The sampler has been asked for more than it has; that can cost a last draw, once."""
+        if self._at_exhaustion is not None:
+            self._at_exhaustion()
+            self._at_exhaustion = None
+
+
+class _Iterated:
+    """Batches of indices from the sampler itself.
+
+    What it draws from the random states of the process at the epoch's opening, it draws there, as it would without us.
+    What it draws later comes from a stream split off at the opening: otherwise the order would hang on what the model
+    drew in between, and no batch could be named before it was reached.
+    """
+
+    exact: ClassVar[bool] = False
+
+    def __init__(self, index_sampler: Iterable[Any], lookahead: int) -> None:
+        self._iterator: Iterator[Any] = iter(index_sampler)
+        self._lookahead = lookahead
+        self._ahead: list[Any] = []
+        self._stream: rng.Stream | None = None
+
+    def begin(self) -> None:
+        for _ in range(self._lookahead):
+            try:
+                self._ahead.append(self._draw())
+            except StopIteration:
+                break
+        self._ahead.reverse()
+        self._stream = rng.Stream.split_off()
+
+    def take(self) -> Any:
+        if self._ahead:
+            return self._ahead.pop()
+        assert self._stream is not None
+        with self._stream:
+            return self._draw()
+
+    def _draw(self) -> Any:
+        """A copy: some samplers fill and hand out the same list again and again."""
+        return copy.copy(next(self._iterator))
+
+    def seek(self, offset: int) -> None:
+        for _ in range(min(offset, len(self._ahead))):
+            self._ahead.pop()
+            offset -= 1
+        assert self._stream is not None
+        with self._stream:
+            for _ in range(offset):
+                next(self._iterator, None)
+
+
+_Samples = tuple[Callable[[], "range | torch.Tensor"], Callable[[], object]]
+"""What draws the epoch's samples, and what the sampler does when it is asked for more than it has."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def _sequential(sampler: SequentialSampler) -> _Samples:
+    return (lambda: range(len(sampler.data_source))), _nothing
+
+
+def _random(sampler: RandomSampler) -> _Samples | None:
+    length = len(sampler.data_source)
+    if sampler.replacement or length == 0 or sampler.num_samples != length:
+        return None
+    if (generator := sampler.generator) is not None:
+        # At its end the sampler draws one more permutation, of which it uses nothing: the next epoch depends on it.
+        return (
+            lambda: torch.randperm(length, generator=generator),
+            lambda: torch.randperm(length, generator=generator),
+        )
+
+    def draw() -> torch.Tensor:
+        own = torch.Generator()
+        own.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
+        return torch.randperm(length, generator=own)
+
+    return draw, _nothing
+
+
+def _distributed(sampler: DistributedSampler[Any]) -> _Samples | None:
+    length = len(sampler.dataset)  # type: ignore[arg-type]
+    if length == 0 or (sampler.drop_last and sampler.total_size > length):
+        return None
+    every = range(sampler.rank, sampler.total_size, sampler.num_replicas)
+    if not sampler.shuffle and sampler.total_size <= length:
+        return (lambda: every), _nothing
+
+    def draw() -> torch.Tensor:
+        # Padding begins again at the first sample, as often as it takes: position i is sample i modulo the length.
+        mine = torch.arange(every.start, every.stop, every.step) % length
+        if not sampler.shuffle:
+            return mine
+        generator = torch.Generator()
+        generator.manual_seed(sampler.seed + sampler.epoch)
+        return torch.randperm(length, generator=generator)[mine]
+
+    return draw, _nothing
+
+
+_SAMPLES: dict[type, Callable[[Any], _Samples | None]] = {
+    SequentialSampler: _sequential,
+    RandomSampler: _random,
+    DistributedSampler: _distributed,
+}
+"""Keyed by exact type: a subclass may do anything."""

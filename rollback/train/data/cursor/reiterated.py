@@ -1,0 +1,125 @@
+"""The cursor of what can only be iterated from the start: a list of batches, a DataLoader of an IterableDataset."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from torch.utils.data import DataLoader
+
+from rollback.errors import RunDoesNotFit, UsageError
+from rollback.train.data import rng
+from rollback.train.data.cursor.digest import Digest
+from rollback.train.data.cursor.inorder import InOrderCursor, reading_of
+
+
+class ReiteratedCursor(InOrderCursor):
+    """Goes to offset k of an epoch by iterating anew from the epoch's opening and dropping k batches.
+
+    That reads k batches: in a long epoch of a large data set it can take hours. A map-style data set is sought at once,
+    and a loader with `state_dict` and `load_state_dict` as fast as it can.
+
+    `iter(loader)` draws from the random states of the process, as without us. What is drawn while batches are read
+    comes from a stream split off there, so that batch b is the same whatever the model draws in between; this is the
+    one difference from the order of an unguarded run. Besides these random states nothing may decide what comes; worker
+    processes that outlive an epoch would, and so a DataLoader's `persistent_workers` is not honoured here. To know
+    before any harm is done, the first batch of a run is read twice from the same states: if the two differ, UsageError.
+    """
+
+    kind = "re-iterated"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._stream: rng.Stream | None = None
+        self._left: Iterator[Any] | None = None
+
+    def _open(self) -> None:
+        if self.batch == 0:
+            self._refuse_hidden_state()
+        epochs = self._epoch_setters.at_opening(self.epoch)
+        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
+        self._ahead = None
+        self._begin()
+
+    def _refuse_hidden_state(self) -> None:
+        first, second = self._trial(), self._trial()
+        if first.value != second.value:
+            raise UsageError(
+                f"cannot go back in the batches of a {type(self._loader).__name__}: iterated twice from the same "
+                "random states, the first batch is not the same, so it depends on something else (a position, a "
+                "counter or a random generator of its own)",
+                hint="let its __iter__ begin anew each time and draw from the global random states of Python, NumPy or "
+                "torch alone; or give it a state_dict and load_state_dict",
+            )
+
+    def _trial(self) -> Digest:
+        states = self.generators.states()
+        with rng.preserved():
+            self._begin()
+            try:
+                return Digest(self._read())
+            except Exception:  # noqa: BLE001 - a sample that cannot be read is seen to where it is read in earnest
+                return Digest(())
+            finally:
+                self._let_go(self._iterator)
+                self._iterator = None
+                self.generators.restore(states)
+
+    def _begin(self) -> None:
+        if isinstance(self._loader, DataLoader) and self._loader.persistent_workers:
+            self._loader._iterator = None
+        self._iterator = iter(self._loader)
+        self._stream = rng.Stream.split_off()
+
+    def _read(self) -> Any:
+        assert self._iterator is not None
+        assert self._stream is not None
+        with self._stream:
+            return next(self._iterator)
+
+    def _state(self) -> dict[str, Any]:
+        return {"opening": self._opening if self.opened else None}
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        self._left = self._left if self._iterator is None else self._iterator
+        self._opening = state["opening"]
+        self._iterator = self._ahead = None
+        if self._opening is None:
+            self._epoch_setters.leave()
+
+    def _resume(self) -> None:
+        assert self._opening is not None
+        with rng.preserved():
+            rng.restore(self._opening["rng"])
+            self.generators.restore(self._opening["generators"])
+            self._epoch_setters.give(self.epoch, self._opening["epochs"])
+            self._begin()
+        if self._iterator is self._left:
+            raise self._does_not_fit("iterating it again gives the same half-used iterator")
+        self._left = None
+        for dropped in range(self.offset):
+            try:
+                data = self._read()
+            except StopIteration:
+                raise self._does_not_fit(f"iterated again, its epoch ends after {dropped} batches") from None
+            if self.witness is not None:
+                self.witness.check(self.batch - self.offset + dropped, data)
+
+    def _does_not_fit(self, reason: str) -> RunDoesNotFit:
+        return RunDoesNotFit(
+            f"cannot go to batch {self.batch} of {type(self._loader).__name__} (epoch {self.epoch}, offset "
+            f"{self.offset}): {reason}",
+            hint="its __iter__ must begin anew each time, and give the same data from the same random states",
+        )
+
+    def describe(self) -> dict[str, Any]:
+        try:
+            batches = len(self._loader)
+        except (TypeError, NotImplementedError):
+            batches = None
+        return {
+            "kind": self.kind,
+            "loader": type(self._loader).__name__,
+            "batches": batches,
+            **reading_of(self._loader),
+        }

@@ -1,0 +1,106 @@
+"""The cursor of a loader that keeps its own position (torchdata's StatefulDataLoader, a streaming data set)."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+from rollback.train.data import rng
+from rollback.train.data.cursor.inorder import InOrderCursor, reading_of
+
+
+class StatefulCursor(InOrderCursor):
+    """Position and exactness are the loader's: what its `state_dict` leaves out, no one can put back.
+
+    The contract is torchdata's: `state_dict` is true after each batch handed out, and after `load_state_dict` the next
+    `iter(loader)` goes on from there (at an epoch's end: begins the next one). The random states at the epoch's opening
+    are put back around that `iter`, for loaders that seed themselves there; where it is a generator function, which
+    does that when its first batch is asked for, around that batch too, unless batches were seen to draw themselves.
+    `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, since a checkpoint holds
+    nothing else.
+    """
+
+    kind = "stateful"
+
+    def __init__(self, loader: Any) -> None:
+        super().__init__(loader)
+        self._beginning: Any = None
+        """The loader's state at the beginning of the first epoch, where this process has seen it."""
+        self._to_load: Any = None
+        """The state that the loader is given before it is iterated again."""
+        self._unbegun = False
+        """Whether the iterator is a generator of a resumed epoch that has not begun to run."""
+        self._draws: bool | None = None
+        """Whether a generator's last batch, not its first, drew from the random states of the process."""
+
+    def loader_state(self) -> Any:
+        return self._loader.state_dict() if self._to_load is None else self._to_load
+
+    def _open(self) -> None:
+        epochs = self._epoch_setters.at_opening(self.epoch)
+        self._ahead = None
+        self._load()
+        self._opening = {"rng": rng.capture(cuda=False), "epochs": epochs, "generators": self.generators.states()}
+        self._iterator = iter(self._loader)
+        if self.batch == 0:
+            with rng.preserved():
+                self._beginning = copy.deepcopy(self._loader.state_dict())
+
+    def _load(self) -> None:
+        state, self._to_load = self._to_load, None
+        if state is not None:
+            with rng.preserved():
+                self._loader.load_state_dict(copy.deepcopy(state))
+
+    def _read(self) -> Any:
+        assert self._iterator is not None
+        if not self._unbegun:
+            if self.offset == 0 or not inspect.isgenerator(self._iterator):
+                return next(self._iterator)
+            before = rng.mark()
+            data = next(self._iterator)
+            self._draws = rng.drawn_since(before)
+            return data
+        self._unbegun = False
+        assert self._opening is not None
+        with rng.preserved():
+            rng.restore(self._opening["rng"])
+            return next(self._iterator)
+
+    def _state(self) -> dict[str, Any]:
+        # torchdata's loader begins an epoch, with draws from the random states, when it is asked before its first one.
+        begun = self.opened or self.epoch > 0
+        state = (self._ahead.state if self._ahead else self.loader_state()) if begun else None
+        generators = self._ahead.generators if self._ahead else self.generators.states()
+        return {
+            "opening": self._opening if self.opened else None,
+            "loader": state,
+            "draws": self._draws,
+            "generators": generators,
+        }
+
+    def _seek(self, state: dict[str, Any]) -> None:
+        self._iterator, self._ahead, self._unbegun = None, None, False
+        self._opening, self._draws = state["opening"], state["draws"]
+        # Where no epoch had begun, what has been read here is to be read again.
+        self._to_load = self._beginning if state["loader"] is None else state["loader"]
+        self.generators.restore(state["generators"])
+        if self._opening is None:
+            self._epoch_setters.leave()
+
+    def _resume(self) -> None:
+        assert self._opening is not None
+        self._epoch_setters.give(self.epoch, self._opening["epochs"])
+        at_position = self.generators.states()
+        self.generators.restore(self._opening["generators"])
+        self._load()  # which has its own word about those that its state tells
+        with rng.preserved():
+            rng.restore(self._opening["rng"])
+            self._iterator = iter(self._loader)
+        self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
+        if not self._unbegun:
+            self.generators.restore(at_position)
+
+    def describe(self) -> dict[str, Any]:
+        return {"kind": self.kind, "loader": type(self._loader).__name__, **reading_of(self._loader)}

@@ -1,0 +1,67 @@
+"""What goes into the worker processes: a data set that is read under random states of the position."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from rollback.train.data import rng
+from rollback.train.data.cursor.generators import Generators
+
+
+class Keyed(NamedTuple):
+    """What a worker is asked for: the indices of a batch (or one index), and the key of its random states."""
+
+    key: str
+    indices: Any
+
+
+def _seed(dataset: Any, key: str) -> None:
+    rng.seed_all(key)
+    Generators(dataset).seed(key)  # looked for each time: some are made when the first sample is read
+
+
+class KeyedDataset:
+    """Reads `dataset` for a `Keyed` request, seeding Python, NumPy and torch from its key first, and with them the
+    generators that the data set keeps for itself.
+
+    To everyone else in the worker (`get_worker_info().dataset`) it is the user's data set: attributes are read from
+    and written to that, and `isinstance` sees its class.
+    """
+
+    __slots__ = ("_dataset",)
+
+    def __init__(self, dataset: Any) -> None:
+        object.__setattr__(self, "_dataset", dataset)
+
+    def __getitem__(self, request: Any) -> Any:
+        if type(request) is not Keyed:
+            return self._dataset[request]
+        _seed(self._dataset, request.key)
+        return self._dataset[request.indices]
+
+    def __getitems__(self, request: Any) -> Any:
+        indices = request
+        if type(request) is Keyed:
+            _seed(self._dataset, request.key)
+            indices = request.indices
+        read_many = getattr(self._dataset, "__getitems__", None)
+        return read_many(indices) if read_many else [self._dataset[index] for index in indices]
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._dataset, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self._dataset, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        delattr(self._dataset, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._dataset)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return KeyedDataset, (self._dataset,)

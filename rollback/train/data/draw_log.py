@@ -1,0 +1,169 @@
+"""The draw log: what each batch was when it was drawn, so that what is drawn again can be held against it.
+
+After a resume or a rollback a rank draws batches again that an earlier attempt, or it itself, has drawn before. A
+loader that depends on something nobody put back (a counter, random numbers of its own, a data set that was changed
+meanwhile) gives other ones then, and the run would go on with samples trained on twice and samples never seen. So
+each batch leaves two hashes in a small file of its rank, and the first difference ends the run before that batch is
+trained on.
+
+`order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. `opening` is one
+of the epoch's number and the random states under which it was opened: an epoch that is opened anew under others is
+another one, and nothing is compared. What a batch holds may depend on how many random numbers were drawn before it
+(augmentation in the process that trains), and so on which batches were skipped before it: `past` is a hash of those,
+and content is compared only where it is the same.
+
+Entry i of the file is of the last batch whose number is i modulo the number of entries. See docs/format.md.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import xxhash
+
+from rollback.errors import RunDoesNotFit
+from rollback.rundir import files
+from rollback.train.comm.recorder import say
+from rollback.train.data.cursor.digest import Digest
+
+ENTRIES = 4096
+_ENTRY = struct.Struct("<QQQQQQ")  # batch, opening, order, content, past, check
+
+
+class Drawn(NamedTuple):
+    """What is kept of one batch. 0: not known."""
+
+    batch: int
+    opening: int
+    order: int
+    content: int
+    past: int
+
+
+class DrawLog:
+    """One rank's. Nothing here is collective.
+
+    path: its file. afresh: what an earlier attempt left there does not count, since the data were changed on purpose or
+    are dealt out to the ranks in another way.
+    """
+
+    def __init__(self, path: Path, *, afresh: bool) -> None:
+        self._path = path
+        self._failing = False
+        self._file: int | None = None
+        self._open_one: tuple[Drawn, Digest] | None = None
+        self._entries: dict[int, Drawn] = {}
+        try:
+            files.make_directory(path.parent)
+            flags = os.O_RDWR | os.O_CREAT | (os.O_TRUNC if afresh else 0)
+            self._file = files.open_file(path, flags)
+            self._entries = _read(os.pread(self._file, ENTRIES * _ENTRY.size, 0))
+        except OSError as error:
+            self._complain(error)
+
+    def check(self, batch: int, order: int | None, data: Any, past: int, opening: int = 0) -> None:
+        """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
+
+        order: hash of its data set indices. past: of what was left out before it (`SkipList.past_of`). Waits for the
+        device only where there is something to compare with. opening: see the module.
+        """
+        self._settle()
+        digest = Digest(data)
+        drawn = Drawn(batch, opening, order or 0, 0, past)
+        if (known := self._known(batch)) is not None:
+            _compare(known, drawn._replace(content=digest.value or 0))
+        self._open_one = drawn, digest
+        if digest.settled:
+            self._settle()
+
+    def knows(self, batch: int, past: int) -> bool:
+        """Whether it is known what this batch held with the same past."""
+        known = self._known(batch)
+        return known is not None and bool(known.content) and known.past == past
+
+    def check_end(self, batch: int, opening: int) -> None:
+        """The epoch has no batch number `batch`. RunDoesNotFit where it had one when it was drawn before."""
+        known = self._known(batch)
+        if known is not None and opening and known.opening == opening:
+            raise _other_data(batch, "its epoch ends before it")
+
+    def compare(self, batch: int, data: Any, past: int) -> None:
+        """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
+        if (known := self._known(batch)) is not None:
+            _compare(known, Drawn(batch, known.opening, 0, Digest(data).value or 0, past))
+
+    def _known(self, batch: int) -> Drawn | None:
+        known = self._entries.get(batch % ENTRIES)
+        return known if known is not None and known.batch == batch else None
+
+    def close(self) -> None:
+        """Write what is left to be written."""
+        self._settle()
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    def _settle(self) -> None:
+        """Keep the last batch, whose digest has arrived on the host meanwhile."""
+        if self._open_one is None:
+            return
+        (drawn, digest), self._open_one = self._open_one, None
+        drawn = drawn._replace(content=digest.value or 0)
+        slot = drawn.batch % ENTRIES
+        self._entries[slot] = drawn
+        if self._file is None:
+            return
+        try:
+            os.pwrite(self._file, _packed(drawn), slot * _ENTRY.size)
+            self._failing = False
+        except OSError as error:
+            self._complain(error)
+
+    def _complain(self, error: OSError) -> None:
+        if not self._failing:
+            say(
+                f"writing the draw log {self._path} fails ({error}); training goes on, but after a restart it cannot "
+                "be told whether the same batches come again"
+            )
+        self._failing = True
+
+
+def _compare(before: Drawn, now: Drawn) -> None:
+    if before.opening != now.opening:
+        return
+    if before.order and now.order and before.order != now.order:
+        what = "its samples are other ones (the sampler gives other indices)"
+    elif before.content and now.content and before.past == now.past and before.content != now.content:
+        what = "it holds other data" + (" (the sampler gives the same indices)" if now.order else "")
+    else:
+        return
+    raise _other_data(now.batch, what)
+
+
+def _other_data(batch: int, what: str) -> RunDoesNotFit:
+    return RunDoesNotFit(
+        f"batch {batch} has been drawn before in this run, and now that it is drawn again {what}: going on would "
+        "train on some samples twice and on others never. It was not trained on",
+        hint="the loader, or what it reads, depends on something that does not come back after a restart: a data set "
+        "that was changed, a split or a random generator without a seed, a counter of its own. Seed it, or give the "
+        "loader a state_dict and load_state_dict; to go on with the data as they are now: --accept-data-change",
+    )
+
+
+def _packed(drawn: Drawn) -> bytes:
+    body = _ENTRY.pack(*drawn, 0)
+    return body[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(body[:-8]))
+
+
+def _read(raw: bytes) -> dict[int, Drawn]:
+    """The entries that are whole, by their place. A crash may leave one that is not."""
+    found = {}
+    for slot in range(len(raw) // _ENTRY.size):
+        entry = raw[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]
+        drawn = Drawn(*_ENTRY.unpack(entry)[:5])
+        if drawn.batch % ENTRIES == slot and entry == _packed(drawn):
+            found[slot] = drawn
+    return found

@@ -1,0 +1,166 @@
+"""Passes: how the script's loops over the guard map to epochs of the data, also when a run resumes or rewinds.
+
+A *pass* is one `for batch in guard`. Pass p covers epoch p. Three things disturb that:
+
+- A resumed run begins in a later epoch. Passes before it are empty: the script's loop comes by, there is nothing to do.
+- A rollback goes back over an epoch's start. Inside `guard.epochs()` the pass ends and the earlier epoch's body is
+  begun again. Inside a plain `range` loop the script cannot be sent back: the pass goes on with the rest of the earlier
+  epoch, crosses the start of its own epoch once more, and repeats the learning-rate steps that the script made there.
+  Other things that a script does between epochs are not repeated; `guard.epochs()` is for scripts that do them.
+
+No checkpoint that a run goes on from stands behind the last batch of an epoch (see `Guard`), so every pass that a
+restored run goes on in has at least one batch, and the code after its loop finds what it expects. The one exception is
+the end of a complete run of which more is asked: its last pass begins once more and is over at once, so that the script
+does behind it what it does behind every pass, and the next one begins.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from enum import Enum
+from typing import Any
+
+from torch.optim.lr_scheduler import LRScheduler
+
+from rollback.errors import UsageError
+from rollback.train.data.cursor import Cursor
+from rollback.train.updates.advice import of_loops
+
+
+class Again(Enum):
+    """What must be restored once more when a pass begins, because the script ran code of its own since the restore."""
+
+    NOTHING = "nothing"
+    RANDOM_STATES = "random states"
+    EVERYTHING = "everything"
+
+
+class Passes:
+    """Counts passes. The same on all ranks, since the scripts' loops are."""
+
+    def __init__(self, cursor: Cursor, objects: Iterable[Any]) -> None:
+        self._cursor = cursor
+        self._schedulers = [item for item in objects if isinstance(item, LRScheduler)]
+        self._announced: int | None = None
+        self._target: int | None = None
+        self._target_is_over = False
+        self._strayed = False
+        self._finished = False
+        self._by_epochs = self._between = False
+        self._steps_at_end: list[int] | None = None
+        self._boundary_steps: dict[int, list[int]] = {}
+        self.begun = 0
+        """How many passes have begun in this process; where epochs() numbers them, up to which number."""
+        self.epoch = 0
+        """Number of the pass that is running."""
+        self.over = False
+        """Whether the running pass has no batches left."""
+        self.interrupted = False
+        """Whether the running pass ends because its epochs() goes back to an earlier one."""
+        self.uncounted = False
+        """Whether the script loops over epochs by itself: a resumed run must walk through those that are over."""
+        self._own_epoch: int | None = None  # what the script says that its first pass is, where it loops by itself
+
+    def resume(self, *, left: bool = False) -> None:
+        """The cursor was put where an earlier attempt was. left: behind an epoch, and the script was through there."""
+        self._target_is_over = self._stands_behind_an_epoch() and not left
+        self._target = self._cursor.epoch - self._target_is_over
+
+    def begin(self) -> Again:
+        """A `for batch in guard` begins."""
+        number = self.begun if self._announced is None else self._announced
+        self.begun, self._announced = number + 1, None
+        self.interrupted = False
+        self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
+        self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch
+        self._note_boundary(number)
+        if self._finished or (self._target is not None and number < self._target):
+            self.over, self._strayed = True, True
+            return Again.NOTHING
+        self.epoch, self.over = number, False
+        if self._target is None:
+            self.leave_broken_epoch(number)
+            return Again.NOTHING
+        again = Again.EVERYTHING if self._strayed else Again.RANDOM_STATES
+        self.over = self._target_is_over
+        self._target, self._target_is_over, self._strayed = None, False, False
+        return again
+
+    def advice(self) -> Iterator[tuple[str, str]]:
+        """(code, text) of what is to be said of the pass that has begun."""
+        return of_loops(uncounted=self.uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
+
+    def end(self, *, final: bool) -> None:
+        """The running pass has no more batches; with `final` no later one has either."""
+        self.over = True
+        self._finished = final
+        self.note_end()
+
+    def note_end(self) -> None:
+        self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
+
+    def rewound(self, *, left: bool = False) -> None:
+        """A rollback has put the cursor back, perhaps into an earlier epoch. left: as in `resume`."""
+        behind = self._stands_behind_an_epoch() and not left
+        if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):
+            self._target, self._target_is_over = self._cursor.epoch - behind, behind
+            self._strayed, self.interrupted = True, True
+        elif behind:
+            self.cross()
+
+    @property
+    def replaying(self) -> bool:
+        """Whether the epoch that has just ended is an earlier one than this pass covers."""
+        return self._cursor.epoch <= self.epoch
+
+    def cross(self) -> None:
+        """Cross an epoch's start within a pass: repeat the learning-rate steps that the script made there."""
+        for scheduler, count in zip(
+            self._schedulers, self._boundary_steps.get(self._cursor.epoch, [0] * len(self._schedulers)), strict=True
+        ):
+            for _ in range(count):
+                scheduler.step()
+
+    def epochs(self, count: int, end: Callable[[int], bool] = lambda count: True) -> Iterator[int]:
+        """See `Guard.epochs`. end: called when there is none left; False if training stands elsewhere since."""
+        self._by_epochs = True
+        try:
+            while not self._finished:
+                number = self._cursor.epoch + self._in_broken_epoch() if self._target is None else self._target
+                if number >= count:
+                    self._between = True
+                    if end(count):
+                        return
+                    self._between = False
+                    continue
+                self._announced = number
+                yield number
+                if self._announced is not None:
+                    raise UsageError(
+                        f"the body of guard.epochs() did not iterate over the guard in epoch {number}",
+                        hint="write `for epoch in guard.epochs(n):` and inside it `for batch in guard:`",
+                    )
+        finally:
+            self._by_epochs = self._between = False
+
+    def _note_boundary(self, number: int) -> None:
+        if self._steps_at_end is not None:
+            now = [scheduler.last_epoch for scheduler in self._schedulers]
+            self._boundary_steps[number] = [
+                max(0, after - before) for after, before in zip(now, self._steps_at_end, strict=True)
+            ]
+        self._steps_at_end = None
+
+    def _stands_behind_an_epoch(self) -> bool:
+        return not self._cursor.opened and self._cursor.batch > 0
+
+    def _in_broken_epoch(self) -> bool:
+        """Whether the script broke off its last pass within an epoch that has an end."""
+        return self._cursor.opened and self._cursor.offset > 0 and self._cursor.has_epochs and not self.interrupted
+
+    def leave_broken_epoch(self, number: int | None = None) -> bool:
+        """A pass begins, or none follows. Whether the one before it was broken off: its epoch is over now."""
+        broken = self._in_broken_epoch() and (number is None or number > self._cursor.epoch)
+        if broken:
+            self._cursor.end_epoch()
+        return broken

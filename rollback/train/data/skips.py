@@ -1,0 +1,91 @@
+"""Passing over the batches of the skip list, and leaving a record of each; and the samples that are left out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import xxhash
+
+from rollback.facts.history import History, merge_windows
+from rollback.facts.training import PassedOver, SampleQuarantine, Window
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter, SkippedBatch
+from rollback.train.comm.recorder import Record, say
+from rollback.train.data.cursor import Cursor
+
+
+class SkipList:
+    """The windows in force on this rank, and this rank's own record of what it passed over.
+
+    quarantine: which samples were left out from where on, in the order of the journal; the same on all ranks.
+    """
+
+    def __init__(self, paths: RunPaths, rank: int, history: History, record: Record) -> None:
+        self.windows = merge_windows(history.skip_list)
+        self.quarantine = list(history.quarantine)
+        self._path = paths.skip_record(rank)
+        self._writer: LineWriter | None = None
+        self._record = record
+        self._failing = False
+
+    def add(self, window: Window) -> None:
+        self.windows = merge_windows([*self.windows, window])
+
+    def past_of(self, batch: int) -> int:
+        """A hash of what was skipped and left out up to a batch; 0 where that is nothing."""
+        skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
+        left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]
+        return xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0
+
+    def leave_out(self, fact: SampleQuarantine) -> None:
+        """From now on: `announce` tells the cursor. In the journal on return."""
+        self.quarantine.append(fact)
+        self._record.note(fact, fact.in_words())
+
+    def announce(self, cursor: Cursor) -> None:
+        """Tell the cursor what is left out, and what will be passed over, so that no worker reads it ahead."""
+        cursor.leave_out([(fact.batch, frozenset(fact.samples)) for fact in self.quarantine])
+        for window in self.windows:
+            if window.last >= cursor.batch:
+                cursor.plan_skips(window.first, window.last)
+
+    def pass_over(self, cursor: Cursor, step: int, timeline: int) -> None:
+        """Move the cursor behind the window it stands in, if any. Raises StopIteration at the epoch's end.
+
+        Every batch is recorded with its data set indices; the record is on disk before training goes on.
+        """
+        window = next((w for w in self.windows if cursor.batch in w), None)
+        if window is None:
+            return
+        first = cursor.batch
+        try:
+            while cursor.batch in window:
+                batch, epoch, offset = cursor.batch, cursor.epoch, cursor.offset
+                indices = cursor.skip()
+                self._note(
+                    SkippedBatch(
+                        batch=batch,
+                        epoch=epoch,
+                        offset=offset,
+                        indices=None if indices is None else list(indices),
+                        timeline=timeline,
+                    )
+                )
+        finally:
+            if cursor.batch > first:
+                self._guarded(lambda writer: writer.flush(durable=True))
+                self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
+
+    def _note(self, skipped: SkippedBatch) -> None:
+        self._guarded(lambda writer: writer.write(skipped.model_dump_json()))
+
+    def _guarded(self, act: Callable[[LineWriter], None]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = LineWriter(self._path)
+            act(self._writer)
+        except OSError as error:
+            if self._failing:
+                return
+            self._failing = True
+            say(f"writing the skip record {self._path} failed ({error}); training goes on, the journal has the windows")

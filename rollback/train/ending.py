@@ -1,0 +1,156 @@
+"""How training ends: with its state kept and the run complete, or by a script that left its loop before that.
+
+The guard knows the end for certain where it ends the iteration itself: `max_steps`, or `guard.epochs(n)` at its last
+epoch. Any other pass that comes to the end of the data may have been the last: so the state is kept behind each, and
+lets go of again when another batch is handed out. What remains when the guard is closed is the state at the end.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+
+from rollback.checkpoints.manifest import Manifest
+from rollback.errors import ExitCode
+from rollback.facts.history import History
+from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
+from rollback.train.comm.recorder import Record
+from rollback.train.incidents.judge import Halt, Watch
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.schedule import Saver
+from rollback.train.state.state import TrainingState
+
+
+class TrainingEnd:
+    """restored: the checkpoint that this attempt began with, None where it began anew. keeps: whether any are taken."""
+
+    def __init__(
+        self,
+        state: TrainingState,
+        saver: Saver,
+        keeper: Keeper,
+        watch: Watch,
+        record: Record,
+        history: History,
+        restored: Manifest | None,
+        *,
+        keeps: bool,
+    ) -> None:
+        self._state = state
+        self._saver = saver
+        self._keeper = keeper
+        self._watch = watch
+        self._record = record
+        self._keeps = keeps
+        self._before = history.finished
+        self._kept: str | None = None
+        self._by: str | None = None
+        self._calm = True
+        self._said = self._trained = False
+        self._left_over = 0
+        complete = restored is not None and restored.name == history.final
+        if self._before is not None and restored is not None and complete:
+            self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
+            self._left_over = self._before.left_over
+
+    def come(self, by: str, *, left_over: int, left: bool = False) -> None:
+        """Collective: the data, or what was asked for, has come to its end. Keep the state; all steps are judged.
+
+        left_over: batches behind the last update. left: what the script does behind its last epoch is done, too.
+        """
+        self._left_over = left_over
+        self._by, self._calm = by, self._watch.calm
+        self._state.counters.epoch_left = left
+        self._kept = self._saver.take_end(self._watch.timeline)
+
+    def passed(self) -> None:
+        """Collective: a batch is handed out, so it was not the end."""
+        self._trained = True
+        kept, self._kept, self._by = self._kept, None, None
+        if kept is not None:
+            self._saver.go_on(kept)
+
+    def stop(self, halt: Halt) -> ExitCode:
+        """Collective: the ranks stop together before the end. With what a run without a supervisor ends then."""
+        kept = self._saver.take_now(self._watch.timeline) if halt.save else None
+        if not halt.structural:
+            self._keeper.look_after()
+        newest, step, account = self._keeper.newest(), self._state.counters.step, halt.account
+        failed = LastSaveFailed(
+            step=step, batch=self._state.cursor.batch, checkpoint=newest.name if newest else None,
+            steps=step - (newest.step if newest else 0), reason=self._saver.fault,
+        )  # fmt: skip
+        if lost := halt.save and kept is None and self._keeps:
+            account = failed.in_words()
+            self._record.note(failed)
+        stopped = Stopped(
+            reason="structural" if halt.structural else "preempted",
+            step=step,
+            batch=self._state.cursor.batch,
+            checkpoint=newest.name if newest else None,
+            account=account,
+        )
+        self._record.note(stopped, f"stopped at step {step}: {account}")
+        self._said = True
+        if halt.structural:
+            return ExitCode.STRUCTURAL
+        if newest is not None:
+            return ExitCode.RESUMABLE
+        return ExitCode.IO if lost else ExitCode.FAILED
+
+    def close(self, *, changed: bool, judge: Callable[[], object] | None) -> None:
+        """The script is through, by all that can be known here. Not collective.
+
+        changed: it has made an update since it was given its last batch. judge: ends that step, where that needs no
+        peer; what is planned then, the next start does.
+        """
+        if self._said or sys.exc_info()[0] is not None:  # `finally` and `with` close the guard in an exception too
+            return
+        if self._by is not None and not changed:
+            self.tell()
+            return
+        if not self._trained:
+            return
+        if changed and judge is not None:
+            judge()
+            self._watch.settle()
+            changed = False
+        self._tell_left(changed + self._watch.awaits_verdict)
+
+    def tell(self) -> None:
+        """It was the end: say so, once. Behind `come`. Not collective."""
+        if self._said:
+            return
+        self._said = True
+        step, batch = self._state.counters.step, self._state.cursor.batch
+        if self._kept is not None or not self._keeps:
+            again = self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept)
+            notice = f"nothing was left to train behind step {step}; ask for more steps or epochs to go on"
+            finished = Finished(
+                step=step, batch=batch, checkpoint=self._kept, by=self._by or "", calm=self._calm,
+                left_over=self._left_over,
+            )  # fmt: skip
+            self._record.note(finished, notice if again else None)
+            return
+        newest = self._keeper.newest()
+        lost = FinalStateLost(
+            step=step, batch=batch, checkpoint=newest.name if newest else None,
+            steps=step - (newest.step if newest else 0),
+            reason="neither memory nor the run directory took it; the lines above say why",
+        )  # fmt: skip
+        self._record.note(
+            lost, f"training is complete at step {step}, but its final state could not be kept: the last {lost.steps} "
+            "updates are in no checkpoint; once there is room, the same command trains them again",
+        )  # fmt: skip
+
+    def _tell_left(self, unjudged: int) -> None:
+        self._said = True
+        newest, step = self._keeper.newest(), self._state.counters.step
+        name = newest.name if newest else None
+        what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
+        what = "; its last update was not judged" if unjudged == 1 else what
+        self._record.note(
+            ScriptLeft(step=step, batch=self._state.cursor.batch, unjudged=unjudged, checkpoint=name),
+            f"the script has left its loop over the guard, at step {step}{what}. What came behind the newest "
+            f"checkpoint ({name}) is in none. To end there, let the guard end the loop: max_steps=N or guard.epochs(N)",
+        )

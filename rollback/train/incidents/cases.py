@@ -1,0 +1,154 @@
+"""The incidents of a run from call to outcome: which is the next, what was last done about one, which is still open."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rollback import policy
+from rollback.config import Settings
+from rollback.facts.history import Case, History, merge_windows
+from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine
+from rollback.policy import Held, Stream
+from rollback.rundir.requests import Request
+from rollback.suspects import quarantine_after, suspects
+from rollback.train.comm.recorder import Record
+from rollback.train.data.skips import SkipList
+
+
+class Cases:
+    """The same on all ranks. history: as at the start of this attempt.
+
+    last_plan: the last one that answered a trouble; what an operator asked for answers none, so no later trouble is a
+    repeat of it.
+    """
+
+    def __init__(self, record: Record, settings: Settings, history: History, skips: SkipList | None = None) -> None:
+        self._record = record
+        self._skips = skips
+        self._incidents = [case.incident for case in history.cases]
+        self._skipped = history.skipped_by_incidents
+        self._settings = settings
+        self._called = len(history.cases)
+        self.last_plan = history.last_plan
+        self._suspects = suspects(self._incidents)
+        self._open = next((case for case in reversed(history.cases) if case.awaits_outcome), None)
+        self._healthy = 0
+
+    def next_number(self) -> int:
+        number, self._called = self._called, self._called + 1
+        return number
+
+    def judge(self, healthy: bool, step: int, last_batch: int, batches_per_step: int) -> None:
+        """Count a verdict. Enough healthy ones beyond the horizon end an open incident well."""
+        self._healthy = self._healthy + 1 if healthy else 0
+        case = self._open
+        if not healthy or case is None or case.plan is None:
+            return
+        if last_batch > policy.horizon_end(case.plan, self._settings, batches_per_step):
+            self._conclude(case, _good_end(case), step)
+
+    def called(self, incident: Incident, batches_per_step: int) -> None:
+        """Another incident is on record: perhaps the open one's trouble, come back."""
+        previous, stream = self.last_plan, Stream(batches_per_step)
+        self._incidents.append(incident)
+        self._suspects = suspects(self._incidents)
+        if self._open and previous and policy.repeats(incident, previous, self._settings, batches_per_step):
+            back = policy.comes_back(incident, previous, self._settings, stream, self._is_suspected(incident))
+            self._conclude(self._open, "repeated" if back else _good_end(self._open), incident.detection_step)
+
+    def plan(self, incident: Incident, held: list[Held], stream: Stream) -> Planned:
+        """The answer, in the journal on return, and before it the samples that are left out from behind it on."""
+        stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
+        suspected = self._is_suspected(incident)
+        plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
+        if plan.action in ("rollback", "retry"):
+            self._leave_out(incident, max(plan.skip.last if plan.skip else 0, incident.detection_batch) + 1)
+        self._record.note(plan, _in_words(plan))
+        if plan.action == "observe":
+            self.note_outcome(incident, "observed", incident.detection_step)
+        elif plan.action == "stop":
+            self.note_outcome(incident, "structural", incident.detection_step)
+        return plan
+
+    def plan_request(
+        self, name: str, request: Request, target: Held, held: list[Held], *, step: int, batch: int, timeline: int
+    ) -> tuple[Incident, Planned]:
+        """An operator's incident, who wants to go back to `target`, and its plan; both in the journal on return."""
+        incident = Incident(
+            incident=self.next_number(),
+            verdict="requested",
+            cause=request.who,
+            rule="request",
+            value=None,
+            threshold=None,
+            explanation=request.why or "no reason was given",
+            window=(),
+            ranks=(),
+            onset_step=target.step,
+            onset_batch=target.batch,
+            detection_step=max(0, step - 1),
+            detection_batch=max(0, batch - 1),
+            step=step,
+            timeline=timeline,
+            request=name,
+        )
+        self._record.note(incident)
+        plan = policy.plan_request(incident, target, request.skip, held)
+        self._record.note(plan, _in_words(plan))
+        return incident, plan
+
+    def carried_out(self, case: Case, step: int) -> None:
+        """A plan was carried out; `step` is where training stands now."""
+        assert case.plan is not None
+        self._healthy = 0
+        if case.incident.request is None:
+            self._open, self.last_plan = case, case.plan
+            self._skipped += [case.plan.skip] if case.plan.skip else []
+        else:
+            self.note_outcome(case.incident, "carried_out", step)
+
+    def close(self, step: int) -> None:
+        """Say how the open incident ended, if enough steps have gone well since."""
+        if self._open is not None and self._healthy >= self._settings.probation:
+            self._conclude(self._open, _good_end(self._open), step)
+
+    def note_outcome(self, incident: Incident, outcome: Outcome, step: int) -> None:
+        self._record.note(Concluded(incident=incident.incident, outcome=outcome, step=step))
+
+    def _is_suspected(self, incident: Incident) -> bool:
+        return any(incident.incident in explained for explained in self._suspects.values())
+
+    def _leave_out(self, incident: Incident, batch: int) -> None:
+        """Leave the suspects out from `batch` on, which nobody has been handed yet in this timeline."""
+        if self._skips is None or self._settings.quarantine == "off":
+            return
+        samples = quarantine_after(self._skips.quarantine, self._suspects)
+        before = self._skips.quarantine[-1].samples if self._skips.quarantine else ()
+        added, released = (tuple(sorted(set(a) - set(b))) for a, b in ((samples, before), (before, samples)))
+        if not added and not released:
+            return
+        suspicions = {sample: self._suspects[sample] for sample in added if sample in self._suspects}
+        reasons = [f"sample {one} is in incidents {', '.join(map(str, all_))}" for one, all_ in suspicions.items()]
+        reasons += [f"sample {sample} is suspected no longer" for sample in released]
+        why = "; ".join(reasons)
+        fact = SampleQuarantine(
+            batch=batch, samples=samples, added=added, released=released, who="suspicion", why=why,
+            incident=incident.incident,
+        )  # fmt: skip
+        self._skips.leave_out(fact)
+
+    def _conclude(self, case: Case, outcome: Outcome, step: int) -> None:
+        self._open = None
+        self.note_outcome(case.incident, outcome, step)
+
+
+def _good_end(case: Case) -> Outcome:
+    return "not_reproduced" if case.plan is not None and case.plan.action == "retry" else "recovered"
+
+
+def _in_words(plan: Planned) -> str:
+    if plan.action == "stop":
+        return f"stopping: {plan.reason}"
+    skip = f"skip batches {plan.skip.first} to {plan.skip.last}" if plan.skip else "skip nothing"
+    would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
+    return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"

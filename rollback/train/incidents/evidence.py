@@ -1,0 +1,340 @@
+"""What a rank remembers of its last updates, and what it writes down of them when an incident is called.
+
+An incident is called one step after it shows at the earliest, a spike `patience` steps after it began. By then the
+gradients are gone. So the rank keeps, for the last updates, the losses, the vector of gradient norms, and references to
+the batches: on the device and unread, until somebody asks. Batches are bounded in bytes. When it gets tight the step
+that the sentinel suspects stays, and older ones go first.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from rollback.checkpoints.shard import Piece, write_shard
+from rollback.facts.training import Incident
+from rollback.rundir import files
+from rollback.rundir.evidence import (
+    BatchKept,
+    Explosion,
+    KeptTensor,
+    LeftOut,
+    NamedNorm,
+    Norms,
+    Origin,
+    RankEvidence,
+    StepSeen,
+    write_evidence,
+)
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import say
+from rollback.train.data.cursor.base import Indices
+from rollback.train.state import tree
+from rollback.train.updates.gradients import GradientNorms, norm_of_each
+
+_STEPS = 64  # remembered; of each a few hundred numbers
+_INCIDENTS = 32  # of a run, whose batches are kept
+_LISTED = 8
+_EACH = 10_000
+_TENSORS = 1024  # in a batch
+_DEPTH = 8
+_VANISHING, _EXPLODING = 1e-8, 100.0
+_LARGEST_NORM = {torch.float16: 65504.0, torch.float64: math.inf}
+_LARGEST_NORM_ELSE = math.sqrt(torch.finfo(torch.float32).max)
+
+
+@dataclass
+class _Part:
+    """A tensor of a batch as it was handed out."""
+
+    name: str
+    tensor: Tensor
+    version: int
+
+
+@dataclass
+class _Step:
+    step: int
+    losses: list[Tensor]
+    gradients: GradientNorms | None
+    parts: list[_Part] = field(default_factory=list)
+    left_out: list[LeftOut] = field(default_factory=list)
+    nbytes: int = 0
+    indices: list[Indices] = field(default_factory=list)
+
+    def samples(self) -> set[int]:
+        """Data set indices of its batches; where it is known which of them did it, of those alone."""
+        batches = self.indices
+        if len(batches) == len(self.losses):
+            told = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
+            batches = told or batches
+        return {index for own in batches for index in own or ()}
+
+    def let_go(self, why: str) -> None:
+        """Keep no batch of this step."""
+        self.left_out.append(LeftOut(name="all", reason=why))
+        self.parts, self.nbytes = [], 0
+
+
+class Evidence:
+    """One rank's memory of its last updates. Nothing here is collective, and nothing waits for the device but `write`.
+
+    limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
+    """
+
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, model: nn.Module, limit: int) -> None:
+        self._paths = paths
+        self._rank = ranks.rank
+        self._alone = not ranks.distributed
+        self._attempt = attempt
+        self._model = model
+        self._names = {id(p): name for name, p in model.named_parameters()}
+        self._order = {name: place for place, name in enumerate(self._names.values())}
+        self._limit = limit
+        self._steps: list[_Step] = []
+        self._parts: list[_Part] = []
+        self._left_out: list[LeftOut] = []
+        self._indices: list[Indices] = []
+        self._suspected: int | None = None
+        self._failed = False
+
+    def take(self, position: int, batch: Any, indices: Indices = None) -> None:
+        """A batch is handed out. indices: of the data set, where there are any."""
+        self._indices.append(indices)
+        if self._limit == 0:
+            return
+        room = self._limit - sum(part.tensor.nbytes for part in self._parts)
+        for count, (name, value) in enumerate(_tensors(batch, str(position))):
+            if count >= _TENSORS:
+                self._left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
+                break
+            if isinstance(value, str):
+                self._left_out.append(LeftOut(name=name, reason=value))
+                continue
+            if value.nbytes > room:
+                reason = f"{value.nbytes} bytes, and {max(room, 0)} of the limit were left"
+                self._left_out.append(LeftOut(name=name, reason=reason))
+                continue
+            # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
+            kept = value.clone() if value.is_shared() and not value.is_cuda else value  # type: ignore[no-untyped-call]
+            room -= kept.nbytes
+            self._parts.append(_Part(name, kept, 0 if kept.is_inference() else kept._version))
+
+    def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
+        """An update is over; the batches taken since the last one were its own."""
+        nbytes = sum(part.tensor.nbytes for part in self._parts)
+        self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes, self._indices))
+        self._parts, self._left_out, self._indices = [], [], []
+        self._trim()
+
+    def suspect(self, onset: int | None) -> None:
+        """The sentinel is on watch and holds this step to be where it began; None: it is calm."""
+        self._suspected = onset
+
+    def forget(self, step: int) -> None:
+        """Training goes back to `step`: what came after it has not happened."""
+        self._steps = [seen for seen in self._steps if seen.step < step]
+        self._parts, self._left_out, self._indices = [], [], []
+        self._suspected = None
+
+    def samples(self, steps: Collection[int]) -> list[int]:
+        """Data set indices of what this rank was handed out in these steps, as far as it remembers."""
+        return sorted(set().union(*(seen.samples() for seen in self._steps if seen.step in steps)))
+
+    def write(self, incident: Incident) -> None:
+        """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""
+        seen = [step for step in self._steps if step.step >= incident.onset_step]
+        try:
+            files.make_directory(self._paths.incident(incident.incident))
+            batch = self._write_batch(incident.incident, seen[0] if seen else None)
+            write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, seen, batch))
+        except (OSError, ValueError) as error:
+            if not self._failed:
+                say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
+            self._failed = True
+
+    def _trim(self) -> None:
+        held = sum(step.nbytes for step in self._steps)
+        for step in self._steps[:-1]:
+            if held <= self._limit:
+                break
+            if step.parts and step.step != self._suspected:
+                held -= step.nbytes
+                step.let_go("later batches needed the room")
+        if held > self._limit:
+            self._steps[-1].let_go("no room beside the batches of the suspected step")
+        while len(self._steps) > _STEPS:
+            place = 1 if self._steps[0].step == self._suspected else 0
+            del self._steps[place]
+
+    # Writing down --------------------------------------------------------------------------------------------------
+
+    def _account(self, incident: Incident, seen: list[_Step], batch: BatchKept) -> RankEvidence:
+        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in seen if step.gradients}
+        kinds = {step.step: _kind(norms[step.step], step.gradients) for step in seen if step.gradients}
+        told = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
+        weights = self._weights()
+        buffers = [name for name, value in self._model.named_buffers() if not _is_finite(value)]
+        return RankEvidence(
+            incident=incident.incident,
+            rank=self._rank,
+            attempt=self._attempt,
+            timeline=incident.timeline,
+            onset_step=incident.onset_step,
+            detection_step=incident.detection_step,
+            origin=self._origin(seen, norms, kinds, weights, buffers),
+            steps=[
+                StepSeen(
+                    step=step.step,
+                    losses=[float(loss) for loss in step.losses],
+                    grad_norm=float(step.gradients.total) if step.gradients else None,
+                    kind=kinds.get(step.step),
+                )
+                for step in seen
+            ],
+            gradients=None if told is None else norms[told],
+            gradients_step=told,
+            weights=weights,
+            nonfinite_buffers=buffers,
+            batch=batch,
+        )
+
+    def _origin(
+        self,
+        seen: list[_Step],
+        norms: Mapping[int, Norms],
+        kinds: Mapping[int, Explosion | None],
+        weights: Norms,
+        buffers: list[str],
+    ) -> Origin | None:
+        for step in seen:
+            if not all(math.isfinite(loss) for loss in step.losses):
+                return Origin(where="loss", step=step.step, name=None, local=None)
+            if step.gradients and kinds[step.step] == "nonfinite":
+                own, broken = step.gradients.own, norms[step.step].exploding["nonfinite"]
+                local = None if own is None or self._alone else not _is_finite(own)
+                return Origin(where="gradients", step=step.step, name=broken[0] if broken else None, local=local)
+        if broken := weights.exploding["nonfinite"]:
+            return Origin(where="parameters", step=None, name=broken[0], local=None)
+        if buffers:
+            return Origin(where="buffers", step=None, name=buffers[-1], local=None)
+        return None
+
+    def _weights(self) -> Norms:
+        parameters = list(self._model.parameters())
+        norms = norm_of_each([p.detach() for p in parameters]).tolist() if parameters else []
+        names = [self._names.get(id(p), "?") for p in parameters]
+        return self._norms(names, norms, [p.dtype for p in parameters])
+
+    def _norms(self, names: list[str], norms: list[float], dtypes: list[torch.dtype]) -> Norms:
+        named = [NamedNorm(name=name, norm=norm) for name, norm in zip(names, norms, strict=True)]
+        finite = sorted((item for item in named if math.isfinite(item.norm)), key=lambda item: item.norm)
+        exploding: dict[Explosion, list[tuple[float, str]]] = {"large": [], "overflow": [], "nonfinite": []}
+        for item, dtype in zip(named, dtypes, strict=True):
+            if not math.isfinite(item.norm):
+                # Backward carries it towards the input: the one nearest to the output comes first.
+                exploding["nonfinite"].append((-self._order.get(item.name, 0), item.name))
+            elif item.norm > _LARGEST_NORM.get(dtype, _LARGEST_NORM_ELSE):
+                exploding["overflow"].append((-item.norm, item.name))
+            elif item.norm > _EXPLODING:
+                exploding["large"].append((-item.norm, item.name))
+        return Norms(
+            tensors=len(named),
+            total=math.sqrt(math.fsum(norm * norm for norm in norms)) if norms else None,
+            largest=finite[: -_LISTED - 1 : -1],
+            smallest=finite[:_LISTED],
+            vanishing=[item.name for item in named if item.norm < _VANISHING],
+            exploding={kind: [name for _, name in sorted(found)] for kind, found in exploding.items()},
+            each=named[:_EACH],
+        )
+
+    def _write_batch(self, incident: int, step: _Step | None) -> BatchKept:
+        if step is None:
+            reason = "no step from the onset on is remembered: this process began later"
+            return BatchKept(step=None, file=None, tensors=[], left_out=[LeftOut(name="all", reason=reason)])
+        left_out = list(step.left_out)
+        parts = step.parts
+        if incident >= _INCIDENTS and parts:
+            left_out.append(LeftOut(name="all", reason=f"a run keeps the batches of its first {_INCIDENTS} incidents"))
+            parts = []
+        if self._limit == 0:
+            left_out.append(LeftOut(name="all", reason="evidence_limit is 0"))
+        path = self._paths.incident_batch(incident, self._rank)
+        if parts:
+            files.unlink(path)
+            pieces = []
+            for part in parts:
+                value = part.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
+                data = value.reshape(-1).view(torch.uint8).numpy().data
+                pieces.append(Piece(part.name, tree.DTYPE_CODE[value.dtype], tuple(value.shape), data))
+            write_shard(path, pieces, {"incident": str(incident), "rank": str(self._rank), "step": str(step.step)})
+        return BatchKept(
+            step=step.step,
+            file=path.name if parts else None,
+            tensors=[
+                KeptTensor(
+                    name=part.name,
+                    dtype=tree.DTYPE_CODE[part.tensor.dtype],
+                    shape=list(part.tensor.shape),
+                    altered=not part.tensor.is_inference() and part.tensor._version != part.version,
+                )
+                for part in parts
+            ],
+            left_out=left_out,
+        )
+
+
+def _tensors(value: Any, path: str, depth: int = 0) -> Iterator[tuple[str, Tensor | str]]:
+    """The tensors of a nested batch by path, and in words what cannot be kept. Numbers and texts are left out."""
+    match value:
+        case Tensor():
+            plain = value.layout == torch.strided and value.dtype in tree.DTYPE_CODE
+            yield path, value.detach() if plain else f"a {value.layout} tensor of {value.dtype}"
+        case np.ndarray():
+            try:
+                yield path, torch.from_numpy(value)
+            except (TypeError, ValueError):
+                yield path, f"an array of {value.dtype} that torch cannot take as it is"
+        case None | bool() | int() | float() | str() | bytes():
+            return
+        case _ if depth > _DEPTH:
+            yield path, "nested too deeply"
+        case Mapping():
+            for key in itertools.islice(value, _TENSORS):
+                yield from _tensors(value[key], f"{path}/{tree.escape(str(key))}", depth + 1)
+        case list() | tuple():
+            for place, item in enumerate(value[:_TENSORS]):
+                yield from _tensors(item, f"{path}/{place}", depth + 1)
+        case _ if dataclasses.is_dataclass(value):
+            for part in dataclasses.fields(value):
+                yield from _tensors(getattr(value, part.name), f"{path}/{tree.escape(part.name)}", depth + 1)
+        case _:
+            yield path, f"a {type(value).__name__}, which is not looked into"
+
+
+def _listed(gradients: GradientNorms, names: Mapping[int, str]) -> tuple[list[str], list[float], list[torch.dtype]]:
+    found = [names.get(id(p), "?") for p in gradients.parameters]
+    return found, gradients.each.double().tolist(), [p.dtype for p in gradients.parameters]
+
+
+def _kind(norms: Norms, gradients: GradientNorms) -> Explosion | None:
+    """The worst kind that an update's gradients show."""
+    total, reported = norms.total or 0.0, float(gradients.total)
+    if norms.exploding["nonfinite"] or math.isnan(reported):
+        return "nonfinite"
+    if norms.exploding["overflow"] or math.isinf(reported):
+        return "overflow"
+    return "large" if max(total, reported) > _EXPLODING else None
+
+
+def _is_finite(value: Tensor) -> bool:
+    return bool(torch.isfinite(value).all())

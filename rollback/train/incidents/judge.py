@@ -1,0 +1,359 @@
+"""What happens at a step's end: the beat is read, judged and answered, the same way on every rank.
+
+    beat -> landing of the snapshot in flight -> verdict -> probation -> plan, if the verdict demands action
+
+All of it is a function of the reduced beat and of state that is itself the same on all ranks, so that no rank can come
+to another decision than its peers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections import deque
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from rollback.config import Settings
+from rollback.facts.history import Case, History
+from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped
+from rollback.policy import Held, Stream
+from rollback.rundir.requests import Request
+from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.suspects import MOST
+from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record
+from rollback.train.data.skips import SkipList
+from rollback.train.incidents.cases import Cases
+from rollback.train.incidents.evidence import Evidence
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.state.nonfinite import FiniteCheck, agreed
+from rollback.train.updates.advice import Advisor
+from rollback.train.updates.habits import Habit
+from rollback.train.updates.scaler import ScaleWatch
+
+_ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
+_USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
+_MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """A step and the batches that went into it. phase: announced by this rank.
+
+    batches_per_step: of a whole update, as far as known; batches: of this one, skipped ones in between not counted.
+    epoch_end: the batch behind the last one of its last batch's epoch; epoch_batches: how many that has; None where
+    epochs have no length.
+    """
+
+    step: int
+    first_batch: int
+    last_batch: int
+    batches_per_step: int
+    hints: Hint
+    phase: str | None = None
+    habit: Habit | None = None
+    batches: int = 1
+    epoch_end: int | None = None
+    epoch_batches: int | None = None
+
+    @property
+    def over_the_end(self) -> bool:
+        """Whether it is a whole update with batches of two epochs: the script's count runs on from epoch to epoch."""
+        if self.epoch_end is None or self.epoch_batches is None or self.batches != self.batches_per_step:
+            return False
+        return self.first_batch < self.epoch_end - self.epoch_batches <= self.last_batch
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Decision: carry out this plan."""
+
+    incident: Incident
+    plan: Planned
+    stream: Stream
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Decision: stop together. `account` is for people."""
+
+    structural: bool
+    account: str
+    save: bool
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Decision: an operator has asked for something. Take it up together."""
+
+
+Decision = Rewind | Halt | Attend
+
+
+class Watch:
+    """Judges every step. Methods are collective unless they say otherwise."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: Settings,
+        pulse: Pulse,
+        sentinel: Sentinel,
+        keeper: Keeper,
+        snapshots: Snapshots,
+        record: Record,
+        evidence: Evidence,
+        history: History,
+        batch: int = 0,
+        advisor: Advisor | None = None,
+        skips: SkipList | None = None,
+        *,
+        finite: FiniteCheck,
+    ) -> None:
+        self._ranks = ranks
+        self._settings = settings
+        self._pulse = pulse
+        self._sentinel = sentinel
+        self._keeper = keeper
+        self._snapshots = snapshots
+        self._record = record
+        self._evidence = evidence
+        self._marks: deque[StepMark] = deque(maxlen=_MARKS)
+        self._cases = Cases(record, settings, history, skips)
+        self._scale = ScaleWatch()
+        self._advisor = advisor
+        self._finite = finite
+        self._phases = set(history.phases)
+        self._next_batch = batch
+        self.max_steps: int | None = None
+        self.timeline = history.timeline
+        self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
+        self.calm = True
+        self.beat: Beat | None = None  # the last one that was read
+
+    def end_step(
+        self,
+        mark: StepMark,
+        loss: Tensor | None,
+        grad_norm: Tensor | None,
+        *,
+        stop: bool,
+        scaler_skipped: bool,
+        asked: bool = False,
+        gauges: Gauges = NO_GAUGES,
+        seconds: float = 0.0,
+    ) -> Decision | None:
+        """Judge the step before this one and send this one's beat, unless there is something to do.
+
+        seconds: what a step takes on this rank.
+        """
+        decision = self.settle()
+        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
+            return decision
+        signs = self._snapshots.signs()
+        signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
+        signs.asked = asked
+        signs.step_seconds, signs.missed = seconds, self._keeper.misses_a_candidate()
+        self._marks.append(mark)
+        self._pulse.send(loss, grad_norm, signs, gauges)
+        # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
+        match self.settle() if decision is not None else None:
+            case Rewind() as later if isinstance(decision, Halt):
+                # Planned and journalled; there is no time to carry it out.
+                account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
+                return Halt(structural=False, account=account, save=False)
+            case Rewind() | Halt() as later:
+                return later
+        return decision
+
+    def settle(self) -> Decision | None:
+        """Judge the step whose beat is under way, if any."""
+        if not self._pulse.under_way:
+            return None
+        return self._judge(self._pulse.read(), self._marks[-1])
+
+    @property
+    def awaits_verdict(self) -> bool:
+        """Whether a step's beat is under way."""
+        return self._pulse.under_way
+
+    def end_pulse(self) -> None:
+        """No collective of ours is under way any more. Not collective."""
+        self._pulse.close()
+
+    def rewound(self, case: Case, step: int) -> None:
+        """A plan was carried out; `step` is where training stands now."""
+        assert case.plan is not None
+        self._cases.carried_out(case, step)
+        self._keeper.restart_probation()
+        self.timeline = case.plan.timeline
+        self.calm = True
+        self._keeper.ailing = None
+        self._scale.restart()
+        self._next_batch = case.plan.batch or 0
+        while self._marks and self._marks[-1].step >= step:
+            self._marks.pop()
+
+    def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
+        """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
+        self._keeper.put_aside(name, reason)
+        if failed.incident.request is not None:
+            account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
+            return Halt(structural=False, account=account, save=False)
+        return self._plan(failed.incident, failed.stream)
+
+    def plan_request(self, name: str, request: Request, target: Held, *, step: int, batch: int) -> Rewind:
+        """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
+        incident, plan = self._cases.plan_request(
+            name, request, target, self._keeper.as_held(), step=step, batch=batch, timeline=self.timeline
+        )
+        return Rewind(incident, plan, Stream())
+
+    def close(self) -> None:
+        """Say how the last incident ended, if enough steps have gone well since. Not collective."""
+        self._cases.close(self._marks[-1].step if self._marks else 0)
+        self._record.close()
+
+    def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
+        self.beat = beat
+        self._keeper.advance(beat)
+        hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+        hints |= Hint.ANNOUNCED if self._phase_begins(beat, mark) else Hint.NONE
+        verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
+        if collapse is not None and verdict.kind not in _ACTED_ON:
+            verdict = collapse
+        self._record.metric(
+            mark.step, mark.last_batch, beat.loss, beat.grad_norm, verdict.kind.value, timeline=self.timeline
+        )
+        if beat.scaler_skipped:
+            self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
+        if (blip := verdict.ended) is not None:
+            self._record.note(
+                Noticed(
+                    first_step=blip.first_step,
+                    last_step=blip.last_step,
+                    peak=blip.peak,
+                    threshold=blip.threshold,
+                    rule=blip.rule,
+                    fate=blip.fate,
+                )
+            )
+        if self._advisor is not None and mark.habit is not None:
+            for code, text in self._advisor.judge(mark.habit, beat, verdict):
+                self._record.advise(code, text)
+        self.calm = verdict.kind is Kind.HEALTHY
+        self._evidence.suspect(verdict.onset)
+        self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
+        self._keeper.judge(self.calm, verdict.onset)
+        if self.calm:
+            self._observed = False
+        decision = None
+        if verdict.kind in _ACTED_ON and not self._observed:
+            lost = beat.loss is not None and not math.isfinite(beat.loss)
+            decision = self._answer(verdict, mark, beat.ailing, lost=lost)
+        if (decision := decision or self.answer_state()) is not None:
+            return decision
+        if beat.stop:
+            return Halt(structural=False, account="told to stop", save=True)
+        return Attend() if beat.asked else None
+
+    def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
+        """Whether an announced phase begins with this step, now or when it was announced before a rollback."""
+        if beat.announced and mark.first_batch not in self._phases:
+            self._phases.add(mark.first_batch)
+            self._record.note(PhaseAnnounced(step=mark.step, batch=mark.first_batch, phase=mark.phase))
+        begins = any(self._next_batch <= batch <= mark.last_batch for batch in self._phases)
+        self._next_batch = mark.last_batch + 1
+        return begins
+
+    def answer_state(self) -> Decision | None:
+        """If the last snapshot was dropped since something in it is not finite: what is done about it.
+
+        It may have been so from the newest checkpoint on: those have been looked at.
+        """
+        landing, self._keeper.ailing = self._keeper.ailing, None
+        if landing is None:
+            return None
+        found = agreed(self._ranks.from_each, landing.nonfinite)
+        self._finite.accept(found)  # a restore takes that back; who only observes is told once
+        if not self._marks or self._observed:
+            return None  # the script did it before its first update, or it is of a trouble that is left alone
+        manifest, newest = landing.manifest, self._keeper.newest()
+        since = newest.step if newest else 0
+        what = self._finite.in_words(min(found))
+        text = self._finite.account(found, landing.ailing, manifest.step, since)
+        step = max(since, manifest.step - 1)
+        verdict = Verdict(Kind.NONFINITE, step, since, "nonfinite-state", what, explanation=text)
+        return self._answer(verdict, self._mark_of(step, self._marks[-1]), landing.ailing, lost=False)
+
+    def _answer(self, verdict: Verdict, mark: StepMark, ailing: tuple[int, ...], *, lost: bool) -> Decision | None:
+        # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
+        self._keeper.settle()
+        onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
+        samples = self._samples({onset.step, mark.step}, ailing)
+        incident = Incident(
+            incident=self._cases.next_number(),
+            verdict=verdict.kind.value,
+            cause=verdict.witness,
+            rule=verdict.rule,
+            value=verdict.value,
+            threshold=verdict.threshold,
+            explanation=verdict.explanation,
+            window=verdict.window,
+            ranks=ailing,
+            onset_step=onset.step,
+            onset_batch=onset.first_batch,
+            detection_step=mark.step,
+            detection_batch=mark.last_batch,
+            step=self._marks[-1].step + 1,
+            timeline=self.timeline,
+            # What was not finite before this step would have been called there.
+            in_hand=verdict.kind is Kind.NONFINITE and lost and onset.step == mark.step,
+            samples=samples,
+        )
+        self._record.flush()
+        self._record.note(incident, f"step {mark.step}: {verdict.explanation}")
+        self._evidence.write(incident)
+        self._cases.called(incident, mark.batches_per_step)
+        return self._plan(incident, self._stream(mark))
+
+    def _samples(self, steps: set[int], ailing: tuple[int, ...]) -> tuple[int, ...]:
+        """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
+        suspected = not ailing or self._ranks.rank in ailing
+        own = self._evidence.samples(steps) if suspected else []
+        told: set[int] = set()
+        for text in self._ranks.from_each(json.dumps(own[: MOST + 1])):
+            told.update(json.loads(text))
+        return tuple(sorted(told)) if len(told) <= MOST else ()
+
+    def _stream(self, mark: StepMark) -> Stream:
+        """How the script cuts the data, by the updates that are remembered."""
+        per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
+        total = max(mark.epoch_end or 0, (self.max_steps or 0) * per_step)
+        if any(each.over_the_end for each in self._marks):
+            return Stream(per_step, total=total)
+        return Stream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
+
+    def _plan(self, incident: Incident, stream: Stream) -> Decision | None:
+        plan = self._cases.plan(incident, self._keeper.as_held(), stream)
+        if plan.action == "observe":
+            self._observed = True
+            return None
+        if plan.action == "stop":
+            return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
+        return Rewind(incident, plan, stream)
+
+    def _mark_of(self, step: int, now: StepMark) -> StepMark:
+        for mark in reversed(self._marks):
+            if mark.step == step:
+                return mark
+        # From before this process: reckoned back from the oldest step that is remembered.
+        oldest = self._marks[0] if self._marks else now
+        first = max(0, oldest.first_batch - (oldest.step - step) * oldest.batches_per_step)
+        return StepMark(step, first, first + oldest.batches_per_step - 1, oldest.batches_per_step, Hint.NONE)

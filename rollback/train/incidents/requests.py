@@ -1,0 +1,240 @@
+"""Doing what operators ask of a running job: `rollback rewind`, `skip` and `stop`.
+
+Rank 0 looks for requests and says on the pulse that there are some. When that beat has been read, all ranks have ended
+the same step, take up the oldest request by one broadcast, and carry it out alike. A job that starts takes up what is
+still open before its first batch. A request is over when the journal has its answer, and not before: one that a crash
+interrupted is taken up again, and what an attempt has done of it is not done twice.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from rollback.facts.history import History, fold
+from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
+from rollback.policy import Held
+from rollback.rundir.lock import launch_of
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import Inbox, Request, read_request
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record
+from rollback.train.data.cursor import Cursor
+from rollback.train.data.skips import SkipList
+from rollback.train.incidents.judge import Halt, Rewind, Watch
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.restore import verify
+
+_REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish must not hold up training
+
+
+@dataclass(frozen=True)
+class _Taken:
+    """An open request, the same on all ranks. done: what an earlier attempt did of it, in words."""
+
+    name: str
+    request: Request
+    done: str | None
+
+
+class Requests:
+    """Open requests of a run. history: as at the start of this attempt."""
+
+    def __init__(
+        self, paths: RunPaths, ranks: Ranks, record: Record, history: History, watch: Watch, keeper: Keeper,
+        skips: SkipList, cursor: Cursor,
+    ) -> None:  # fmt: skip
+        self._paths = paths
+        self._ranks = ranks
+        self._record = record
+        self._watch = watch
+        self._keeper = keeper
+        self._skips = skips
+        self._cursor = cursor
+        self._inbox = Inbox(paths, history.answers) if ranks.first else None
+        self._launch = launch_of(paths) if ranks.first else None
+        self._begun = set(history.requests)
+        self.starting = True
+        """Whether this attempt has not looked yet."""
+
+    @property
+    def waiting(self) -> bool:
+        """Whether there are open ones, as rank 0 sees it; False on the others, who hear of them by pulse."""
+        return self._inbox is not None and bool(self._inbox.open())
+
+    def take_up(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
+        """Collective: carry out open requests, oldest first, up to one for which the guard must act: that decision.
+
+        step: the update in progress. may_stop: whether a checkpoint can be taken here; else a stop is left open.
+        """
+        self.starting = False
+        while (taken := self._take(step)) is not None:
+            name, request = taken.name, taken.request
+            if taken.done is not None:
+                self.answer(name, True, taken.done)
+            elif request.order == "stop":
+                account = _by(f"asked to stop by {request.who}", request)
+                return Halt(structural=False, account=account, save=True) if may_stop else None
+            elif request.order == "skip":
+                self._skip(name, request)
+            elif request.order in ("quarantine", "release"):
+                self._leave_out(name, request)
+            elif (decision := self._rewind(name, request, step)) is not None:
+                return decision
+        return None
+
+    def note_stop(self, step: int) -> None:
+        """The ranks have stopped: because of a request or of a signal, whoever asked for it has it. Not collective."""
+        for name in list(self._inbox.open(now=True)) if self._inbox is not None else []:
+            try:
+                request = read_request(self._paths, name)
+            except (OSError, ValueError):
+                continue
+            if request.order == "stop" and request.launch in (None, self._launch):
+                self._begin(name, request, step)
+                self.answer(name, True, f"stopped at step {step}; the same command goes on from there")
+
+    def answer(self, name: str, carried_out: bool, text: str) -> None:
+        """Note what became of a request. Not collective."""
+        if self._inbox is not None:
+            self._inbox.note_answer(name)
+            fact = Answered(request=name, carried_out=carried_out, text=text)
+            self._record.note(fact, f"request {name}: {text}")
+
+    def _take(self, step: int) -> _Taken | None:
+        """Collective: the oldest open request that is one, or None."""
+        body = self._ranks.from_first(self._look(step))
+        return _Taken(body["name"], Request.model_validate(body["request"]), body["done"]) if body else None
+
+    def _look(self, step: int) -> dict[str, Any] | None:
+        if self._inbox is None:
+            return None
+        refused = 0
+        for name in list(self._inbox.open(now=True)):
+            try:
+                request = read_request(self._paths, name)
+                if request.order == "stop" and request.launch not in (None, self._launch):
+                    raise ValueError("it was for a launch that is over")
+            except (OSError, ValueError) as error:
+                if refused == _REFUSALS_AT_ONCE:
+                    return None
+                refused += 1
+                self.answer(name, False, f"refused: {error}")
+                continue
+            self._begin(name, request, step)
+            return {"name": name, "request": request.model_dump(mode="json"), "done": self._done_of(name, request)}
+        return None
+
+    def _begin(self, name: str, request: Request, step: int) -> None:
+        if name in self._begun:
+            return
+        self._begun.add(name)
+        fact = Requested(
+            request=name, order=request.order, to=request.to, skip=request.skip, who=request.who, why=request.why,
+            step=step, batch=self._cursor.batch, samples=request.samples,
+        )  # fmt: skip
+        self._record.note(fact, _by(f"{request.who} asks: {request.in_words()}", request))
+
+    def _done_of(self, name: str, request: Request) -> str | None:
+        """Rank 0: what the journal says of a request that was taken up before, and not answered."""
+        history = fold(self._record.records)
+        if request.order == "rewind" and (case := history.case_of(name)) and case.restored:
+            return _back_at(case.restored.step, case.restored.batch, case.restored.checkpoint, request.skip)
+        if request.order == "skip" and any(added.request == name for added in history.added):
+            return _to_be_skipped(request.skip)
+        done = next((fact for fact in history.quarantine if fact.request == name), None)
+        return _left_out(done) if done else None
+
+    def _skip(self, name: str, request: Request) -> None:
+        assert request.skip is not None
+        window, position = request.skip, self._cursor.batch
+        if window.last < position:
+            self.answer(
+                name, False, f"refused: batches {window} are part of the run, which is at batch {position}; to pass "
+                f"over them, rewind to before them: rollback rewind RUN --to STEP --skip {window}",
+            )  # fmt: skip
+            return
+        window = Window(first=max(window.first, position), last=window.last)
+        added = SkipAdded(window=window, who=request.who, why=request.why, request=name)
+        self._record.note(added)
+        self._skips.add(window)
+        self._skips.announce(self._cursor)
+        self.answer(name, True, _to_be_skipped(window))
+
+    def _leave_out(self, name: str, request: Request) -> None:
+        length = self._cursor.describe().get("length") if self._cursor.leaves_out else None
+        if length is None:
+            self.answer(name, False, "refused: this loader's batches have no data set indices that could be left out")
+            return
+        if beyond := [sample for sample in request.samples if sample >= length]:
+            self.answer(name, False, f"refused: the data set has {length} samples, and no sample {beyond[0]}")
+            return
+        asked = {*request.samples}
+        before = {*self._skips.quarantine[-1].samples} if self._skips.quarantine else set()
+        adds = request.order == "quarantine"
+        fact = SampleQuarantine(
+            batch=self._cursor.batch, samples=tuple(sorted(before | asked if adds else before - asked)),
+            added=tuple(sorted(asked)) if adds else (), released=() if adds else tuple(sorted(asked)),
+            who=request.who, why=request.why, request=name,
+        )  # fmt: skip
+        self._skips.leave_out(fact)
+        self._skips.announce(self._cursor)
+        self.answer(name, True, _left_out(fact))
+
+    def _rewind(self, name: str, request: Request, step: int) -> Rewind | None:
+        """The plan, journalled; None where the request was refused."""
+        assert request.to is not None
+        if request.to > step:
+            self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
+            return None
+        self._keeper.settle()  # so that all checkpoints there are can be chosen
+        target, oldest = self._target(request.to)
+        if target is None:
+            known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"
+            self.answer(name, False, f"refused: there is no checkpoint at or before step {request.to}; {known}")
+            return None
+        if request.skip is not None and request.skip.last < target.batch:
+            self.answer(
+                name, False, f"refused: batches {request.skip} lie before batch {target.batch}, where checkpoint "
+                f"{target.name} begins; rewind further to pass over them",
+            )  # fmt: skip
+            return None
+        return self._watch.plan_request(name, request, target, step=step, batch=self._cursor.batch)
+
+    def _target(self, step: int) -> tuple[Held | None, int | None]:
+        """Collective: the newest checkpoint at or before `step` that every rank can read; and the oldest step held."""
+        self._keeper.look_into_ring()
+        for point in reversed(self._keeper.as_held()):
+            if point.step > step:
+                continue
+            fault = self._keeper.bring(point.name)
+            if fault is None:
+                fault = verify(point.name, self._keeper.places(point.name), self._ranks)
+            if fault is None:
+                return point, None
+            self._keeper.put_aside(point.name, fault)
+        return None, min((point.step for point in self._keeper.as_held()), default=None)
+
+    def rewound(self, decision: Rewind) -> None:
+        """What was asked for has been done. Not collective."""
+        plan, name = decision.plan, decision.incident.request
+        assert plan.step is not None
+        assert plan.batch is not None
+        if name is not None:
+            self.answer(name, True, _back_at(plan.step, plan.batch, f"{plan.checkpoint}, {plan.reason}", plan.skip))
+
+
+def _by(text: str, request: Request) -> str:
+    return f"{text} ({request.why})" if request.why else text
+
+
+def _back_at(step: int, batch: int, checkpoint: str, skip: Window | None) -> str:
+    return f"back at step {step}, batch {batch} ({checkpoint})" + (f"; {_to_be_skipped(skip)}" if skip else "")
+
+
+def _to_be_skipped(window: Window | None) -> str:
+    return f"batches {window} will be passed over"
+
+
+def _left_out(fact: SampleQuarantine) -> str:
+    return f"from batch {fact.batch} on left out: {', '.join(map(str, fact.samples)) or 'none'}"

@@ -1,0 +1,83 @@
+"""What a rank leaves behind when an exception ends it: see `rollback.rundir.failures`."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+import rollback
+from rollback.config import host_name
+from rollback.facts.training import Window
+from rollback.rundir.failures import (
+    FailureRecord,
+    fingerprint,
+    formatted,
+    frames_of,
+    message_of,
+    qualified_name,
+    write_failure,
+)
+from rollback.train.comm.recorder import say
+from rollback.train.data.cursor import Cursor
+
+_LIBRARIES = [Path(module.__file__).parent for module in (torch, rollback, threading) if module.__file__]
+"""Frames in here do not tell one error from another: the last is Python's own library."""
+
+
+@dataclass(frozen=True)
+class Standing:
+    """What a rank is doing, with the batch in hand; whole_step: the batches of its update, as far as known."""
+
+    doing: str
+    step: int
+    batch: int
+    whole_step: Window
+
+
+class LastWords:
+    """From now on an exception that nobody catches is written down before the hook that stood there prints it."""
+
+    def __init__(
+        self, path: Path, rank: int, attempt: int, standing: Callable[[], Standing], cursor: Cursor | None = None
+    ) -> None:
+        self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
+        self._cursor = cursor
+        self._pid = os.getpid()
+        self.spoken = False
+        """Whether an exception that nobody caught has come by."""
+        self._before = sys.excepthook
+        sys.excepthook = self._on_error
+
+    def _on_error(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        self.spoken |= os.getpid() == self._pid
+        try:
+            if isinstance(error, Exception) and os.getpid() == self._pid:  # not in a process that the script forked
+                write_failure(self._path, self._account(error))
+        except OSError as failure:
+            say(f"the error could not be recorded in {self._path} ({failure})")
+        finally:
+            self._before(kind, error, trace)
+
+    def _account(self, error: Exception) -> FailureRecord:
+        standing, name, message = self._standing(), qualified_name(type(error)), message_of(error)
+        frames = frames_of(error, _LIBRARIES)
+        now = time.time()
+        reading = standing.doing == "reading"
+        samples = self._cursor.in_hand(reading) if self._cursor and standing.doing in ("reading", "training") else None
+        unreadable = self._cursor.unreadable(samples) if self._cursor and samples and reading else []
+        return FailureRecord(
+            rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
+            at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
+            step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
+            error=name, message=message, traceback=formatted(error), frames=frames,
+            fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
+        )  # fmt: skip

@@ -1,0 +1,159 @@
+"""Signs of life: each rank says twice a second who it is, where it stands, and whether it moves.
+
+It says so in two places: on the supervisor's board, which is memory and by which it is judged
+(`rollback.supervisor.diagnosis.hang`), and in a small file in the run directory, for people and for the next start. A thread
+writes each, so that a rank that is busy is told from one that waits for ever (`rollback.train.process.movement`), and so that a
+disk that holds a write up holds up that one only.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import threading
+import time
+from pathlib import Path
+
+from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
+from rollback.facts.training import Window
+from rollback.rundir import files
+from rollback.rundir.heartbeat_board import HeartbeatCell
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.processes import start_of
+from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import say
+from rollback.train.data.cursor import Cursor
+from rollback.train.process.failure_record import LastWords, Standing
+from rollback.train.process.movement import Movement
+
+_EVERY_SECONDS = 0.5
+
+
+class SignsOfLife:
+    """Writes this rank's heartbeat for as long as the process lives, its stacks when it is signalled to, and its last
+    words. Where one process trains several times, the next guard's take the place of the last one's."""
+
+    _present: SignsOfLife | None = None
+
+    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor | None = None) -> None:
+        self._path = paths.heartbeat(ranks.rank)
+        self._ranks = ranks
+        self._attempt = attempt
+        self._pid, self._host = os.getpid(), host_name()
+        self._start = start_of(self._pid) or ""
+        self._movement = Movement()
+        self._moved = time.monotonic()
+        self._failing = self._ended = self._leaving = False
+        self._cell = _cell_on_board(ranks.rank)
+        self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
+        self._over = threading.Event()
+        self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
+        self._write()
+        failure = paths.failure(attempt, ranks.rank)
+        self._last_words = LastWords(failure, ranks.rank, attempt, lambda: self.standing, cursor)
+        _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
+        if not faulthandler.is_enabled():
+            faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where
+        if SignsOfLife._present is not None:
+            SignsOfLife._present._over.set()
+        SignsOfLife._present = self
+        atexit.register(self._leave)
+        threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
+        threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
+
+    def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
+        """Say what is being done. It is written within half a second, or on return with `now`."""
+        self.standing = Standing(doing, step, batch, Window(first=batch, last=batch))
+        if now:
+            self._moved = time.monotonic()
+            self._write()
+
+    def turn_to(self, doing: str) -> None:
+        """Something else is being done, where the rank stands."""
+        self.show(doing, self.standing.step, self.standing.batch, now=True)
+
+    def end(self) -> None:
+        """The guard is closed. Where an exception led to that, its last words still tell the batch in hand."""
+        self._ended, self._moved = True, time.monotonic()
+        self._write()
+
+    @property
+    def raised(self) -> bool:
+        """Whether an exception that nobody caught has ended the script."""
+        return self._last_words.spoken
+
+    def _leave(self) -> None:
+        """The interpreter ends. The thread goes on: it says so for as long as handlers of others run at the exit, and
+        falls silent when no Python code can run any more. Where the process is still there then, it is stuck."""
+        if SignsOfLife._present is self and os.getpid() == self._pid:
+            self._leaving = self._ended and not self.raised
+            self._write()
+
+    def take(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
+        """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
+        first = batch if first is None else first
+        whole = Window.model_construct(first=first, last=max(batch, first + batches_per_step - 1))
+        self.standing = Standing(doing, step, batch, whole)
+
+    def _watch(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            if self._movement.seen():
+                self._moved = time.monotonic()
+            self._write_on_board()
+
+    def _keep_file(self) -> None:
+        while not self._over.wait(_EVERY_SECONDS):
+            self._write_file()
+
+    def _write(self) -> None:
+        self._write_on_board()
+        self._write_file()
+
+    def _beat(self) -> Heartbeat:
+        standing = self.standing
+        doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
+        # Not into torch any more: a thread that comes back from C++ into an ending interpreter aborts the process.
+        begun = None if self._ended else self._ranks.collectives_begun()
+        return Heartbeat.model_construct(
+            pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
+            doing=doing, monotonic=self._moved, start=self._start, looked=time.monotonic(), collectives=begun,
+        )  # fmt: skip
+
+    def _write_on_board(self) -> None:
+        if self._cell is not None:
+            with self._cell_lock, contextlib.suppress(OSError, ValueError):  # then the file is believed
+                self._cell.write(self._beat())
+
+    def _write_file(self) -> None:
+        with self._file_lock:
+            try:
+                write_heartbeat(self._path, self._beat())
+            except OSError as error:
+                if not self._failing and not self._ended:
+                    say(f"writing the heartbeat {self._path} fails ({error}); training goes on")
+                self._failing = True
+            else:
+                self._failing = False
+
+
+def _cell_on_board(rank: int) -> HeartbeatCell | None:
+    """This rank's cell on the supervisor's board; None where there is none that can be had."""
+    path, place = os.environ.get(ENV_HEARTBEATS, ""), os.environ.get("LOCAL_RANK", "0")
+    try:
+        return HeartbeatCell(path, rank, int(place)) if path else None
+    except (OSError, ValueError):
+        return None
+
+
+def _dump_stacks_on_signal(path: Path) -> None:
+    """On STACKS_SIGNAL all threads' Python stacks are appended to a file: in C, so also while the interpreter lock is
+    held. Forked loader workers inherit that. A script that uses the signal itself, later, takes it over."""
+    try:
+        files.make_directory(path.parent)
+        file = os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)  # stays open
+        faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    except (OSError, ValueError) as error:
+        say(f"stacks cannot be written to {path} ({error}); training goes on, a hang will be told without them")

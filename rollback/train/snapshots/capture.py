@@ -1,0 +1,213 @@
+"""Copying what a rank stores of a state into memory that is laid out as the shard will be.
+
+Two kinds of tensors. *Still* ones (parameters, optimizer state) change only inside `optimizer.step()`: they may be
+copied by a thread while the next forward and backward run, until the optimizer begins. *Restless* ones (buffers, and
+whatever other objects keep) are copied at once. Version counters tell whether a still one moved all the same; the
+capture is torn then. What is written past them (`parameter.data`, or raw memory) is not seen.
+
+For `drift` a rank digests all parameters: those that it stores out of the copy, whenever there is time, and the others
+where they lie, before the optimizer begins.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rollback.checkpoints.layout import Entry, Kind, Layout
+from rollback.checkpoints.region import Region, copy
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots import drift
+from rollback.train.snapshots.tier_choice import CaptureMode
+from rollback.train.state import tree
+from rollback.train.state.nonfinite import FiniteCheck, NonFiniteKind
+from rollback.train.state.state import Image, owners
+
+PARAMETERS = "shared/model/"
+_STILL = (PARAMETERS, "shared/optimizer/state/")
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank stores of an image.
+
+    replicas: all parameters by the rank that stores them, where there are ranks to compare them with.
+    """
+
+    rank: int
+    tensors: Mapping[str, Tensor]
+    replicas: Mapping[int, Mapping[str, Tensor]]
+    metadata: Mapping[str, str]
+    finite: FiniteCheck | None = None
+
+    def kinds(self) -> dict[str, Kind]:
+        return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
+
+
+def share_of(image: Image, ranks: Ranks) -> Share:
+    owner = owners(image.shared_tensors, ranks.world_size)
+    mine = {name: item for name, item in image.shared_tensors.items() if owner[name] == ranks.rank}
+    metadata = {"local": json.dumps(image.local)}
+    if ranks.first:
+        metadata["shared"] = json.dumps(image.shared)
+    replicas: dict[int, dict[str, Tensor]] = {}
+    for name, item in image.shared_tensors.items():
+        if name.startswith(PARAMETERS) and ranks.world_size > 1:
+            replicas.setdefault(owner[name], {})[name] = item
+    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, image.finite)
+
+
+class Capture:
+    """One copy under way. `begin` and `fence` belong to the thread that trains, the rest to any one.
+
+    mode: what `begin` does, and what it leaves to `finish`, which may then run beside the training until the fence.
+    """
+
+    def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
+        self._share = share
+        self._layout = layout
+        self._region = region
+        self._mode = mode
+        self._still = {name: item for name, item in share.tensors.items() if _is_still(name)}
+        self._digests: dict[int, int] = {}
+        self._elsewhere = {rank: items for rank, items in share.replicas.items() if rank != share.rank}
+        left: dict[str, Tensor] = {}
+        if mode != "held":
+            for items in self._elsewhere.values():
+                left |= items
+        if mode == "overlapped":
+            left |= self._still
+        self._watched = [(name, item, item._version) for name, item in left.items()]
+        self._stream: Any = None
+        self._arrived: Any = None
+        self._device_digest: Tensor | None = None
+
+    def begin(self) -> None:
+        """Copy what may change at any moment, and have the device begin to copy what it holds.
+
+        Raises ValueError where the trees have outgrown the header's room.
+        """
+        self._region.view[: self._layout.room] = self._layout.head(self._share.metadata)
+        self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
+        self._begin_on_device()
+        if self._mode != "overlapped":
+            self._copy(self._still)
+        if self._mode == "held":
+            self._digest_elsewhere()
+
+    def finish(self) -> None:
+        """Do the rest. When it returns all is in the region, and the live tensors are no longer looked at."""
+        if self._mode == "overlapped":
+            self._copy(self._still)
+        if self._mode != "held":
+            self._digest_elsewhere()
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def digest(self) -> int:
+        """Of the parameters of this rank, for `drift`; 0 where there is nobody to compare it with. After `finish`."""
+        if not self._share.replicas:
+            return 0
+        own = xxhash.xxh3_64()
+        for name, item in self._share.replicas.get(self._share.rank, {}).items():
+            entry = self._layout.entries[name]
+            if not item.is_cuda:
+                own.update(self._region.view[entry.start : entry.end])
+        digests = dict(self._digests)
+        if self._share.rank in self._share.replicas:  # others know nothing of one that stores no parameter
+            digests[self._share.rank] = own.intdigest()
+        together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
+        on_device = int(self._device_digest) if self._device_digest is not None else 0
+        return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
+
+    def nonfinite(self) -> dict[str, NonFiniteKind]:
+        """Tensors in the copy that hold what is not finite, and did not before. After `finish`."""
+        if self._share.finite is None:
+            return {}
+        entries = self._layout.entries
+        return self._share.finite.found({name: view(self._region, entries[name]) for name in self._share.tensors})
+
+    def fence(self) -> None:
+        """What the training stream does from now on comes after the copy. The host does not wait."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
+
+    def moved(self) -> list[str]:
+        """Names of still tensors that were written to since the beginning."""
+        return [name for name, item, version in self._watched if item._version != version]
+
+    def _copy(self, tensors: Mapping[str, Tensor]) -> None:
+        for name, item in tensors.items():
+            if not item.is_cuda:
+                plain = _as_it_is_stored(item)
+                copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
+
+    def _digest_elsewhere(self) -> None:
+        for rank, items in self._elsewhere.items():
+            running = xxhash.xxh3_64()
+            for item in items.values():
+                if not item.is_cuda:
+                    running.update(bytes_of(_as_it_is_stored(item)))
+            self._digests[rank] = running.intdigest()
+
+    def _begin_on_device(self) -> None:
+        """What the device holds: it copies and digests that in a stream of its own."""
+        tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
+        replicas = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]
+        device = next((item.device for item in (*tensors.values(), *replicas)), None)
+        if device is None:
+            return
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(self._stream):
+            for name, item in tensors.items():
+                view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
+                item.record_stream(self._stream)
+            if replicas:
+                self._device_digest = torch.zeros((), dtype=torch.int64, pin_memory=True)
+                self._device_digest.copy_(drift.on_device(replicas), non_blocking=True)
+            self._arrived.record(self._stream)
+        if any(not _is_still(name) for name in tensors):
+            self.fence()  # restless ones: the next kernel may change them
+
+
+def view(region: Region, entry: Entry) -> Tensor:
+    """A tensor over a place in the region."""
+    if not entry.nbytes:
+        return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
+    flat = torch.frombuffer(region.view[entry.start : entry.end], dtype=tree.DTYPE[entry.dtype])
+    return flat.reshape(entry.shape)
+
+
+def _as_it_is_stored(item: Tensor) -> Tensor:
+    """Its items one behind the other: mostly the tensor itself."""
+    if item.is_contiguous() and not item.is_conj() and not item.is_neg():
+        return item
+    return item.resolve_conj().resolve_neg().contiguous()
+
+
+def bytes_of(value: Tensor) -> memoryview:
+    """The bytes of a contiguous CPU tensor, as a view."""
+    return value.detach().reshape(-1).view(torch.uint8).numpy().data
+
+
+def pin(region: Region) -> None:
+    """Let devices copy into a region without a detour, where there are devices and they can."""
+    if region.size and torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostRegister(region.address, region.size, 0)  # type: ignore[no-untyped-call]
+
+
+def unpin(region: Region) -> None:
+    if region.size and torch.cuda.is_available():
+        torch.cuda.cudart().cudaHostUnregister(region.address)  # type: ignore[no-untyped-call]
+
+
+def _is_still(name: str) -> bool:
+    return name.startswith(_STILL)

@@ -1,0 +1,114 @@
+"""The durable ring where there is no supervisor to see to it: rank 0 fetches from it and fills it."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from rollback.checkpoints import tiers
+from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
+from rollback.errors import RollbackError
+from rollback.facts.history import fold
+from rollback.ring.drainer import Drainer, Phase, drainer_for
+from rollback.ring.helper import Helper
+from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
+from rollback.ring.url.store import Store
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record, say
+
+_PATIENCE_AT_START = 30.0
+_PATIENCE_AT_THE_END = 60.0
+
+
+def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) -> Store | None:
+    """Rank 0: the ring to fetch from, once it has taken and given back an object; None where there is nothing to fetch.
+
+    A supervisor that knows of the ring has fetched already. One that does not (the script names it) leaves it to us.
+    Raises UsageError or RingUnavailable.
+    """
+    if settings.ring is None or (environment.get(ENV_SUPERVISOR) and _is_the_operators(environment)):
+        return None
+    store = Store(settings.ring, patience=_PATIENCE_AT_START)
+    store.probe()
+    return store
+
+
+def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
+    """Rank 0, which holds the run directory: make it as new as the ring. Raises as `fetch`.
+
+    Where a supervisor has done that before its first attempt, only what a crash in mid-rollback has left to be fetched.
+    """
+    if store is not None:
+        fetch(store, paths, say)
+    elif settings.ring is not None:
+        _fetch_planned(settings.ring, paths)
+
+
+def _fetch_planned(url: str, paths: RunPaths) -> None:
+    """See that the checkpoint of a pending plan is here, where it is to be had; older ones will do where it is not."""
+    pending = fold(read_journal(paths.train_journal).records).pending
+    name = pending.checkpoint if pending is not None else None
+    if name is None or any(place.name == name and tiers.is_whole(place) for place in tiers.locate(paths)):
+        return
+    try:
+        store = Store(url, patience=_PATIENCE_AT_START)
+        manifest = read_manifest_at(store, name)
+        if manifest is not None:
+            fetch_checkpoint(store, manifest, paths, say)
+    except (RollbackError, OSError) as error:
+        text = error.message if isinstance(error, RollbackError) else error
+        say(f"checkpoint {name}, to which the run was going back, could not be fetched: {text}")
+
+
+def start_draining(
+    paths: RunPaths, settings: Settings, record: Record, ranks: Ranks, environment: Mapping[str, str] = os.environ
+) -> Drainer | Helper | None:
+    """Every rank, once attached. Unless supervisors do, rank 0 fills the ring from a thread, and the first rank of
+    each other host does its part in it."""
+    if environment.get(ENV_SUPERVISOR) or not ranks.first_of_host:
+        return None
+    if not ranks.first:
+        helper = Helper(paths, f"rank-{ranks.rank:05d}", say)
+        helper.start()
+        return helper
+    drainer = drainer_for(paths, settings, record.note, say)
+    if drainer is not None:
+        drainer.start()
+    return drainer
+
+
+def end_draining(drainer: Drainer | Helper | None) -> None:
+    """Wait until what is left is copied, or cannot be."""
+    if drainer is None:
+        return
+    if isinstance(drainer, Helper):
+        drainer.linger(_PATIENCE_AT_THE_END)
+        drainer.close(over=True)
+        return
+    drainer.finish()
+    if not drainer.wait(Phase.FINISHED, _PATIENCE_AT_THE_END):
+        say("there is no time left to copy the newest checkpoint to the durable ring")
+        drainer.give_up()
+    drainer.close()
+    drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)
+
+
+def at_exit(act: Callable[[], object]) -> None:
+    """Call it when the interpreter ends, while threads still work.
+
+    What `atexit` registers runs when no executor takes work any more, and asyncio, with which S3 is written, looks up
+    hosts in one.
+    """
+    register: Any = getattr(threading, "_register_atexit", None)
+    if register is not None:
+        register(act)
+
+
+def _is_the_operators(environment: Mapping[str, str]) -> bool:
+    given = environment.get(ENV_SETTINGS)
+    return bool(given and json.loads(given).get("ring"))

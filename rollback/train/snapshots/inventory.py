@@ -1,0 +1,60 @@
+"""What is in the slots of all hosts when an attempt starts: what each of them has counts, the rest means nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from rollback.checkpoints import tiers
+from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.tiers import Located
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+
+
+@dataclass(frozen=True)
+class InSlot:
+    """A checkpoint in a slot. content: which one it is, by its hashes; see `Manifest.content`."""
+
+    slot: int
+    name: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Inventory:
+    """manifests, slots: of what every host has, in the slot of one number. strays: names of what only some have."""
+
+    manifests: list[Manifest]
+    slots: dict[str, int]
+    strays: list[str]
+
+
+def take_inventory(paths: RunPaths, ranks: Ranks) -> Inventory:
+    """Collective: the same on all ranks. The first rank of each host looks into its slots."""
+    places = [place for place in tiers.in_slots(paths) if is_enough(place, ranks)] if ranks.first_of_host else []
+    told = [[place.slot, place.name, place.manifest.content] for place in places]
+    answers = map(json.loads, ranks.from_each(json.dumps(told if ranks.first_of_host else None)))
+    held, strays = common([[InSlot(*item) for item in answer] for answer in answers if answer is not None])
+    slots = {item.name: item.slot for item in held}
+    own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]
+    manifests = [Manifest.model_validate(body) for body in ranks.from_first(own)]
+    return Inventory(manifests, slots, strays)
+
+
+def is_enough(place: Located, ranks: Ranks) -> bool:
+    """Whether this host's slot has the shards that its ranks read: all on one host, else each its own."""
+    shards = place.manifest.shards
+    if ranks.host_count > 1:
+        if place.manifest.world_size != ranks.world_size:
+            return False
+        shards = tuple(shards[rank] for rank in ranks.on_this_host)
+    return all(os.path.exists(place.directory / shard.file) for shard in shards)
+
+
+def common(hosts: Sequence[Sequence[InSlot]]) -> tuple[list[InSlot], list[str]]:
+    """What all hosts have alike, and the names of the rest. Pure."""
+    held = [item for item in hosts[0] if all(item in host for host in hosts)]
+    return held, sorted({item.name for host in hosts for item in host} - {item.name for item in held})

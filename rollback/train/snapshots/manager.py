@@ -1,0 +1,302 @@
+"""The checkpoints that a run keeps: snapshots land, are put on probation, become good, leave; and the record says so.
+
+Between `Snapshots`, which knows files, and `Holdings`, which knows what ranks may go back to. Methods are collective.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.resume import of_present_timeline
+from rollback.facts.history import fold
+from rollback.facts.training import (
+    BecameGood,
+    CheckpointLost,
+    Committed,
+    Drifted,
+    Dropped,
+    Evicted,
+    Planned,
+    Quarantined,
+    Saving,
+    Tier,
+)
+from rollback.policy import Held
+from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.train.comm.pulse import Beat
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record, say
+from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.snapshots.in_flight import Landing
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.remote import Elsewhere
+from rollback.train.snapshots.restore import Place
+from rollback.train.state.state import Image
+from rollback.train.updates.advice import REPLICAS_DIFFER
+
+
+class Keeper:
+    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. elsewhere: the ring at a
+    URL, where there is one.
+
+    wanting: the fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room
+    for it. The same on all ranks. fault: why the last snapshot became no checkpoint, None where it did.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        snapshots: Snapshots,
+        holdings: Holdings,
+        record: Record,
+        keep: int,
+        elsewhere: Elsewhere | None = None,
+    ) -> None:
+        self._paths = paths
+        self._ranks = ranks
+        self._snapshots = snapshots
+        self._holdings = holdings
+        self._record = record
+        self._keep = keep
+        self._elsewhere = elsewhere
+        self._away: set[str] = set()  # what was last offered of it
+        self.ailing: Landing | None = None
+        """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
+        self.wanting = False
+        self.fault: str | None = None
+
+    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> None:
+        """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
+        self.wanting = False
+        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over)
+        self._holdings.begin(name)
+
+    def advance(self, beat: Beat) -> None:
+        """Act on a reduced beat."""
+        self._land(self._snapshots.advance(beat))
+        if beat.tiers_failed and self._snapshots.tier == "fast":
+            self._leave_fast_tier(f"it failed on {beat.tiers_failed} ranks")
+        elif beat.missed:
+            self.look_after()
+
+    def settle(self) -> None:
+        """Wait for the snapshot in flight. A plan that is made then may try again what another could not fetch."""
+        if self._elsewhere is not None:
+            self._elsewhere.forgive()
+        self._land(landing := self._snapshots.settle())
+        if landing is not None and not landing.committed and landing.tier == "fast":
+            self.leave_failed_tier()
+
+    def leave_failed_tier(self) -> None:
+        """Write to the run directory from now on, if the fast tier has failed on any rank."""
+        if self._snapshots.tier == "fast" and not self._ranks.all_of(self._snapshots.fault is None):
+            self._leave_fast_tier("it has failed")
+
+    def tell_left(self, why: str) -> None:
+        """Say that the fast tier is not written to any more."""
+        self._record.note(
+            Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=f"the fast tier: {why}"),
+            f"the fast tier: {why}; checkpoints are written to the run directory from now on",
+        )
+
+    def _leave_fast_tier(self, why: str) -> None:
+        detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
+        self._snapshots.use(0)
+        self.tell_left(why + detail)
+        self.wanting = True
+        self.look_after()
+
+    def look_after(self) -> None:
+        """See which checkpoints are not there any more, and hold these no longer. Where slots have lost one, the fast
+        tier is left: it is not to be relied on."""
+        in_slots = self._snapshots.committed_in_slots
+        known = in_slots | {point.name for point in self._holdings.as_held()}
+        missing = [name for name in sorted(known) if self._snapshots.misses(name)]
+        if self._ranks.all_of(not missing):
+            return
+        lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
+        for name in lost:
+            tier: Tier = "fast" if name in in_slots else "durable"
+            if tier == "fast" or self._owns_ring:  # else the drainer may have thinned its ring
+                where = "memory" if tier == "fast" else self._paths.ring
+                told = f"checkpoint {name} is gone from {where}: somebody else has removed it, or part of it"
+                self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
+            if tier == "fast":
+                self._holdings.leave(name)
+                self._snapshots.forget(name)
+            else:
+                self._holdings.drop(name)
+        if self._snapshots.tier == "fast" and not in_slots.isdisjoint(lost):
+            self._leave_fast_tier("it has lost checkpoints")
+
+    def misses_a_candidate(self) -> bool:
+        """Whether a checkpoint that is about to become good is not there any more, as far as this rank can tell.
+
+        Not collective, and nothing is asked of a disk at most steps."""
+        return any(self._snapshots.misses(name) for name in self._holdings.about_to_pass())
+
+    def judge(self, healthy: bool, onset: int | None) -> None:
+        """Count a verdict."""
+        for manifest in self._holdings.judge(healthy, onset):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+
+    def restart_probation(self) -> None:
+        """A plan was carried out: candidates have their probation before them again."""
+        self._holdings.restart_probation()
+
+    def as_held(self) -> list[Held]:
+        """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
+        if self._snapshots.drained:
+            there = self._rank_0_sees(lambda: ring.names(self._paths))
+            if there is not None:
+                self._holdings.consult(there, self._snapshots.in_slots)
+        held = self._holdings.as_held()
+        if self._elsewhere is None:
+            return held
+        here = {point.name for point in held}
+        away = [point for point in self._elsewhere.held() if point.name not in here]
+        self._away = {point.name for point in away}
+        return sorted([*held, *away], key=lambda point: parse_checkpoint_name(point.name) or (0, 0))
+
+    def bring(self, name: str) -> str | None:
+        """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed, in words.
+
+        Call it before `manifest` and `places`, which know of what is here.
+        """
+        if self._elsewhere is None or name not in self._away:
+            return None
+        found = self._elsewhere.fetch(name)
+        if isinstance(found, str):
+            return found
+        self._away.discard(name)
+        self._holdings.admit(found, good=True)
+        return None
+
+    def look_into_ring(self) -> None:
+        """Hold all that the ring has of this timeline, also what left the slots as a candidate or stays for its pin.
+
+        So that an operator may go back to whatever `rollback ring list` shows. A plan of ours does without.
+        """
+        for manifest, good in self._rank_0_sees(self._of_present_timeline) or ():
+            self._holdings.admit(Manifest.model_validate_json(manifest), good)
+
+    def manifest(self, name: str) -> Manifest:
+        return self._holdings.manifest(name)
+
+    def newest(self) -> Manifest | None:
+        """The newest checkpoint of the present timeline, good or not."""
+        return self._holdings.newest()
+
+    def places(self, name: str) -> Sequence[Place]:
+        """Where to restore a checkpoint from. Nothing is being copied out of the live objects any more."""
+        self._snapshots.fence()
+        return self._snapshots.places(name)
+
+    def put_aside(self, name: str, reason: str) -> None:
+        """A checkpoint cannot be believed; one that is only at the URL is not offered any more for the present plan."""
+        if name in self._away:
+            return
+        self._holdings.drop(name)
+        self._snapshots.quarantine(name)
+        self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+
+    def discard(self, plan: Planned) -> None:
+        """Remove what lies beyond the restored checkpoint."""
+        for name in plan.discards:
+            if name not in self._away:  # that is the drainer's
+                self.let_go(name, "beyond a restored checkpoint")
+
+    def let_go(self, name: str, reason: str) -> None:
+        """A checkpoint is of no use any more."""
+        self._holdings.drop(name)
+        self._evict(name, reason)
+
+    def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
+        """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
+        found = None
+        if self._ranks.first:
+            try:
+                found = look()
+            except OSError as error:
+                say(f"looking into {self._paths.ring} failed ({error}); what is held is known all the same")
+        return self._ranks.from_first(found)
+
+    def _of_present_timeline(self) -> list[tuple[str, bool]]:
+        """Rank 0: the manifests in the ring that belong to the run, and whether they are good."""
+        history = fold(self._record.records)
+        sound, _ = ring.manifests(self._paths)
+        present = [m for m in of_present_timeline(history, sound) if m.name not in history.gone]
+        return [(manifest.model_dump_json(), manifest.name in history.good) for manifest in present]
+
+    def _land(self, landing: Landing | None) -> None:
+        if landing is None:
+            return
+        manifest = landing.manifest
+        if landing.drifted:
+            self._report_drift(landing)
+        if landing.ailing:
+            self.ailing = landing
+        if not landing.committed:
+            self._holdings.drop(manifest.name)
+            self.fault = landing.reason
+            self._record.note(
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
+                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on"
+                if not landing.ailing else None,
+            )  # fmt: skip
+            return
+        self.fault = None
+        self._record.note(
+            Committed(
+                checkpoint=manifest.name,
+                step=manifest.step,
+                batch=manifest.batch,
+                timeline=manifest.timeline,
+                bytes=manifest.bytes,
+                seconds=round(landing.seconds, 4),
+                tier=landing.tier,
+            )
+        )
+        if self._holdings.land(manifest):
+            self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
+        if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
+            self._evict_surplus()
+
+    def _evict_surplus(self) -> None:
+        """Each tier has its own capacity."""
+        slots = self._snapshots.slots
+        counted = self._snapshots.in_slots if slots else None
+        for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
+            if self._snapshots.drained:
+                self._holdings.leave(name)
+            else:
+                self._holdings.drop(name)
+            self._evict(name, reason)
+        if slots and self._owns_ring:
+            in_ring = {point.name for point in self._holdings.as_held()} - self._snapshots.in_slots
+            for name, reason in self._holdings.surplus(self._keep, in_ring):
+                self._holdings.drop(name)
+                self._evict(name, reason)
+
+    def _evict(self, name: str, reason: str) -> None:
+        def told(tier: Tier, was_there: bool) -> None:
+            left, lost = Evicted(checkpoint=name, reason=reason, tier=tier), CheckpointLost(checkpoint=name, tier=tier)
+            self._record.note(left if was_there else lost)
+
+        if name in self._snapshots.in_slots or self._owns_ring:
+            self._snapshots.evict(name, told)
+
+    @property
+    def _owns_ring(self) -> bool:
+        """Whether the ranks evict from the run directory's ring: the drainer does, where it drains slots into it."""
+        return not self._snapshots.drained or self._elsewhere is not None
+
+    def _report_drift(self, landing: Landing) -> None:
+        manifest = landing.manifest
+        self._record.note(Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted), landing.reason)
+        self._record.advise(*REPLICAS_DIFFER)

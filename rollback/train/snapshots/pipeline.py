@@ -1,0 +1,397 @@
+"""Snapshots on their way to becoming checkpoints: captured at a step's end, written by a thread, committed by pulse.
+
+`flight` has the stages. No rank decides on what it alone knows: `advance` is fed with reduced beats only.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import datetime, timezone
+from functools import partial
+
+from rollback.checkpoints import ring
+from rollback.checkpoints.direct import write_direct
+from rollback.checkpoints.hashing import hash_of
+from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.region import OFFSET, Region
+from rollback.checkpoints.shard import Written
+from rollback.errors import RollbackError
+from rollback.facts.training import Tier
+from rollback.rundir.paths import MANIFEST, RunPaths, checkpoint_name, shard_name
+from rollback.train.comm.pulse import Beat, Signs
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import say_if_it_fails
+from rollback.train.snapshots import drift
+from rollback.train.snapshots.buffers import FastTier, Room, Staging
+from rollback.train.snapshots.capture import Capture, share_of
+from rollback.train.snapshots.in_flight import Flight, Landing, Letter, Stage
+from rollback.train.snapshots.restore import Place
+from rollback.train.snapshots.ring_evictions import RingEvictions
+from rollback.train.snapshots.tier_choice import CaptureMode
+from rollback.train.state.state import Image
+
+_PAGE = 4096
+_SPARE = 1 << 16
+_MEMORY_OF_LOSSES = 1 << 15  # the sentinel's state, which is empty in a fresh run, takes a third of it
+_HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
+
+
+class Snapshots:
+    """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
+
+    fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `choices`.
+    stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
+    the last one, so that `expect` is due on all; the same on all of them.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ranks: Ranks,
+        next_seq: int,
+        attempt: int,
+        fast: FastTier | None = None,
+        mode: CaptureMode = "at_once",
+    ) -> None:
+        self.mode: CaptureMode = mode
+        self.stalled = 0.0
+        self.outgrown = False
+        self._paths = paths
+        self._ranks = ranks
+        self._next_seq = next_seq
+        self._attempt = attempt
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
+        self._fast = fast
+        self._staging = Staging(self._thread)
+        self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
+        self._head = self._size = 0  # bytes of a shard, and of its header
+        self._all_ready = self._said_ready = False
+        self._flight: Flight | None = None
+        self._job: Future[None] | None = None
+        self._evictions = RingEvictions(paths)  # touched by the thread alone
+
+    @property
+    def in_flight(self) -> bool:
+        return self._flight is not None
+
+    @property
+    def committed_in_slots(self) -> set[str]:
+        """Names of the checkpoints in slots, without the snapshot on its way there; the same on all ranks."""
+        return self.in_slots - ({self._flight.manifest.name} if self._flight is not None else set())
+
+    @property
+    def ready(self) -> bool:
+        """Whether all ranks have said that the next one can be begun; the same on all of them."""
+        return self._all_ready and not self.in_flight and not self.outgrown
+
+    # Room ----------------------------------------------------------------------------------------------------------
+
+    def expect(self, image: Image) -> int:
+        """Make room for snapshots like this one, in the background. Bytes of this rank's shard. All ranks alike."""
+        self.outgrown = False
+        share = share_of(image, self._ranks)
+        kinds = share.kinds()
+        # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
+        self._head = 2 * room_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
+        self._size = lay_out(kinds, self._head).size + _SPARE
+        self._make_room()
+        return self._size
+
+    def use(self, count: int) -> None:
+        """Write into so many slots from now on; 0: straight to the ring. All ranks alike."""
+        if self._fast is not None:
+            self._fast.resize(count)
+        self._make_room()
+
+    @property
+    def slots(self) -> int:
+        return self._fast.count if self._fast is not None else 0
+
+    @property
+    def tier(self) -> Tier:
+        """Where the next snapshot goes."""
+        return "fast" if self.slots else "durable"
+
+    def await_ready(self, image: Image) -> None:
+        """Collective: wait until the next snapshot can be begun; where the fast tier is held up, without it."""
+        if not self._size:
+            self.expect(image)
+        self._room.wait(_HELD_UP)
+        if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
+            self.use(0)
+            self._room.wait(_HELD_UP)
+        self._all_ready = self._ranks.all_of(self._can_begin())
+
+    @property
+    def fault(self) -> str | None:
+        """Why this rank can write no snapshot where the next one goes, for its log."""
+        return self._room.fault
+
+    def _make_room(self) -> None:
+        self._all_ready = self._said_ready = False
+        if self._size:
+            self._room.fit(self._size)
+
+    def _can_begin(self) -> bool:
+        """Whether this rank could begin another one, apart from what is in flight."""
+        return (self._job is None or self._job.done()) and self._room.ready()
+
+    @property
+    def _room(self) -> Room:
+        return self._fast if self._fast is not None and self._fast.count else self._staging
+
+    # The flight ----------------------------------------------------------------------------------------------------
+
+    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> str:
+        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
+
+        Returns the name that the checkpoint will have.
+        """
+        if self._flight is not None:
+            raise RuntimeError("a snapshot is in flight already")
+        began = time.perf_counter()
+        seq, self._next_seq = self._next_seq, self._next_seq + 1
+        manifest = Manifest(
+            name=checkpoint_name(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over, timeline=timeline,
+            attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            world_size=self._ranks.world_size, shards=(),
+        )  # fmt: skip
+        flight = self._flight = Flight(manifest, self.tier, time.monotonic())
+        self._all_ready = self._said_ready = False
+        share, region = share_of(image, self._ranks), self._room.take(manifest.name)
+        try:
+            capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region, self.mode)
+            capture.begin()
+        except ValueError as error:
+            flight.outgrown = True
+            flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
+        else:
+            if self.mode == "held":
+                capture.finish()
+            else:
+                flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
+            self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
+        self.stalled = time.perf_counter() - began
+        return manifest.name
+
+    def fence(self) -> None:
+        """Before anything changes what is being copied: wait until it is copied. Not collective."""
+        flight = self._flight
+        if flight is None or flight.capture is None or flight.copied is None:
+            return
+        began = time.perf_counter()
+        capture, flight.capture = flight.capture, None
+        capture.fence()
+        flight.copied.exception()
+        if moved := capture.moved():
+            flight.torn = True
+            flight.fail(f"{moved[0]!r} and {len(moved) - 1} others changed while they were read")
+        self.stalled += time.perf_counter() - began
+
+    def signs(self) -> Signs:
+        """What this rank has to say of its flight, and of room for the next, on the next beat."""
+        self.fence()
+        self._follow_thread()
+        flight = self._flight
+        stage = flight.stage if flight else None
+        self._said_ready = True
+        return Signs(
+            shard_written=stage is Stage.WRITTEN,
+            shard_failed=stage is Stage.FAILED,
+            torn=flight is not None and flight.torn,
+            committed=stage is Stage.COMMITTED,
+            ready=self._can_begin(),
+            tier_failed=self._room.fault is not None,
+            outgrown=flight is not None and flight.outgrown,
+            stall=self.stalled,
+            letter=flight.letter.words() if flight and flight.letter and stage is Stage.TELLING else None,
+        )
+
+    def advance(self, beat: Beat) -> Landing | None:
+        """Collective: act on a reduced beat. The landing, if the flight ended by it."""
+        if self._said_ready:  # else the beat is from before the room was changed
+            self._all_ready = beat.ready == self._ranks.world_size
+        flight = self._flight
+        if flight is None:
+            return None
+        self.outgrown = beat.outgrown > 0
+        if beat.torn:
+            self.mode = "held"
+            return self._land(False, f"tensors changed while they were read, on {beat.torn} ranks")
+        if beat.shards_failed:
+            return self._land(False, f"{beat.shards_failed} of {self._ranks.world_size} ranks could not write")
+        if beat.commits and beat.commits == self._commits_needed(flight):
+            return self._land(True, "")
+        if beat.shards_written == self._ranks.world_size:
+            flight.stage = Stage.TELLING
+        elif beat.letters:
+            return self._read(flight, [Letter.from_words(words) for words in beat.letters])
+        return None
+
+    def settle(self) -> Landing | None:
+        """Collective: wait until the flight has ended one way or the other, without the pulse."""
+        flight = self._flight
+        if flight is None:
+            return None
+        self.fence()
+        self._await_job(flight)
+        if not self._ranks.all_of(flight.stage is not Stage.FAILED):
+            self.outgrown = not self._ranks.all_of(not flight.outgrown)
+            return self._land(False, "a rank could not write")
+        if not flight.manifest.shards:
+            assert flight.letter is not None
+            words = [tuple(json.loads(text)) for text in self._ranks.from_each(json.dumps(flight.letter.words()))]
+            if (landing := self._read(flight, list(map(Letter.from_words, words)))) is not None:
+                return landing
+            self._await_job(flight)
+        committed = self._ranks.all_of(flight.stage is not Stage.FAILED)
+        return self._land(committed, "" if committed else "a rank could not write")
+
+    def _read(self, flight: Flight, letters: Sequence[Letter]) -> Landing | None:
+        """All ranks have written, and told each other what: commit, unless their parameters differ."""
+        if ranks := drift.differing([letter.digest for letter in letters]):
+            return self._land(False, drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+        if ailing := tuple(rank for rank, letter in enumerate(letters) if letter.nonfinite):
+            return self._land(False, "there are new values in it that are not finite", ailing=ailing)
+        shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
+        flight.manifest = flight.manifest.model_copy(update={"shards": shards})
+        flight.stage, flight.letter = Stage.TELLING, None
+        if self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first:
+            flight.stage = Stage.COMMITTING
+            self._job = flight.job = self._thread.submit(self._commit, flight)
+        return None
+
+    def _commits_needed(self, flight: Flight) -> int:
+        return self._ranks.host_count if flight.tier == "fast" else 1
+
+    def _land(
+        self, committed: bool, reason: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
+    ) -> Landing:
+        flight = self._flight
+        assert flight is not None
+        self.fence()
+        if flight.torn:
+            self.mode = "held"
+        self._flight = None
+        name = flight.manifest.name
+        if not committed and flight.tier == "fast" and self._fast is not None:
+            self._fast.let_go(name, after=flight.job)
+        elif not committed and self._ranks.first:
+            # In the thread, behind whatever it still does with the directory.
+            self._thread.submit(
+                say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
+            )
+        detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
+        took = time.monotonic() - flight.began
+        return Landing(flight.manifest, flight.tier, committed, detail, took, drifted, ailing, flight.nonfinite)
+
+    # In the thread -------------------------------------------------------------------------------------------------
+
+    def _write(self, flight: Flight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
+        if copied is not None:
+            copied.result()
+        if flight.tier == "fast":
+            assert self._fast is not None
+            written = Written(region.size, hash_of(region.view))
+            self._fast.require_file(flight.manifest.name)
+        else:
+            directory = ring.begin_writing(self._paths, flight.manifest.name)
+            written = write_direct(directory / shard_name(self._ranks.rank), region.view)
+        flight.nonfinite = capture.nonfinite()
+        flight.letter = Letter(written, capture.digest(), len(flight.nonfinite))
+
+    def _commit(self, flight: Flight) -> None:
+        if flight.tier == "fast" and self._fast is not None:
+            self._fast.commit(flight.manifest)
+        else:
+            ring.commit(self._paths, flight.manifest)
+
+    def _await_job(self, flight: Flight) -> None:
+        if flight.job is not None:
+            flight.job.exception()
+        self._follow_thread()
+
+    def _follow_thread(self) -> None:
+        flight = self._flight
+        if flight is None or flight.job is None or not flight.job.done():
+            return
+        if flight.stage not in (Stage.WRITING, Stage.COMMITTING):
+            return
+        error = flight.job.exception()
+        if error is None:
+            flight.stage = Stage.WRITTEN if flight.stage is Stage.WRITING else Stage.COMMITTED
+        elif isinstance(error, OSError | RollbackError):
+            flight.fail(str(error))
+            if flight.tier == "fast" and self._fast is not None:
+                self._fast.fault = str(error)  # what has failed once may fail each time: the run directory is next
+        else:
+            raise error
+
+    # Checkpoints that there are ------------------------------------------------------------------------------------
+
+    def places(self, name: str) -> list[Place]:
+        """Where a checkpoint may be found, best first."""
+        found = [Place(self._paths.checkpoint(name))]
+        if self._fast is not None and (directory := self._fast.place(name)) is not None:
+            memory = self._fast.memory(name)
+            found.insert(0, Place(directory, in_slot=True, memory=memory.view if memory else None))
+        return found
+
+    @property
+    def drained(self) -> bool:
+        """Whether the run has a fast tier, which a drainer copies from."""
+        return self._fast is not None
+
+    @property
+    def in_slots(self) -> set[str]:
+        """Names of the checkpoints that the fast tier holds, and of the snapshot on its way there."""
+        return self._fast.held if self._fast is not None else set()
+
+    def misses(self, name: str) -> bool:
+        """Whether a checkpoint that was committed is not there any more, as far as this rank can tell. No collective.
+
+        Looks at its manifest, and in a slot at this rank's shard; those in the ring are rank 0's to look after.
+        """
+        if self._fast is not None and name in self._fast.held:
+            return not self._fast.is_there(name)
+        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
+
+    def evict(self, name: str, then: Callable[[Tier, bool], None]) -> None:
+        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread. `then` is called afterwards,
+        with the tier and whether it was there until now.
+
+        A pinned one stays in the ring; if it is no longer pinned when another leaves, it leaves too.
+        """
+        if self._fast is not None and name in self._fast.held:
+            self._fast.let_go(name, partial(then, "fast"))
+        elif self._ranks.first:
+            self._thread.submit(self._evictions.evict, name, partial(then, "durable"))
+
+    def forget(self, name: str) -> None:
+        """A checkpoint is no longer in its slot, which may be used again. All ranks alike."""
+        if self._fast is not None and name in self._fast.held:
+            self._fast.let_go(name)
+
+    def quarantine(self, name: str) -> None:
+        """Put a checkpoint that cannot be believed out of reach: in the ring, rank 0 moves it where it can be seen."""
+        self.forget(name)
+        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
+            say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
+
+    def wait(self) -> None:
+        """Wait for all that is under way in threads: for tests and measurements."""
+        self._thread.submit(int).result()
+        if self._fast is not None:
+            self._fast.settle()
+
+    def close(self) -> None:
+        """Wait for the threads."""
+        self._copier.shutdown(wait=True)
+        self._thread.shutdown(wait=True)
+        if self._fast is not None:
+            self._fast.close()

@@ -1,0 +1,250 @@
+"""A checkpoint that is open to be restored: verified, its trees at hand, its tensors on their way into the live ones.
+
+Whole    every rank reads what it needs from the shards of all: in the ring, or in slots where there is one host
+Parted   each rank has its own shard and no other: in slots of many hosts. Ranks give each other what they have
+
+Reading into a tensor that is there costs half of what reading into a new one and copying it costs. Where the live
+objects have no such tensor (the optimizer of a new process has no state), one is made and handed to `load_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollback.checkpoints.contents import require_parts
+from rollback.checkpoints.layout import Kind
+from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.shard import ShardReader
+from rollback.errors import CheckpointDamaged
+from rollback.rundir.small_json import parse_json
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.tier_choice import cores_here
+from rollback.train.state import tree
+from rollback.train.state.state import TrainingState
+from rollback.train.state.world_size import adopt, source_of
+
+_MOST_THREADS = 16  # that one rank reads with, however many cores it has: some take all that a memory can give
+
+
+class Whole:
+    """All shards of a checkpoint, verified by the ranks of this host between them.
+
+    shards: those that are open. memory: this rank's own shard, where the process has it mapped. Raises
+    CheckpointDamaged. `close` it.
+    """
+
+    def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
+        self._rank = ranks.rank
+        self.shards: list[ShardReader] = []
+        try:
+            here, threads = ranks.on_this_host, _threads(ranks)
+            for number, record in enumerate(manifest.shards):
+                others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
+                own = memory if number == ranks.rank else None
+                path = directory / record.file
+                self.shards.append(ShardReader(path, record.written, hashed=others, memory=own, threads=threads))
+            with _in_words(manifest.name):
+                self._shared = parse_json(self.shards[0].metadata["shared"])
+                self._local = parse_json(self._own.metadata["local"])
+                self._decode(_stand_in)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def _own(self) -> ShardReader:
+        return self.shards[source_of(self._rank, len(self.shards))]
+
+    def load(self, ranks: Ranks, state: TrainingState) -> str | None:
+        live = state.live_tensors()
+        with _reading(ranks) as reads:
+            shared, local = self._decode(lambda shard, key: reads.want(shard, key, live.get(key)))
+        state.load(shared, adopt(local, self._rank, len(self.shards)))
+        return None
+
+    def close(self) -> None:
+        for shard in self.shards:
+            shard.close()
+
+    def _decode(self, fetch: Callable[[ShardReader, str], Tensor]) -> tuple[Any, Any]:
+        source = {key: shard for shard in self.shards for key in shard.entries}
+        shared = tree.decode(self._shared, lambda key: fetch(source[key], key))
+        # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
+        local = tree.decode(self._local, lambda key: fetch(self._own, key))
+        require_parts(shared, "shared")
+        require_parts(local, "local")
+        return shared, local
+
+
+class Parted:
+    """This rank's own shard, verified; what the others have is learnt from them by `meet`.
+
+    shards, memory: as in `Whole`. Raises CheckpointDamaged, also where this host has not got the shard. `close` it.
+    """
+
+    def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
+        if manifest.world_size != ranks.world_size:
+            raise CheckpointDamaged(
+                f"{manifest.name} lies in the slots of {manifest.world_size} ranks, and there are {ranks.world_size}"
+            )
+        record = manifest.shards[ranks.rank]
+        self._name, self._content = manifest.name, manifest.content
+        self._owner: dict[str, int] = {}
+        self._kinds: dict[str, Kind] = {}
+        self._wanted: list[str] = []
+        self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=_threads(ranks))
+        self.shards = [self._shard]
+        try:
+            with _in_words(self._name):
+                self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
+                self._local = parse_json(self._shard.metadata["local"])
+                require_parts(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
+        except BaseException:
+            self.close()
+            raise
+
+    def meet(self, ranks: Ranks) -> str | None:
+        """Collective: learn which tensors lie where. What is wrong with them, in words."""
+        kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
+        parts = [json.loads(text) for text in ranks.from_each(json.dumps([self._content, kinds]))]
+        self._shared = ranks.from_first(self._shared)
+        if any(content != self._content for content, _ in parts):
+            return f"the hosts have different checkpoints in their slots by the name {self._name}"
+        for rank, (_, kinds) in enumerate(parts):
+            for key, (dtype, shape) in kinds.items():
+                self._owner[key], self._kinds[key] = rank, (dtype, tuple(shape))
+        wanted: dict[str, None] = {}
+
+        def note(key: str) -> Tensor:
+            self._owner[key]
+            wanted[key] = None
+            return torch.empty(0)
+
+        try:
+            with _in_words(self._name):
+                require_parts(tree.decode(self._shared, note), "shared")
+        except CheckpointDamaged as error:
+            return error.message
+        self._wanted = list(wanted)
+        return None
+
+    def load(self, ranks: Ranks, state: TrainingState) -> str | None:
+        live = state.live_tensors()
+        found: dict[str, Tensor] = {}
+        local: Any = None
+        fault: str | None = None
+        try:
+            with _reading(ranks) as reads:
+                for key in self._wanted:
+                    if self._owner[key] == ranks.rank:
+                        found[key] = reads.want(self._shard, key, live.get(key))
+                local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
+        except CheckpointDamaged as error:
+            fault = error.message
+        # Before anybody waits for a tensor that does not come.
+        if (fault := ranks.first_fault(fault)) is not None:
+            return fault
+        for source in range(ranks.world_size):
+            self._spread(source, found, live, ranks)
+        state.load(tree.decode(self._shared, found.__getitem__), local)
+        return None
+
+    def close(self) -> None:
+        self._shard.close()
+
+    def _spread(self, source: int, found: dict[str, Tensor], live: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """Collective: what rank `source` has found, the others find."""
+        keys = [key for key in self._wanted if self._owner[key] == source]
+        if ranks.rank == source:
+            ranks.spread([found[key].contiguous() for key in keys], source)
+            return
+        present = [_fitting(live.get(key), self._kinds[key]) for key in keys]
+        rooms = [
+            item if item is not None and item.is_contiguous() else _fresh(self._kinds[key])
+            for key, item in zip(keys, present, strict=True)
+        ]
+        ranks.spread(rooms, source)
+        for key, item, room in zip(keys, present, rooms, strict=True):
+            found[key] = room if item is None or item is room else item.copy_(room)
+
+
+Reading = Whole | Parted
+
+
+@contextmanager
+def _in_words(name: str) -> Iterator[None]:
+    """What a tree that does not fit its tensors raises is damage."""
+    try:
+        yield
+    except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:
+        raise CheckpointDamaged(f"the trees of checkpoint {name} do not fit its tensors: {error!r}") from error
+
+
+def _stand_in(shard: ShardReader, key: str) -> Tensor:
+    """In place of a tensor, when it is only asked whether a tree can be decoded."""
+    shard.entries[key]
+    return torch.empty(0)
+
+
+def _fitting(present: Tensor | None, kind: Kind) -> Tensor | None:
+    """A tensor that is there, if it is of that kind."""
+    if present is None or (tree.DTYPE_CODE[present.dtype], tuple(present.shape)) != kind:
+        return None
+    return present
+
+
+def _fresh(kind: Kind) -> Tensor:
+    dtype, shape = kind
+    return torch.empty(shape, dtype=tree.DTYPE[dtype])
+
+
+class _Reads:
+    """Tensors that are to be read from shards into memory."""
+
+    def __init__(self) -> None:
+        self.wanted: list[tuple[ShardReader, str, memoryview]] = []
+
+    def want(self, shard: ShardReader, key: str, present: Tensor | None) -> Tensor:
+        """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
+        else has. Decoding a tree puts tensors in their places and looks into none."""
+        entry = shard.entries[key]
+        kind = entry.dtype, entry.shape
+        present = _fitting(present, kind)
+        if present is not None and (present.is_cuda or not present.is_contiguous()):
+            fresh = _fresh(kind)
+            shard.read_into(key, bytes_of(fresh))
+            return present.copy_(fresh)
+        target = _fresh(kind) if present is None else present
+        self.wanted.append((shard, key, bytes_of(target)))
+        if present is not None:
+            torch.autograd.graph.increment_version(present)
+        return target
+
+
+def _threads(ranks: Ranks) -> int:
+    """That read at once: all cores, between the ranks of a host, since nothing else runs while a state is restored."""
+    return min(max(1, cores_here() // len(ranks.on_this_host)), _MOST_THREADS)
+
+
+@contextmanager
+def _reading(ranks: Ranks) -> Iterator[_Reads]:
+    """Behind the body all that is wanted has been read. Raises CheckpointUnreadable; nobody reads any more then."""
+    reads, threads = _Reads(), _threads(ranks)
+    yield reads
+    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
+        for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
+            ended.result()
+
+
+def _read_all(wanted: Sequence[tuple[ShardReader, str, memoryview]]) -> None:
+    for shard, key, memory in wanted:
+        shard.read_into(key, memory)

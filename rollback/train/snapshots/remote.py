@@ -1,0 +1,152 @@
+"""Checkpoints that are only in the ring at a URL: which there are, and fetching one that a plan needs.
+
+Rank 0 fetches, in a thread; meanwhile all ranks meet several times a second, so that nobody sits in a collective for as
+long as a download takes. One that fails costs that choice: the plan is made anew without it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from dataclasses import asdict
+from typing import Any
+
+from rollback.checkpoints.manifest import Manifest
+from rollback.errors import CheckpointDamaged, RollbackError
+from rollback.facts.training import Fetched, Trouble
+from rollback.policy import Held
+from rollback.ring.recorded import good_ones_at
+from rollback.ring.url.fetch import bring, read_manifest_at
+from rollback.ring.url.store import Store
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record, say
+
+_PATIENCE = 30.0  # seconds for which a request that fails is tried again
+_STANDSTILL = 120.0  # seconds without a byte after which a download is given up
+_MEET_EVERY = 0.2
+
+
+class Elsewhere:
+    """The ring at `url` as a place to go back to. Methods are collective unless they say otherwise.
+
+    show: told what this rank is doing, for its heartbeat.
+    """
+
+    def __init__(self, paths: RunPaths, ranks: Ranks, record: Record, url: str, show: Callable[[str], None]) -> None:
+        self._paths = paths
+        self._ranks = ranks
+        self._record = record
+        self._url = url.rstrip("/")
+        self._show = show
+        self._tried: set[str] = set()  # rank 0's, as what follows
+        self._unreachable: str | None = None
+
+    def held(self) -> list[Held]:
+        """The good checkpoints there, oldest first, but for those that were fetched or tried for the present plan."""
+        there = [asdict(point) for point in self._told()] if self._ranks.first else None
+        return [Held(**point) for point in self._ranks.from_first(there)]
+
+    def fetch(self, name: str) -> Manifest | str:
+        """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong in words."""
+        self._show("fetching")
+        download = _Download(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
+        if self._ranks.first:
+            self._tried.add(name)
+        while True:
+            seen = self._ranks.from_first(download.look() if download else {"fault": self._unreachable})
+            if seen:
+                break
+        if download is not None:
+            self._note(name, download, seen)
+        self._show("rewinding")
+        return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else str(seen["fault"])
+
+    def forgive(self) -> None:
+        """Another plan is to be made, which may try again what failed for the last one. Not collective."""
+        self._tried.clear()
+        self._unreachable = None
+
+    def _told(self) -> list[Held]:
+        if self._unreachable:
+            return []
+        try:
+            supervisor = read_journal(self._paths.supervisor_journal).records
+        except (OSError, RollbackError) as error:
+            say(f"what the ring {self._url} holds is not known: {error}")
+            return []
+        there = good_ones_at(self._url, self._record.records, supervisor)
+        return [point for point in there if point.name not in self._tried]
+
+    def _note(self, name: str, download: _Download, seen: dict[str, Any]) -> None:
+        if (manifest := seen.get("manifest")) is not None:
+            seconds = round(time.monotonic() - download.began, 4)
+            size = Manifest.model_validate(manifest).bytes
+            fact = Fetched(checkpoint=name, step=manifest["step"], place=self._url, bytes=size, seconds=seconds)
+            self._record.note(fact, f"checkpoint {name} was fetched from {self._url} in {seconds:.2f} s")
+            return
+        self._unreachable = None if seen["damaged"] else seen["fault"]
+        doing = f"fetching checkpoint {name} from {self._url}"
+        self._record.note(Trouble(doing=doing, error=seen["fault"]), f"{doing} failed: {seen['fault']}")
+
+
+def elsewhere_of(
+    paths: RunPaths, ranks: Ranks, record: Record, url: str | None, show: Callable[[str], None]
+) -> Elsewhere | None:
+    """The ring at a URL, where there is one. Not collective."""
+    return Elsewhere(paths, ranks, record, url, show) if url else None
+
+
+class _Download:
+    """Rank 0's, under way from the start. A thread of its own, which must not keep the process where it never ends."""
+
+    def __init__(self, paths: RunPaths, url: str, name: str) -> None:
+        say(f"fetching checkpoint {name} from {url}")
+        self.began = self._moved = time.monotonic()
+        self._paths, self._url, self._name = paths, url, name
+        self._store: Store | None = None
+        self._received = 0
+        self._ended: Future[Manifest] = Future()
+        threading.Thread(target=self._run, name="rollback-fetch", daemon=True).start()
+
+    def look(self) -> dict[str, Any]:
+        """Wait a moment. Empty while it is under way; else `manifest`, or `fault` and whether the checkpoint itself is
+        `damaged`: if not, no other one can be had from there either."""
+        wait([self._ended], _MEET_EVERY)
+        if not self._ended.done():
+            return self._look_for_movement()
+        try:
+            return {"manifest": self._ended.result().model_dump(mode="json")}
+        except (RollbackError, OSError) as error:
+            text = error.message if isinstance(error, RollbackError) else str(error)
+            return {"fault": text, "damaged": isinstance(error, CheckpointDamaged)}
+
+    def _look_for_movement(self) -> dict[str, Any]:
+        received = self._received
+        with contextlib.suppress(OSError):  # what is damaged is removed
+            received = sum(path.stat().st_size for path in self._paths.writing(self._name).glob("*"))
+        if received != self._received:
+            self._received, self._moved = received, time.monotonic()
+        if time.monotonic() - self._moved < _STANDSTILL:
+            return {}
+        if self._store is not None:
+            self._store.give_up()
+        return {"fault": f"nothing came for {_STANDSTILL:.0f} s", "damaged": False}
+
+    def _run(self) -> None:
+        try:
+            self._ended.set_result(self._fetch())
+        except BaseException as error:  # noqa: BLE001 - raised where the result is asked for
+            self._ended.set_exception(error)
+
+    def _fetch(self) -> Manifest:
+        store = self._store = Store(self._url, patience=_PATIENCE)
+        manifest = read_manifest_at(store, self._name)
+        if manifest is None:
+            raise CheckpointDamaged(f"{self._url} has no checkpoint {self._name} any more")
+        bring(store, manifest, self._paths)
+        return manifest

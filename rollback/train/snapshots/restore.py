@@ -1,0 +1,114 @@
+"""Restoring a checkpoint: verified and agreed on by all ranks first, then read straight into the live tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rollback.checkpoints.manifest import read_manifest
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.facts.training import Tier
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots.reader import Parted, Reading, Whole
+from rollback.train.state.state import TrainingState
+
+_TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a checkpoint lies. memory: this rank's own shard of it, where this process has it mapped (fast tier)."""
+
+    directory: Path
+    in_slot: bool = False
+    memory: memoryview | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return "fast" if self.in_slot else "durable"
+
+
+@dataclass
+class Restoration:
+    """How it went. place: where the state came from, None where no place was any good. faults: of the others."""
+
+    place: Place | None = None
+    faults: list[tuple[Place, str]] = field(default_factory=list)
+
+    @property
+    def fault(self) -> str:
+        return "; ".join(text for _, text in self.faults)
+
+
+def restore(name: str, places: Sequence[Place], ranks: Ranks, state: TrainingState) -> Restoration:
+    """Collective: put a checkpoint into the live objects of every rank, from the first place that all can read.
+
+    Nothing is touched before all ranks have found a place sound. If reading fails after that, twice, the live objects
+    are in no state to train from: the caller must restore another checkpoint, or stop.
+    """
+    result = Restoration()
+    for place in places:
+        fault: str | None = None
+        for _ in range(_TRIES):
+            reading, fault = _verify(name, place, ranks)
+            if reading is None:
+                break  # it is not what was written: no use in trying again
+            if (fault := ranks.first_fault(_load(reading, ranks, state))) is None:
+                result.place = place
+                return result
+        result.faults.append((place, fault or ""))
+    return result
+
+
+def verify(name: str, places: Sequence[Place], ranks: Ranks) -> str | None:
+    """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank."""
+    faults = []
+    for place in places:
+        reading, fault = _verify(name, place, ranks)
+        if reading is not None:
+            reading.close()
+            return None
+        faults.append(fault or "")
+    return "; ".join(faults)
+
+
+def _verify(name: str, place: Place, ranks: Ranks) -> tuple[Reading | None, str | None]:
+    """Collective: open a checkpoint on all ranks; on none, and why, where one finds a fault with it."""
+    reading, fault = _open(name, place, ranks)
+    fault = ranks.first_fault(fault)
+    if fault is None and isinstance(reading, Parted):
+        fault = ranks.first_fault(reading.meet(ranks))
+    if fault is None:
+        return reading, None
+    if reading is not None:
+        reading.close()
+    return None, fault
+
+
+def _open(name: str, place: Place, ranks: Ranks) -> tuple[Reading | None, str | None]:
+    """What this rank has of it, or what is wrong. Where the disk refuses, and only there, it is tried again."""
+    fault = ""
+    for _ in range(_TRIES):
+        try:
+            # Read from there even where the caller has a manifest: it may hold something else by now.
+            manifest = read_manifest(place.directory, in_slot=place.in_slot)
+            if manifest.name != name:
+                raise CheckpointDamaged(f"{place.directory} holds {manifest.name}, not {name}")
+            made = Parted if place.in_slot and ranks.host_count > 1 else Whole
+            return made(manifest, place.directory, place.memory, ranks), None
+        except CheckpointUnreadable as error:
+            fault = error.message
+        except CheckpointDamaged as error:
+            return None, error.message
+    return None, fault
+
+
+def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> str | None:
+    """Collective: read every tensor to where it belongs and load the rest. What failed here, in words."""
+    try:
+        return reading.load(ranks, state)
+    except CheckpointDamaged as error:
+        return error.message
+    finally:
+        reading.close()

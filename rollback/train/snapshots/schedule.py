@@ -1,0 +1,197 @@
+"""When snapshots are taken, and how: the pace, the tier, at once or overlapped with training."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from typing import Any
+
+import torch
+
+from rollback.checkpoints.slots import SlotPaths
+from rollback.config import Settings
+from rollback.facts.training import Paced, Saving
+from rollback.train.comm.pulse import Beat
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Record
+from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.pace import Pace
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.tier_choice import Allotment, allot, usual_capture_mode
+from rollback.train.state.state import TrainingState
+
+_REMEMBERED = 21  # steps whose median is what a step takes
+
+
+class Saver:
+    """Methods are collective unless they say otherwise.
+
+    tier: the fast tier's directory, or why there is none. began_at: the step that was restored, None where none was.
+    wanted: take one at the next step's end at which it can be begun, whatever the pace; set it on all ranks alike.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        ranks: Ranks,
+        state: TrainingState,
+        snapshots: Snapshots,
+        keeper: Keeper,
+        record: Record,
+        tier: tuple[SlotPaths | None, str],
+        began_at: int | None,
+    ) -> None:
+        self._settings = settings
+        self._ranks = ranks
+        self._state = state
+        self._snapshots = snapshots
+        self._keeper = keeper
+        self._record = record
+        self._tier = tier
+        self.wanted = False
+        self._taken_at = self._taken_before_end = began_at
+        self._measured = False
+        self._pace = Pace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
+        self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
+        self._step_began: float | None = None
+        self._allotted: Allotment | None = None
+        self._incomplete = False
+        state.optimizer.register_step_pre_hook(self._before_update)
+        if settings.snapshot_every:
+            self._prepare()
+
+    @property
+    def step_seconds(self) -> float:
+        """What a step takes, without what snapshots add to it. This rank's own."""
+        return statistics.median(self._seconds) if self._seconds else 0.0
+
+    def end_update(self) -> None:
+        """An update has ended, and its beat is yet to be sent."""
+        now = time.perf_counter()
+        if self._step_began is not None:
+            self._seconds.append(max(0.0, now - self._step_began))
+        self._step_began = now
+        if (self._incomplete and self._state.optimizer.state) or self._snapshots.outgrown:
+            self._prepare()
+
+    def due(self, beat: Beat | None) -> bool:
+        """Whether a snapshot is due at this step's end, by the beat that was read last."""
+        step, every = self._state.counters.step, self._settings.snapshot_every
+        if not every or self._snapshots.in_flight:
+            return False
+        if self._taken_at is None:
+            return True
+        if not self._snapshots.ready:
+            return False
+        if self.wanted or self._keeper.wanting:
+            return True
+        if self._pace is None:
+            assert isinstance(every, int)
+            return step // every > self._taken_at // every
+        if beat is not None and self._measured and self._pace.measure(beat.stall, beat.step_seconds):
+            self._record.note(
+                Paced(every=self._pace.every, stall=round(beat.stall, 6), step_seconds=round(beat.step_seconds, 6))
+            )
+        return step >= self._taken_at + self._pace.every
+
+    def take(self, timeline: int) -> None:
+        """Begin a snapshot of the present state."""
+        began = time.perf_counter()
+        image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
+        if self._snapshots.outgrown:
+            self._prepare()
+        if not self._snapshots.ready:
+            self._keeper.leave_failed_tier()
+            tier = self._snapshots.tier
+            self._snapshots.await_ready(image)
+            if self._snapshots.tier != tier:
+                self._keeper.tell_left("somebody reads the slot that is wanted now")
+        if not self._snapshots.ready:
+            return  # there is no memory for a copy
+        self._measured = self._measured or self._taken_at is not None
+        over = not cursor.opened
+        self._keeper.begin(image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over)
+        self._taken_at, self.wanted = step, False
+        self._snapshots.stalled = time.perf_counter() - began
+
+    def take_now(self, timeline: int) -> str | None:
+        """The checkpoint of this very state, seen to be there; None where none could be had.
+
+        Nothing may come behind it, so it is waited for, and where the fast tier does not take it, the run directory
+        does.
+        """
+        self._keeper.settle()
+        self._keeper.look_after()
+        kept, tier = self._kept(), ""
+        while kept is None and self._settings.snapshot_every and tier != self._snapshots.tier:
+            tier = self._snapshots.tier
+            self.take(timeline)
+            self._keeper.settle()
+            kept = self._kept()
+            if self._keeper.ailing is not None:
+                break  # the state itself is amiss, wherever it is written to
+        return kept
+
+    @property
+    def fault(self) -> str:
+        """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
+        return self._keeper.fault or self._snapshots.fault or "there was no room in memory for a copy"
+
+    def take_end(self, timeline: int) -> str | None:
+        """As `take_now`, of what may be the state at the end of training."""
+        self._taken_before_end = self._taken_at
+        return self.take_now(timeline)
+
+    def go_on(self, end: str) -> None:
+        """What was taken as the end of training was not."""
+        if self._taken_before_end != self._taken_at:
+            self._taken_at = self._taken_before_end
+            self._keeper.let_go(end, "training went on behind the end of an epoch")
+
+    def _kept(self) -> str | None:
+        """The checkpoint of the present state, if there is one."""
+        newest, here = self._keeper.newest(), (self._state.counters.step, self._state.cursor.batch)
+        return newest.name if newest is not None and (newest.step, newest.batch) == here else None
+
+    def restored(self, step: int) -> None:
+        """Training goes on at an earlier step."""
+        self._taken_at = step
+        self._step_began = None
+
+    def _prepare(self) -> None:
+        """Make room for snapshots, as much as they will need.
+
+        Once more after the first update of a fresh run, and where the state has grown beyond it. A fast tier that has
+        failed meanwhile is left alone.
+        """
+        before = self._allotted
+        if before is not None and before.slots and not self._snapshots.slots:
+            self._tier = None, "the fast tier has failed"
+        image = self._state.image()
+        needed = self._snapshots.expect(image)
+        self._incomplete = not self._state.optimizer.state
+        if self._incomplete:  # most optimizers keep two numbers for each parameter
+            parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
+            needed += 2 * parameters // self._ranks.world_size
+        allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
+        self._snapshots.use(allotted.slots)
+        on_device = any(item.is_cuda for item in image.shared_tensors.values())
+        mode, why = usual_capture_mode(on_device, self._ranks)
+        if before is None:
+            self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`
+        if allotted != before:
+            told = before is not None and not before.slots
+            notice = allotted.reason if not (allotted.slots or told) and self._tier[0] is not None else None
+            reason = f"{allotted.reason}; {why}"
+            self._record.note(
+                Saving(
+                    slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=self._snapshots.mode, reason=reason
+                ),
+                notice,
+            )
+        self._allotted = allotted
+
+    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        """Not collective: the parameters are about to change."""
+        self._snapshots.fence()

@@ -1,0 +1,75 @@
+"""What a start adds to the record, and when it may not go on: a structural stop under which nothing has changed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+
+from rollback.config import Settings
+from rollback.errors import StoppedAsStructural
+from rollback.facts.history import fold
+from rollback.facts.training import Blamed, SampleQuarantine
+from rollback.rundir.journal import read_journal
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.requests import names, read_request
+
+
+def require_a_change(paths: RunPaths, settings: Settings) -> None:
+    """Raise StoppedAsStructural where the run ended so and would only do the same again.
+
+    It may go on under settings that decide otherwise, where an operator has asked for something since, and where
+    `accept_structural` says that the change is elsewhere: in the script, the data or the machine.
+    """
+    history = fold(read_journal(paths.train_journal).records)
+    stopped = history.structural
+    if stopped is None or settings.accept_structural or settings.decides_otherwise(history.settings):
+        return
+    if _asked_for_something(paths, history.answers):
+        return
+    raise StoppedAsStructural(
+        f"the run in {paths.root} was stopped as structural at step {stopped.step}, and nothing has changed since: "
+        f"{stopped.account}",
+        hint="change a setting that decides about incidents, ask for a `rollback rewind` or `rollback skip`, or, where "
+        "the script or the data have changed, say --accept-structural; nothing was touched",
+    )
+
+
+def left_out_by_order(
+    past: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
+) -> list[SampleQuarantine]:
+    """What settings and the supervisor leave out that the record does not have yet, from `batch` on at the earliest."""
+    orders: list[tuple[str, str, int, set[int], set[int]]] = []
+    given: set[int] = set()
+    for one in settings.skip_samples:
+        listed = {*one.samples}
+        orders.append(("settings", "given at the start of an attempt", one.batch, listed - given, given - listed))
+        given = listed
+    for crash in blamed:
+        if leaves_out(settings, crash):
+            orders.append(("the supervisor", crash.in_words(), crash.window.first, {*crash.samples}, set()))
+    known = list(past)
+    for who, why, first, added, released in orders:
+        if any((fact.who, {*fact.added}, {*fact.released}) == (who, added, released) for fact in known):
+            continue
+        before = {*known[-1].samples} if known else set()
+        known.append(
+            SampleQuarantine(
+                batch=max(first, batch), samples=tuple(sorted((before | added) - released)), who=who, why=why,
+                added=tuple(sorted(added)), released=tuple(sorted(released)),
+            )
+        )  # fmt: skip
+    return known[len(past) :]
+
+
+def leaves_out(settings: Settings, blamed: Blamed) -> bool:
+    """Whether samples are left out because of it; else its window is skipped."""
+    return bool(blamed.samples) and settings.quarantine == "suspects"
+
+
+def _asked_for_something(paths: RunPaths, answered: Iterable[str]) -> bool:
+    with suppress(OSError):
+        for name in sorted({*names(paths)} - {*answered}):
+            with suppress(OSError, ValueError):
+                if read_request(paths, name).order != "stop":
+                    return True
+    return False

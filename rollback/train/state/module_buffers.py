@@ -1,0 +1,109 @@
+"""What modules hold in tensors besides parameters: buffers, also those that no state_dict has, and plain attributes.
+
+Torch leaves buffers with `persistent=False` out of `state_dict()`. What a model gives may depend on them all the same
+(running statistics, caches), so a checkpoint keeps them beside the state_dict's entries. Plain attributes are nobody's:
+which of them is state and which is left over from a forward cannot be told, so they are named to the user and not kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollback.train.state.tree import is_kept, memory_of
+
+_LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
+
+
+def all_of(module: nn.Module) -> set[str]:
+    """Names of all buffers, also where one tensor has several."""
+    return {name for name, _ in module.named_buffers(remove_duplicate=False)}
+
+
+def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor | None]:
+    """Buffers whose values are not in `state`, the module's state_dict, by name; None: registered, with no tensor yet.
+
+    One that another buffer or parameter is the very same tensor as is that one's. What no checkpoint can keep (a sparse
+    tensor, say) is left out.
+    """
+    found: dict[str, Tensor | None] = {}
+    for name, owner, key in _registered(module):
+        item, stored = owner._buffers[key], state.get(name)
+        same = isinstance(stored, Tensor) and item is not None and stored.data_ptr() == item.data_ptr() != 0
+        if item is None or (not same and is_kept(item)):
+            found[name] = item
+    if all(item is None for item in found.values()):
+        return found
+    seen = {memory_of(item) for item in state.values() if isinstance(item, Tensor) and is_kept(item)}
+    for name, item in list(found.items()):
+        if item is not None and memory_of(item) in seen:
+            del found[name]
+        elif item is not None:
+            seen.add(memory_of(item))
+    return found
+
+
+def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
+    """Give buffers the values of a checkpoint; the names of those that it has none for, which stay as they are.
+
+    In place where the tensor that is there can take them, since others may hold on to it; else the buffer gets another
+    tensor: its shape has changed since, or there was none. What the module has no longer is passed over.
+    """
+    device = next((item.device for item in (*module.parameters(), *module.buffers())), torch.device("cpu"))
+    for name, owner, key in _registered(module):
+        if name not in stored:
+            continue
+        value, present = stored[name], owner._buffers[key]
+        if value is None or present is None:
+            owner._buffers[key] = value if value is None else value.to(device)
+        elif memory_of(value) == memory_of(present):
+            continue  # it was read to where it belongs
+        elif (present.dtype, present.shape) == (value.dtype, value.shape) and can_be_written(present):
+            with torch.no_grad():
+                present.copy_(value)
+        else:
+            owner._buffers[key] = value.to(present.device)
+    hidden = nonpersistent(module, module.state_dict())
+    return [name for name, item in hidden.items() if item is not None and name not in stored]
+
+
+def not_kept(module: nn.Module) -> list[str]:
+    """Names of what a module holds in tensors that no checkpoint keeps: plain attributes, buffers of odd kinds.
+
+    Views of what is kept are not among them.
+    """
+    state = (item for item in module.state_dict().values() if isinstance(item, Tensor))
+    held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
+    odd = [name for name, item in module.named_buffers() if not is_kept(item)]
+    plain = [name for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
+    return list(dict.fromkeys(odd + plain))
+
+
+def can_be_written(item: Tensor) -> bool:
+    """Whether no two of its elements are one in memory, as after `expand`."""
+    return not any(size > 1 and stride == 0 for size, stride in zip(item.shape, item.stride(), strict=True))
+
+
+def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """All buffers, with those that have no tensor yet: the name, whose it is, and its name there."""
+    for prefix, owner in module.named_modules():
+        for key in owner._buffers:
+            yield f"{prefix}.{key}" if prefix else key, owner, key
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for prefix, owner in module.named_modules():
+        for key, value in vars(owner).items():
+            if key in ("_parameters", "_buffers", "_modules"):
+                continue
+            name = f"{prefix}.{key}" if prefix else key
+            items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
+            yield from ((name, item) for item in (value, *islice(items, _LOOKED_INTO)) if isinstance(item, Tensor))
+
+
+def _storage_of(item: Tensor) -> object:
+    return item.untyped_storage().data_ptr(), item.device

@@ -1,0 +1,316 @@
+"""What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
+
+`shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
+`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be kept,
+and the model's buffers, since DDP lets those of the ranks drift apart between forwards and an exact resume needs each
+rank's own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor, nn
+
+from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
+from rollback.rundir.identity import Job
+from rollback.sentinel import Hint, Sentinel, learning_rate_hint
+from rollback.train.data import rng
+from rollback.train.data.cursor import Cursor
+from rollback.train.state import tree
+from rollback.train.state.kept_values import Memory
+from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
+from rollback.train.state.nonfinite import FiniteCheck
+from rollback.train.state.tree import memory_of
+
+_IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """Anything that can be handed to the guard: what it returns is kept, what was kept is loaded."""
+
+    def state_dict(self) -> dict[str, Any]: ...
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+@dataclass
+class Counters:
+    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far.
+    epoch_left: behind an epoch, that the script has done there what it does between two."""
+
+    step: int = 0
+    batches_per_step: int = 1
+    learning_rate: float | None = None
+    highest_rate: float | None = None
+    epoch_left: bool = False
+
+    def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
+        """An update had so many batches. The last one of an epoch may have fewer than a whole one: what was left."""
+        self.batches_per_step = max(batches, self.batches_per_step) if last_of_epoch else batches
+
+
+@dataclass(frozen=True)
+class Image:
+    """A state taken apart: two JSON trees and the tensors they refer to, which are the live ones, not copies."""
+
+    shared: tree.Json
+    local: tree.Json
+    shared_tensors: dict[str, Tensor]
+    local_tensors: dict[str, Tensor]
+    finite: FiniteCheck | None = None
+
+
+class TrainingState:
+    """The live objects of one rank. Nothing here is collective."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        objects: Mapping[str, Stateful],
+        cursor: Cursor,
+        sentinel: Sentinel,
+    ) -> None:
+        self.model = unwrap(model)
+        self.optimizer = optimizer
+        self.objects = dict(objects)
+        modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
+        self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
+        """The model, and those of the other objects that are modules."""
+        self.cursor = cursor
+        self.sentinel = sentinel
+        self.counters = Counters()
+        self.memory = Memory()
+        self.not_in_checkpoint: list[str] = []
+        """Buffers that the last `load` had no values for: they stay as they were."""
+        others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
+        self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
+        self._loaded_at = 0
+        self._random: dict[str, Any] = {}
+
+    def job(self, world_size: int) -> Job:
+        """What identifies this job, for run.json."""
+        state = self.model.state_dict()
+        return Job(
+            world_size=world_size,
+            model=[
+                (name, str(value.dtype).removeprefix("torch."), list(value.shape))
+                for name, value in state.items()
+                if isinstance(value, Tensor)
+            ],
+            optimizer={
+                "class": type(self.optimizer).__name__,
+                "groups": [len(group["params"]) for group in self.optimizer.param_groups],
+            },
+            objects=sorted(self.objects),
+            data=self.cursor.describe(),
+        )
+
+    def image(self) -> Image:
+        """Take the present state apart. Raises UsageError naming what a checkpoint cannot keep."""
+        model, buffers = self.model.state_dict(), all_of(self.model)
+        objects = {name: item.state_dict() for name, item in self.objects.items()}
+        shared = {
+            "model": {name: value for name, value in model.items() if name not in buffers},
+            "optimizer": self.optimizer.state_dict(),
+            "objects": objects,
+            "sentinel": self.sentinel.state_dict(),
+            "counters": vars(self.counters),
+        }
+        local = {
+            "random": rng.capture(),
+            "cursor": self.cursor.state_dict(),
+            "kept": self.memory.state_dict(),
+            "nonfinite": self.finite.left_alone or {},
+        }
+        shared_tensors: dict[str, Tensor] = {}
+        local_tensors: dict[str, Tensor] = {}
+        persistent = {name: value for name, value in model.items() if name in buffers}
+        states = {"model": model, **objects}
+        hidden = {owner: nonpersistent(module, states[owner]) for owner, module in self.modules.items()}
+        trees = {
+            "buffers": tree.encode_once(persistent, "local/buffers", local_tensors),
+            "nonpersistent_buffers": {
+                owner: tree.encode_once(found, f"local/nonpersistent_buffers/{tree.escape(owner)}", local_tensors)
+                for owner, found in hidden.items()
+            },
+            **tree.encode(local, "local", local_tensors),
+        }
+        return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors, self.finite)
+
+    def _tensor_in_words(self, name: str) -> str:
+        """What a tensor of an image is, by its name there."""
+        names = {id(item): name for name, item in self.model.named_parameters()}
+        trained = [names.get(id(item), "?") for group in self.optimizer.param_groups for item in group["params"]]
+        match name.split("/"):
+            case ["shared", "model", *path]:
+                return f"the parameter {'/'.join(path)!r}"
+            case ["shared", "optimizer", "state", index, *path] if index.isdecimal() and int(index) < len(trained):
+                return f"the optimizer's {'/'.join(path)!r} of {trained[int(index)]!r}"
+            case ["local", "buffers", *path] | ["local", "nonpersistent_buffers", "model", *path]:
+                return f"the buffer {'/'.join(path)!r}"
+            case [_, _, *path]:
+                return f"the tensor {'.'.join(path)!r}"
+        return repr(name)
+
+    def not_kept(self) -> list[str]:
+        """Names of what the modules hold in tensors that no checkpoint keeps."""
+        return self._names(lambda _, module: not_kept(module))
+
+    def _names(self, of: Callable[[str, nn.Module], Iterable[str]]) -> list[str]:
+        """Names in all modules: those of the model as they are, the others' with their object's in front."""
+        return [
+            name if owner == "model" else f"{owner}.{name}"
+            for owner, module in self.modules.items() for name in of(owner, module)
+        ]  # fmt: skip
+
+    def check(self) -> None:
+        """Raises UsageError for what a checkpoint could not keep, or would not although the optimizer trains it."""
+        image = self.image()
+        kept = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
+        memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
+        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
+        if not lost:
+            return
+        if len(lost) == len(trained):
+            raise UsageError(
+                f"none of the {len(trained)} parameters that the optimizer trains is the model's",
+                hint="make the optimizer of the parameters of this very model, not of a copy or of an earlier one",
+            )
+        raise UsageError(
+            f"{len(lost)} of the {len(trained)} parameters that the optimizer trains are in nothing that was handed "
+            "over: no checkpoint would keep them",
+            hint="hand over what they belong to by a name of its own, for example criterion=criterion",
+        )
+
+    def live_tensors(self) -> dict[str, Tensor]:
+        """Tensors of the image that are the live objects' own: what is written into them is in the objects.
+
+        A state_dict may hand out copies, or what hooks make of its tensors; those are not among them.
+        """
+        held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
+        held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
+        own = {memory_of(item) for item in held if can_be_written(item)}
+        image = self.image()
+        tensors = {**image.shared_tensors, **image.local_tensors}
+        return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
+
+    def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
+        """Put a decoded state into the live objects, in place where they have tensors already.
+
+        The tensors must be those of `live_tensors`, or not be shared with anything else: an optimizer keeps those it is
+        given. Gradients are dropped, since they belong to an update that will not happen. Random states come last,
+        after all that might draw.
+        """
+        if set(shared["objects"]) != set(self.objects):
+            raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
+        _require_same_groups(shared["optimizer"], self.optimizer)
+        model = {**shared["model"], **local["buffers"]}
+        stored = {owner: {} for owner in self.modules} | local.get("nonpersistent_buffers", {})  # once there were none
+        stored["model"] = {**local["buffers"], **stored["model"]}
+        self.not_in_checkpoint = self._names(lambda owner, module: put(module, stored[owner]))
+        if not _is_in_place(model, self.model.state_dict()):
+            self.model.load_state_dict(model, strict=True)
+        self.optimizer.load_state_dict(shared["optimizer"])
+        for name, item in self.objects.items():
+            item.load_state_dict(shared["objects"][name])
+        for parameter in self.model.parameters():
+            parameter.grad = None
+        self.sentinel.load_state_dict(shared["sentinel"])
+        self.counters = Counters(**shared["counters"])
+        self.cursor.load_state_dict(local["cursor"])
+        self._loaded_at = self.cursor.batch
+        self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
+        self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
+        self._random = local["random"]
+        self.restore_random_states()
+
+    @property
+    def batch_in_hand(self) -> bool:
+        """Whether a batch has been handed out since the cursor was last put somewhere."""
+        return self.cursor.batch > self._loaded_at
+
+    def note_learning_rate(self) -> Hint:
+        """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
+        counters = self.counters
+        if (given := self.optimizer.param_groups[0].get("lr")) is None:
+            return Hint.NONE  # an optimizer that finds its step by itself
+        rate = float(given)
+        hint = learning_rate_hint(counters.learning_rate, rate, counters.highest_rate)
+        counters.learning_rate = rate
+        counters.highest_rate = max(rate, counters.highest_rate or rate)
+        return hint
+
+    def restore_random_states(self) -> None:
+        """Put the random states back to where the last `load` put them."""
+        rng.restore(self._random)
+
+
+def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
+    """Raise RunDoesNotFit where the optimizer got a parameter group since, or has not got it yet."""
+    then, now = (
+        [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
+    )
+    if then != now:
+        raise RunDoesNotFit(
+            f"the checkpoint's optimizer has {then} parameters in its groups, this job's has {now}: a group was added "
+            "in mid-run (add_param_group)",
+            hint="make the optimizer with all its groups before the guard is made, from the first start of a run on "
+            "(lr=0 for one whose time comes later); a rollback that was under way is carried out by the same command",
+        )
+
+
+def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
+    """Whether a model's state that is to be loaded is in its tensors already."""
+    return loaded.keys() == present.keys() and all(
+        isinstance(item, Tensor) and isinstance(present[name], Tensor) and memory_of(item) == memory_of(present[name])
+        for name, item in loaded.items()
+    )
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """The module whose names a checkpoint uses: without DDP's `module.` and torch.compile's `_orig_mod.`."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
+            model = inner
+        else:
+            break
+    if (part := _sharded_part(model)) is not None:
+        raise UsageError(
+            f"the model is sharded: {part}; the guard keeps replicated models only",
+            hint="use DistributedDataParallel, or keep FSDP's own checkpoints for this job",
+        )
+    return model
+
+
+def _sharded_part(model: nn.Module) -> str | None:
+    """The first part of a model of which each rank has a share only. By names, so that nothing is imported for it."""
+    for name, module in model.named_modules():
+        if {"FullyShardedDataParallel", "FSDPModule"} & _classes_of(module):
+            return f"FSDP has {f'its module {name!r}' if name else 'all of it'}"
+    for name, item in (*model.named_parameters(), *model.named_buffers()):
+        if "DTensor" in _classes_of(item):
+            return f"{name!r} is a DTensor"
+    return None
+
+
+def _classes_of(item: object) -> set[str]:
+    return {kind.__name__ for kind in type(item).__mro__}
+
+
+def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
+    """Which rank stores each shared tensor: about the same number of bytes for each, the same answer on all ranks."""
+    load = [0] * world_size
+    owner: dict[str, int] = {}
+    for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
+        rank = min(range(world_size), key=load.__getitem__)
+        owner[name] = rank
+        load[rank] += value.nbytes
+    return owner

@@ -1,0 +1,142 @@
+"""States as trees: JSON texts with references to named tensors, as docs/format.md defines them. No pickle.
+
+`encode` takes what `state_dict()` methods return; `decode` gives an equal value back. What has no faithful JSON form is
+refused by `encode`, with its path, when the guard is made rather than at the first snapshot.
+"""
+
+from __future__ import annotations
+
+import base64
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+
+from rollback.checkpoints import contents
+from rollback.checkpoints.layout import DTYPE_NAME
+from rollback.errors import UsageError
+
+Json = Any
+
+DTYPE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAME.items()}
+DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.items()}
+
+
+def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
+    """The JSON tree of `value`; tensors met on the way are put into `tensors` under their paths, not copied.
+
+    Raises UsageError naming the path of what cannot be kept.
+    """
+    match value:
+        case None | bool() | str():
+            return value
+        case int():
+            return int(value)
+        case float():
+            return float(value) if math.isfinite(value) else {"$float": _special(float(value))}
+        case Tensor():
+            return {"$tensor": _put(value, path, tensors)}
+        case np.ndarray():
+            return {"$array": _put(_from_numpy(value, path), path, tensors)}
+        case np.generic() if not isinstance(value.item(), np.generic):
+            return encode(value.item(), path, tensors)
+        case bytes():
+            return {"$bytes": base64.b64encode(value).decode()}
+        case list():
+            return [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
+        case tuple():
+            return {"$tuple": [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]}
+        case Mapping():
+            return _encode_mapping(value, path, tensors)
+        case _:
+            raise UsageError(
+                f"the state of {path!r} holds a {type(value).__module__}.{type(value).__qualname__}, "
+                "which a checkpoint without pickle cannot keep",
+                hint="let its state_dict() return numbers, texts, lists, dicts, arrays and tensors only",
+            )
+
+
+def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str, Tensor]) -> Json:
+    """As `encode`, of named tensors; those that are one and the same in memory are stored once, for the first name."""
+    stored: dict[object, Json] = {}
+    items = []
+    for key, item in value.items():
+        memory = memory_of(item) if isinstance(item, Tensor) else key
+        if memory not in stored:
+            stored[memory] = encode(item, f"{path}/{escape(key)}", tensors)
+        items.append((key, stored[memory]))
+    return _object(items, path, tensors)
+
+
+def memory_of(item: Tensor) -> tuple[Any, ...]:
+    """What two tensors have in common that are one and the same in memory."""
+    return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
+
+
+def is_kept(tensor: Tensor) -> bool:
+    """Whether a checkpoint can keep a tensor of this kind."""
+    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE and type(tensor).__name__ != "DTensor"
+
+
+def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
+    items = [(key, encode(item, f"{path}/{escape(str(key))}", tensors)) for key, item in value.items()]
+    if isinstance(value, Counter):
+        return {"$counter": [[encode(key, path, tensors), item] for key, item in items]}
+    return _object(items, path, tensors)
+
+
+def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]) -> Json:
+    plain = all(type(key) is str for key, _ in items)
+    if plain and not (len(items) == 1 and items[0][0].startswith("$")):
+        return dict(items)
+    return {"$map": [[encode(key, path, tensors), item] for key, item in items]}
+
+
+def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
+    """The value of a JSON tree; `tensor(name)` fetches tensors. Raises CheckpointDamaged at an unknown tag."""
+    return contents.decode(tree, tensor, lambda name: tensor(name).numpy())
+
+
+def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    if tensor.is_meta or is_lazy(tensor):
+        raise UsageError(
+            f"the tensor {path!r} has no values yet ({'it has no shape' if is_lazy(tensor) else 'device meta'})",
+            hint="before the guard is made, run one batch through the model"
+            if is_lazy(tensor)
+            else "before the guard is made, give the model memory and values: model.to_empty(device=...), then its "
+            "initialization",
+        )
+    if not is_kept(tensor):
+        kind = "sharded" if type(tensor).__name__ == "DTensor" else f"{tensor.layout} {tensor.dtype}"
+        raise UsageError(
+            f"the tensor {path!r} is {kind}; a checkpoint keeps dense tensors of the types {', '.join(DTYPE)}",
+            hint="sharded parameters (FSDP, tensor parallel) are not supported; replicated ones (DDP) are",
+        )
+    name = path
+    while name in tensors:  # the keys 1 and "1" of one mapping read alike in a path
+        name += "%"
+    tensors[name] = tensor.detach()
+    return name
+
+
+def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
+    try:
+        return torch.from_numpy(np.ascontiguousarray(array).reshape(array.shape).copy())
+    except (TypeError, ValueError) as error:  # an element type, or a byte order, that torch does not have
+        raise UsageError(
+            f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep",
+            hint="convert it to a number type of this machine's byte order",
+        ) from error
+
+
+def _special(value: float) -> str:
+    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+
+
+def escape(key: str) -> str:
+    return key.replace("%", "%25").replace("/", "%2F")

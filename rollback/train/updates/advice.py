@@ -1,0 +1,226 @@
+"""Likely mistakes in the script, seen from inside. An advice is said once for each run and is never an incident.
+
+No advice is better than a wrong one: each of these waits until the same thing has been seen in several updates, and
+keeps silent where it could have an innocent reason.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterator
+
+from torch import nn
+
+from rollback.sentinel import Kind, Verdict
+from rollback.train.comm.pulse import Beat
+from rollback.train.updates.habits import Habit
+
+PLAIN_EPOCH_LOOP = (
+    "plain-epoch-loop",
+    "the script counts its epochs itself: when the run resumes in epoch 3, the loop body runs with no batches for "
+    "epochs 0 to 2 first. `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_ON_RESUME = (
+    "own-snapshot",
+    "before it made the guard, the script has {done}, which it had not at the run's first start: it seems to load a "
+    "snapshot of its own. The checkpoint of step {step} stands in its place now; but what the script itself takes from "
+    "its snapshot, such as the epoch to begin with, is not of that step. Take that loading out: the guard restores all "
+    "that it is handed, and `for epoch in guard.epochs(n):` begins where the run stands",
+)
+OWN_SNAPSHOT_AT_THE_START = (
+    "own-snapshot",
+    "this run is new, and its optimizer has made updates before the guard was made: the script seems to have loaded a "
+    "snapshot of its own. If the run is to begin with that, load it at the first start only: the guard restores all "
+    "that it is handed, and later starts go on from the run's checkpoints. If not, take the loading out",
+)
+OWN_SNAPSHOT_EPOCH = (
+    "own-snapshot",
+    "the script begins with epoch {told} by its own count: it seems to load a snapshot of its own. The guard's epochs "
+    "begin where the run stands, in epoch {epoch}, so the script's loop would end at another place than meant. Take "
+    "that loading out, and write `for epoch in guard.epochs(n):`",
+)
+CLIPPED_WHILE_SCALED = (
+    "clipped-while-scaled",
+    "gradients are clipped while GradScaler's factor of {scale:,.0f} is still in them: a limit of {limit:.3g} acts as "
+    "{acts:.3g}, and nearly every update is clipped to it. {effect}. Call scaler.unscale_(optimizer) before "
+    "clip_grad_norm_",
+)
+_SMALLER_UPDATES = "With {optimizer} an update is up to {scale:,.0f} times smaller than meant"
+_ALIKE = (
+    "{optimizer} divides the size of gradients out again, so updates keep theirs; but batches with large and with "
+    "small gradients count alike, each change of the factor makes updates too large or too small until its averages "
+    "have followed, and gradients this small may come near its eps, which makes updates smaller"
+)
+_NOT_KNOWN = (
+    "What that does depends on how {optimizer} goes about the size of gradients: where it counts, an update is up to "
+    "{scale:,.0f} times smaller than meant; where it is divided out, large and small gradients count alike"
+)
+CLIPPED_AFTER_STEP = (
+    "clipped-after-step",
+    "gradients are clipped after optimizer.step(), where it has no effect. Clip between backward() and step()",
+)
+LOSS_NOT_DIVIDED = (
+    "loss-not-divided",
+    "gradients of {batches} batches are added up and no batch's loss is divided by {batches}: the update's gradient is "
+    "{batches} times their mean. Use (loss / {batches}).backward()",
+)
+NO_NO_SYNC = (
+    "no-no-sync",
+    "gradients are accumulated over {batches} batches, and DDP averages them over the ranks after each one. Run "
+    "forward and backward of all but the last batch inside `with model.no_sync():`; one exchange an update is enough",
+)
+ALWAYS_CLIPPED = (
+    "always-clipped",
+    "each of the last {count} updates was clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: large "
+    "and small gradients count alike then. Raise max_norm so that it catches exceptions only",
+)
+NEVER_CLIPPED = (
+    "never-clipped",
+    "the loss of this transformer has spiked {spikes} times and its gradients are not clipped. "
+    "torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0) before optimizer.step() is what most use",
+)
+NEVER_OBSERVED = (
+    "never-observed",
+    "no loss was told in {updates} updates, so that only NaN and Inf in the gradients and jumps of their norm are "
+    "noticed. Call guard.observe(loss) in the loop's body",
+)
+NOT_KEPT = (
+    "tensors-not-kept",
+    "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
+    "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
+    "with persistent=False where the state_dict is to be without it",
+)
+NOT_IN_CHECKPOINT = (
+    "buffers-not-in-checkpoint",
+    "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "
+    "they were kept, or before the model had them. They stay as they are now; checkpoints from here on have them",
+)
+WITHOUT_UPDATE = 1000  # batches; an accumulation over so many would be a strange one
+NEVER_UPDATED = (
+    "never-updated",
+    f"{WITHOUT_UPDATE} batches were handed out and the optimizer that the guard has made no step: nothing counts as "
+    "done, and nothing is kept. Hand the guard the very optimizer that the script steps",
+)
+REPLICAS_DIFFER = (
+    "replicas-differ",
+    "the ranks no longer train the same model, and no checkpoint is taken of that. Stop the job and run the same "
+    "command again: all ranks then go on from the last checkpoint, where they agreed. If the same rank is named again, "
+    "suspect its machine; if the script changes parameters outside of DDP, it must do so alike on all ranks",
+)
+
+_UNOBSERVED = 20
+_BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
+_SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
+_LATE = 2  # some count epochs from 1
+_UPDATES = 3  # that must agree
+_CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while
+_SCALED = 5
+_SPIKES = 3
+_UNCLIPPED = 100  # updates without a write to any gradient
+_SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
+
+
+def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[tuple[str, str]]:
+    """(code, text) of what is to be said of the script's loops; see `Passes`."""
+    if uncounted:
+        yield PLAIN_EPOCH_LOOP
+    if own_epoch is not None and own_epoch >= _LATE:
+        yield _filled(OWN_SNAPSHOT_EPOCH, told=own_epoch, epoch=epoch)
+
+
+class Advisor:
+    """What is to be said of a run, from what is seen of its updates. Fed with every judged step, on every rank."""
+
+    def __init__(self, model: nn.Module, optimizer: object) -> None:
+        self._transformer = any(_is_attention(module) for module in model.modules())
+        # Others clip by themselves, or need no clipping.
+        self._optimizer = type(optimizer)
+        self._plain_optimizer = type(optimizer).__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
+        self._late = self._undivided = self._averaged = 0
+        self._kept: deque[tuple[float, float]] = deque(maxlen=_CLIPPED)
+        self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
+        self._unwritten = self._spikes = self._unobserved = 0
+
+    def judge(self, habit: Habit, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
+        """(code, text) of what is to be said now; saying it once only is the caller's part."""
+        return [
+            *self._of_losses(beat),
+            *self._of_order(habit),
+            *self._of_accumulation(habit, beat),
+            *self._of_clipping(habit, beat),
+            *self._of_spikes(habit, verdict),
+        ]
+
+    def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
+        self._unobserved = self._unobserved + 1 if beat.loss is None else 0
+        return [_filled(NEVER_OBSERVED, updates=_UNOBSERVED)] if self._unobserved >= _UNOBSERVED else []
+
+    def _of_order(self, habit: Habit) -> list[tuple[str, str]]:
+        self._late = self._late + 1 if habit.late else self._late
+        return [CLIPPED_AFTER_STEP] if self._late >= _UPDATES else []
+
+    def _of_accumulation(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
+        if habit.batches < 2:
+            return []
+        divided_later = beat.kept is not None and abs(beat.kept * habit.batches - 1) < 2 * _SAME
+        if habit.undivided is not None:
+            self._undivided = self._undivided + 1 if habit.undivided and not divided_later else 0
+        if habit.always_averaged is not None:
+            self._averaged = self._averaged + 1 if habit.always_averaged else 0
+        said = []
+        if self._undivided >= _UPDATES:
+            said.append(_filled(LOSS_NOT_DIVIDED, batches=habit.batches))
+        if self._averaged >= _UPDATES:
+            said.append(_filled(NO_NO_SYNC, batches=habit.batches))
+        return said
+
+    def _of_clipping(self, habit: Habit, beat: Beat) -> list[tuple[str, str]]:
+        if beat.kept is None or beat.measured is None or beat.scaler_skipped:
+            return []
+        pair = (beat.measured, beat.kept * beat.measured)
+        clipped = bool(habit.written) and beat.kept < 1 - _SAME
+        if clipped and habit.while_scaled:
+            # What is clipped while scaled has the same norm with the scale in it.
+            self._scaled.append((pair[0], pair[1] * (beat.scale or 1.0)))
+            if len(self._scaled) == _SCALED and _is_one_limit(self._scaled):
+                return [self._clipped_while_scaled(limit=self._scaled[-1][1], scale=beat.scale or 1.0)]
+            return []
+        self._scaled.clear()
+        if not clipped:
+            self._kept.clear()
+            return []
+        self._kept.append(pair)
+        if len(self._kept) < _CLIPPED or not _is_one_limit(self._kept):
+            return []
+        norm = statistics.median(norm for norm, _ in self._kept)
+        return [_filled(ALWAYS_CLIPPED, count=_CLIPPED, limit=pair[1], norm=norm)]
+
+    def _clipped_while_scaled(self, limit: float, scale: float) -> tuple[str, str]:
+        kinds = {kind.__name__ for kind in self._optimizer.__mro__}
+        effect = _SMALLER_UPDATES if kinds & _BY_SIZE else _ALIKE if kinds & _SIZE_DIVIDED_OUT else _NOT_KNOWN
+        effect = effect.format(optimizer=self._optimizer.__name__, scale=scale)
+        return CLIPPED_WHILE_SCALED[0], CLIPPED_WHILE_SCALED[1].format(
+            scale=scale, limit=limit, acts=limit / scale, effect=effect
+        )
+
+    def _of_spikes(self, habit: Habit, verdict: Verdict) -> list[tuple[str, str]]:
+        self._spikes += verdict.kind is Kind.SPIKE or verdict.ended is not None
+        self._unwritten = self._unwritten + 1 if habit.written is False else 0
+        if not (self._transformer and self._plain_optimizer) or self._spikes < _SPIKES or self._unwritten < _UNCLIPPED:
+            return []
+        return [_filled(NEVER_CLIPPED, spikes=self._spikes)]
+
+
+def _is_one_limit(seen: deque[tuple[float, float]]) -> bool:
+    """Whether the norms varied and what the optimizer got of them did not: that is clipping, not a factor."""
+    norms, given = [norm for norm, _ in seen], [kept for _, kept in seen]
+    return max(given) <= min(given) * (1 + _SAME) and max(norms) > min(norms) * (1 + 2 * _SAME)
+
+
+def _is_attention(module: nn.Module) -> bool:
+    return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
+
+
+def _filled(advice: tuple[str, str], **values: float) -> tuple[str, str]:
+    return advice[0], advice[1].format(**values)

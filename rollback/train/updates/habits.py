@@ -1,0 +1,207 @@
+"""How the script goes about an update: what it does with the gradients and when. Noticed by hooks, for advice only.
+
+Everything is read off the host: versions of tensors, flags, the order of calls. What cannot be told for certain stays
+None. See `rollback.train.updates.advice` for what is made of it.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+_SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
+
+
+@dataclass(frozen=True)
+class Habit:
+    """What was noticed of one update on this rank.
+
+    batches: how many it had. written: the gradients were written to between backward and step. while_scaled: so they
+    were, and the gradient scaler's factor was still in them. late: they were made smaller after the step that used
+    them. undivided: no batch's loss was divided, in a real accumulation. always_averaged: DDP averaged after every
+    batch. None: not known.
+    """
+
+    batches: int
+    written: bool | None = None
+    while_scaled: bool | None = None
+    late: bool | None = None
+    undivided: bool | None = None
+    always_averaged: bool | None = None
+
+
+@dataclass
+class _Noticed:
+    """What has been noticed of the update in progress. Additions: backwards that added to the one before."""
+
+    written: bool | None = None
+    while_scaled: bool | None = None
+    unscaled: bool = False
+    stepped: tuple[Tensor, int, Tensor] | None = None
+    last: tuple[int, int] | None = None
+    additions: int = 0
+    undivided: list[bool] = field(default_factory=list)
+    averaged: int = 0
+    unaveraged: int = 0
+
+
+class Habits:
+    """Watches one rank's script.
+
+    model: what the script calls, for DDP's part; None: not known. telltale: the small parameter whose gradient is
+    looked at (`gradients`); without one nothing is noticed.
+    """
+
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: object | None,
+        model: nn.Module | None,
+        telltale: nn.Parameter | None,
+    ) -> None:
+        self._telltale = telltale
+        self._scaler = scaler
+        self._thread = threading.get_ident()
+        self._looks = self._late_looks = _SAMPLED
+        self._now = _Noticed()
+        if telltale is None:
+            return
+        telltale.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        optimizer.register_step_post_hook(self._after_step)
+        if model is not None and (ddp := _ddp_inside(model)) is not None:
+            ddp.register_forward_pre_hook(self._before_forward)
+        if scaler is not None and hasattr(scaler, "unscale_"):
+            self._watch_unscaling(scaler, optimizer)
+
+    def before_step(self, written: bool | None) -> None:
+        """The optimizer, or the scaler for it, is about to begin; `written` as in `Habit`. Told by `Updates`."""
+        now = self._now
+        if now.written is None:
+            now.written = written
+            now.while_scaled = written and self._scaling and not now.unscaled
+
+    def end_step(self, batches: int) -> Habit:
+        """What was noticed since the last step's end."""
+        now, self._now = self._now, _Noticed()
+        accumulated = batches > 1 and now.additions >= batches - 1
+        self._looks -= bool(now.undivided)
+        return Habit(
+            batches=batches,
+            written=now.written,
+            while_scaled=now.while_scaled,
+            late=_was_late(now.stepped),
+            undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
+            always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
+        )
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        """Backward has reached the telltale."""
+        now, gradient = self._now, parameter.grad
+        now.stepped = None
+        if gradient is None or gradient.layout != torch.strided:
+            return
+        mark = (gradient.data_ptr(), gradient._version)
+        if now.last is not None:
+            now.additions += mark[0] == now.last[0] and mark[1] > now.last[1]
+        now.last = mark
+        if self._looks > 0 and (undivided := self._loss_is_undivided()) is not None:
+            now.undivided.append(undivided)
+
+    @torch.no_grad()
+    def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        gradient = self._telltale.grad if self._telltale is not None else None
+        if gradient is not None and gradient.layout == torch.strided and self._late_looks > 0:
+            self._late_looks -= 1
+            # A tensor this small may be held: zero_grad usually lets go of the gradients before we look.
+            self._now.stepped = gradient, gradient._version, torch.linalg.vector_norm(gradient)
+
+    @property
+    def _scaling(self) -> bool:
+        """Whether there is a gradient scaler, and it is on."""
+        return getattr(self._scaler, "_scale", None) is not None
+
+    def _before_forward(self, module: nn.Module, args: Any) -> None:
+        if torch.is_grad_enabled() and module.training:
+            if module.require_backward_grad_sync:
+                self._now.averaged += 1
+            else:
+                self._now.unaveraged += 1
+
+    def _watch_unscaling(self, scaler: Any, optimizer: torch.optim.Optimizer) -> None:
+        original: Callable[..., Any] = scaler.unscale_
+
+        def unscale_(given: Any, *args: Any, **kwargs: Any) -> Any:
+            self._now.unscaled |= given is optimizer
+            return original(given, *args, **kwargs)
+
+        scaler.unscale_ = unscale_
+
+    def _loss_is_undivided(self) -> bool | None:
+        """Whether the loss being differentiated is neither divided nor multiplied by anything but the scaler."""
+        root = _root_of_backward(self._thread)
+        if root is None or root.grad_fn is None or root.numel() != 1:
+            return None
+        node: Any = root.grad_fn
+        if self._scaling:
+            if not node.name().startswith("Mul"):
+                return None
+            node = node.next_functions[0][0]
+        return not _weighs(node)
+
+
+@torch.no_grad()
+def _was_late(stepped: tuple[Tensor, int, Tensor] | None) -> bool | None:
+    """Whether the gradient of a step that is done was made smaller since. Not zero, which zero_grad does."""
+    if stepped is None:
+        return None
+    gradient, version, used = stepped
+    if gradient._version == version:
+        return False
+    now = float(torch.linalg.vector_norm(gradient))
+    return 0.0 < now <= float(used) * (1 + 1e-6)
+
+
+def _root_of_backward(thread: int) -> Tensor | None:
+    """The tensor whose `backward()` is running in the thread that trains, if it can be told.
+
+    Autograd keeps no way back from a graph to what was differentiated, but the call is on that thread's stack.
+    """
+    code = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
+    frame = sys._current_frames().get(thread)
+    while frame is not None:
+        if frame.f_code is code:
+            roots = frame.f_locals.get("t_outputs", ())
+            return roots[0] if len(roots) == 1 and isinstance(roots[0], Tensor) else None
+        frame = frame.f_back
+    return None
+
+
+def _weighs(root: Any) -> bool:
+    """Whether a product or quotient is among the scalars that a loss is put together from."""
+    waiting, seen = [root], 0
+    while waiting and seen < 64:
+        node = waiting.pop()
+        seen += 1
+        if node is None or any(len(made.shape) for made in node._input_metadata):
+            continue
+        if any(word in node.name() for word in ("Div", "Mul", "Dot", "Accumulate", "Compiled", "CheckpointFunction")):
+            return True
+        waiting += [following for following, _ in node.next_functions]
+    return False
+
+
+def _ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
+    """The DDP module, also behind torch.compile."""
+    while not isinstance(model, DistributedDataParallel):
+        inner = getattr(model, "_orig_mod", None)
+        if not isinstance(inner, nn.Module):
+            return None
+        model = inner
+    return model

@@ -1,0 +1,93 @@
+"""Noticing optimizer updates: that one happened, that a gradient scaler dropped one, and how large its gradient was."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rollback.train.arguments import require_even_inputs
+from rollback.train.comm.pulse import Gauges
+from rollback.train.updates.gradients import GradientNorms, Gradients
+from rollback.train.updates.habits import Habit, Habits
+
+
+class Updates:
+    """What happened between two step ends. Hooks the optimizer, and `step` of a GradScaler if one is handed over.
+
+    gradients: norms of the update's gradients (`GradientNorms`), None before the optimizer has begun or where there
+    are none. found_inf: of a fused optimizer, which is called also where the scaler drops the update: more than zero if
+    it did; stays on the device.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
+        self.happened = False
+        self.attempted = False
+        self.gradients: GradientNorms | None = None
+        self.found_inf: Tensor | None = None
+        self._optimizer, self._model = optimizer, model
+        self._sensed = Gradients(optimizer, scaler)
+        self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
+        optimizer.register_step_pre_hook(self._before_step)
+        if scaler is not None and hasattr(scaler, "step"):
+            self._count_attempts(scaler)
+
+    @property
+    def telltale(self) -> nn.Parameter | None:
+        """The parameter by which a backward is noticed (see `gradients`)."""
+        return self._sensed.telltale
+
+    @property
+    def dropped_by_scaler(self) -> bool:
+        return self.attempted and not self.happened
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """Norm of the gradient that was applied, before clipping; None where the scaler dropped the update."""
+        return self.gradients.total if self.gradients is not None and self.happened else None
+
+    def end_step(self, batches: int) -> Habit:
+        """How the script went about the update, which had so many batches. Once for each."""
+        return self._habits.end_step(batches)
+
+    def gauges(self) -> Gauges:
+        """What goes on the pulse of this update."""
+        norms = self.gradients
+        return Gauges(
+            scale=self._sensed.scale,
+            kept=norms.kept if norms else None,
+            measured=norms.total if norms else None,
+            found_inf=self.found_inf,
+        )
+
+    def expect_backward(self, last: bool) -> None:
+        """A batch is handed out; `last`: it is thought to be the update's last one. Raises UsageError inside `join`."""
+        require_even_inputs(self._model, self._optimizer)
+        self._sensed.expect(last)
+
+    def forget(self) -> None:
+        self.happened = self.attempted = False
+        self.gradients = self.found_inf = None
+        self._sensed.forget()
+
+    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        self.happened = True
+        self.found_inf = getattr(optimizer, "found_inf", None)
+        self.gradients = self._sensed.before_step()
+        self._habits.before_step(self._sensed.written)
+
+    def _count_attempts(self, scaler: Any) -> None:
+        original: Callable[..., Any] = scaler.step
+
+        def step(optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+            if optimizer is self._optimizer:
+                self.attempted = True
+                self._sensed.look()
+                self._habits.before_step(self._sensed.written)
+                # Where the scaler drops the update, the optimizer's own hook is not reached.
+                self.gradients = self._sensed.seen
+            return original(optimizer, *args, **kwargs)
+
+        scaler.step = step
