@@ -36,7 +36,7 @@ begun, and a trouble is a few old when it is called."""
 
 
 @dataclass(frozen=True)
-class Held:
+class PolicyCheckpoint:
     """A committed checkpoint of the present timeline."""
 
     name: str
@@ -46,7 +46,7 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Stream:
+class DataStream:
     """The data as the script takes it.
 
     batches_per_step: of a whole update. epoch_end: the batch behind the last one of an epoch, and epoch_batches how
@@ -73,9 +73,9 @@ class Stream:
 def plan(
     incident: Incident,
     previous: Planned | None,
-    held: Sequence[Held],
+    held: Sequence[PolicyCheckpoint],
     settings: Settings,
-    stream: Stream = Stream(),
+    stream: DataStream = DataStream(),
     *,
     suspected: bool = False,
 ) -> Planned:
@@ -125,7 +125,9 @@ def plan(
     )
 
 
-def plan_request(incident: Incident, target: Held, skip: Window | None, held: Sequence[Held]) -> Planned:
+def plan_request(
+    incident: Incident, target: PolicyCheckpoint, skip: Window | None, held: Sequence[PolicyCheckpoint]
+) -> Planned:
     """Plan what an operator asked for: back to `target`, and past the batches of `skip` from there.
 
     incident: the operator's. held: checkpoints of the present timeline, oldest first. Batches before the restored
@@ -155,7 +157,7 @@ def repeats(incident: Incident, previous: Planned, settings: Settings, batches_p
     return previous.batch <= incident.onset_batch <= horizon_end(previous, settings, batches_per_step)
 
 
-def comes_back(incident: Incident, previous: Planned, settings: Settings, stream: Stream, suspected: bool) -> bool:
+def comes_back(incident: Incident, previous: Planned, settings: Settings, stream: DataStream, suspected: bool) -> bool:
     """Whether an incident is to be answered harder than `previous`: the same trouble, come back.
 
     Where the batch in hand did it, now or then, or a sample explains it, another batch is another occasion, however
@@ -192,8 +194,8 @@ def _reach(in_hand: bool, back: Planned | None, settings: Settings) -> Reach:
 
 
 def _target(
-    incident: Incident, escalated_from: Planned | None, held: Sequence[Held], reach: Reach
-) -> tuple[Held | None, str]:
+    incident: Incident, escalated_from: Planned | None, held: Sequence[PolicyCheckpoint], reach: Reach
+) -> tuple[PolicyCheckpoint | None, str]:
     """The checkpoint to restore, and in words why this one."""
     before = [point for point in held if point.good and point.step <= incident.onset_step]
     if not before:
@@ -213,7 +215,9 @@ def _target(
     return before[0], f"the oldest good checkpoint; none is {rewind} steps before the onset"
 
 
-def _window(incident: Incident, target: Held, previous: Planned | None, reach: Reach, stream: Stream) -> Window:
+def _window(
+    incident: Incident, target: PolicyCheckpoint, previous: Planned | None, reach: Reach, stream: DataStream
+) -> Window:
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
     length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min)
     if previous is not None and previous.skip is not None:
@@ -223,7 +227,7 @@ def _window(incident: Incident, target: Held, previous: Planned | None, reach: R
     return Window(first=first, last=stream.end_of_update(first, first + length - 1))
 
 
-def _excess(window: Window, stream: Stream, settings: Settings) -> str | None:
+def _excess(window: Window, stream: DataStream, settings: Settings) -> str | None:
     """In words, where incidents would cost more batches than they may.
 
     They may cost `max_skipped` of the batches that the run has, as far as that is known, at least of those through the

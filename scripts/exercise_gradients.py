@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader
 import rollback
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import read_material
-from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.report import AuditReport
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
 from stdlib_text import StdlibText
@@ -94,14 +94,14 @@ def measured(run: Path) -> str:
     return f"gradient norm {norms[FAULT_AT]:.3g} at step {FAULT_AT}, {before:.3g} in the steps before it"
 
 
-def seen(ledger: Ledger) -> str:
+def seen(ledger: AuditReport) -> str:
     """What the guard made of it."""
     parts = [f"{entry.rule} called at step {entry.detection.step}" for entry in ledger.incidents]
     parts += [f"{blip.rule} in steps {blip.first_step} to {blip.last_step}, {blip.fate}" for blip in ledger.noticed]
     return "; ".join(parts) or "nothing"
 
 
-def done(ledger: Ledger) -> str:
+def done(ledger: AuditReport) -> str:
     """What the guard did about it."""
     parts = []
     for entry in ledger.incidents:

@@ -29,7 +29,7 @@ from types import FrameType
 from typing import Any, NoReturn
 
 from rollback.agent.fork_server import (
-    Nursery,
+    ForkServer,
     import_ahead,
     name_this_process,
     settle_objects,
@@ -363,7 +363,7 @@ def main() -> None:
             first.unlink(missing_ok=True)
             os.environ.setdefault("TORCHELASTIC_ERROR_FILE", str(first))
             import_ahead()
-            start_ranks_from(Nursery())  # before anything starts a thread, and with what is ignored ignored
+            start_ranks_from(ForkServer())  # before anything starts a thread, and with what is ignored ignored
         sys.meta_path.append(LogsSpecsFinder())
         name_methods_quickly()
         patience_is_given |= getattr(arguments, "shutdown_timeout", None) is not None

@@ -67,7 +67,7 @@ def name_this_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
-class Nursery:
+class ForkServer:
     """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def start_ranks_from(nursery: Nursery) -> None:
+def start_ranks_from(nursery: ForkServer) -> None:
     """From now on torchrun starts ranks by `nursery`, where they are Python scripts without wrappers around them."""
     handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
 

@@ -93,7 +93,7 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
     return answers
 
 
-def _held(detected: int, first_step: int, last_detection: int, settings: Settings) -> list[policy.Held]:
+def _held(detected: int, first_step: int, last_detection: int, settings: Settings) -> list[policy.PolicyCheckpoint]:
     """The ring at the time of a detection: the newest `keep` checkpoints, and the newest good one in any case."""
     every = FIRST_PACE if settings.snapshot_every == "auto" else settings.snapshot_every
     if not every:
@@ -109,7 +109,7 @@ def _held(detected: int, first_step: int, last_detection: int, settings: Setting
     older = (step for step in reversed(taken[: -settings.keep]) if good(step))
     if not any(good(step) for step in newest):
         newest[:0] = [step for step in [next(older, None)] if step is not None]
-    return [policy.Held(name=f"step-{step:09d}", step=step, batch=step, good=good(step)) for step in newest]
+    return [policy.PolicyCheckpoint(name=f"step-{step:09d}", step=step, batch=step, good=good(step)) for step in newest]
 
 
 def _incident(number: int, verdict: Verdict) -> Incident:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from rollback.checkpoints.layout import Entry
+from rollback.checkpoints.layout import TensorEntry
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.small_json import parse_json
@@ -67,7 +67,7 @@ class Stored:
     name: str
 
     @property
-    def entry(self) -> Entry:
+    def entry(self) -> TensorEntry:
         return self.shard.entries[self.name]
 
     @property

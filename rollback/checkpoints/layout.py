@@ -40,7 +40,7 @@ Kind = tuple[str, tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """Where a tensor lies in a shard; `start` counts from the beginning of the file."""
 
     dtype: str
@@ -57,7 +57,7 @@ class Entry:
 class Layout:
     """Places of all tensors of a shard. room: bytes before the first of them. size: of the file."""
 
-    entries: Mapping[str, Entry]
+    entries: Mapping[str, TensorEntry]
     room: int
     size: int
 
@@ -80,11 +80,11 @@ def lay_out(kinds: Mapping[str, Kind], room: int, size: int | None = None) -> La
         if surplus < 0:
             raise ValueError(f"{-surplus} bytes more than there is room for")
         kinds = {**kinds, PADDING: ("U8", (surplus,))}
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     position = room
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: _rank(*item)):
         nbytes = _nbytes(dtype, shape)
-        entries[name] = Entry(dtype, shape, position, nbytes)
+        entries[name] = TensorEntry(dtype, shape, position, nbytes)
         position += nbytes
     return Layout(entries, room, position)
 
@@ -103,7 +103,7 @@ def room_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: i
     return -(-needed // multiple) * multiple
 
 
-def _header(entries: Mapping[str, Entry], base: int, metadata: Mapping[str, str]) -> bytes:
+def _header(entries: Mapping[str, TensorEntry], base: int, metadata: Mapping[str, str]) -> bytes:
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     for name, entry in entries.items():
         header[name] = {
@@ -114,7 +114,7 @@ def _header(entries: Mapping[str, Entry], base: int, metadata: Mapping[str, str]
     return json.dumps(header, separators=(",", ":")).encode()
 
 
-def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+def parse_header(text: bytes, size: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Entries and metadata from a header's JSON in a file of `size` bytes.
 
     Raises ValueError, KeyError, TypeError, or AttributeError unless offsets follow from dtypes and
@@ -125,7 +125,7 @@ def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, st
     metadata = header.pop("__metadata__", {})
     if not all(isinstance(key, str) and isinstance(value, str) for key, value in metadata.items()):
         raise ValueError("metadata that is not text")
-    entries: dict[str, Entry] = {}
+    entries: dict[str, TensorEntry] = {}
     position = 0
     for name, item in sorted(header.items(), key=lambda pair: pair[1]["data_offsets"]):
         start, end = item["data_offsets"]
@@ -134,7 +134,7 @@ def parse_header(text: bytes, size: int) -> tuple[dict[str, Entry], dict[str, st
             raise ValueError(f"tensor {name!r} has a size that is not a natural number")
         if start != position or end - start != _nbytes(item["dtype"], shape):
             raise ValueError(f"tensor {name!r} does not lie where its dtype and shape say")
-        entries[name] = Entry(item["dtype"], shape, base + start, end - start)
+        entries[name] = TensorEntry(item["dtype"], shape, base + start, end - start)
         position = end
     if base + position != size:
         raise ValueError(f"{size - base - position} bytes belong to no tensor")

@@ -19,7 +19,7 @@ from types import TracebackType
 import xxhash
 
 from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
-from rollback.checkpoints.layout import HEADER_LIMIT, Entry, Layout, lay_out, parse_header, room_for
+from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, lay_out, parse_header, room_for
 from rollback.checkpoints.region import address_of, copy
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir import files
@@ -29,7 +29,7 @@ _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
 
 
 @dataclass(frozen=True)
-class Piece:
+class ShardPiece:
     """One tensor to write: `data` holds `prod(shape)` items of `dtype`, row-major, little endian.
 
     A function is called when the tensor is written, so that not all of them need be in memory at once.
@@ -49,7 +49,7 @@ class Written:
     digest: str
 
 
-def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]) -> Written:
+def write_shard(path: Path, pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Written:
     """Write a new safetensors file and sync it; `path` must not exist. Raises OSError; a partial file is removed."""
     named = {piece.name: piece for piece in pieces}
     kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
@@ -70,7 +70,7 @@ def write_shard(path: Path, pieces: Iterable[Piece], metadata: Mapping[str, str]
     return Written(layout.size, digest.hexdigest())
 
 
-def _blocks(layout: Layout, pieces: Mapping[str, Piece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def _blocks(layout: Layout, pieces: Mapping[str, ShardPiece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
     yield memoryview(layout.head(metadata))
     for name, entry in layout.entries.items():
         data = pieces[name].data
@@ -186,7 +186,7 @@ class ShardReader:
             digest.update(part)
         return digest.digest()
 
-    def _parse_header(self) -> tuple[dict[str, Entry], dict[str, str]]:
+    def _parse_header(self) -> tuple[dict[str, TensorEntry], dict[str, str]]:
         length = memoryview(bytearray(8))
         self._fill(length, 0)
         (stated,) = struct.unpack("<Q", length)

@@ -82,11 +82,11 @@ def drill(
     Flags, script and arguments as for rollback launch. Each run has a run directory of its own below --scratch; the
     job's real one is not touched. Runs are ended in the guard, so what stands behind the script's loop is not reached;
     what the script writes by itself on the way, it writes."""
-    from rollback.drill.drill import Request, scratch_for
+    from rollback.drill.drill import DrillOrder, scratch_for
     from rollback.drill.drill import drill as run_drill
     from rollback.drill.faults import FAULTS, choose
     from rollback.drill.text import print_report
-    from rollback.drill.trials import Stage
+    from rollback.drill.trials import DrillStage
     from rollback.terminal.escape import console_for
 
     if listed:
@@ -102,8 +102,8 @@ def drill(
         raise UsageError("--nnodes: a drill runs on one node", hint="what a lost node does is not drilled")
     settings = {name: given[name] for name in Settings.model_fields if name in given}
     read_settings(settings, None)  # a setting that cannot be is refused before anything is started
-    stage = Stage(scratch_for(script, scratch), [*as_arguments(given), _NO_RING], [script, *(arguments or [])])
-    request = Request(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
+    stage = DrillStage(scratch_for(script, scratch), [*as_arguments(given), _NO_RING], [script, *(arguments or [])])
+    request = DrillOrder(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
     report = run_drill(request, say)
     if json:
         print(report.to_json())

@@ -28,8 +28,8 @@ from rollback.live.screen import Screen
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import use
-from rollback.supervisor.attempts import Order, Result
-from rollback.supervisor.command import Job
+from rollback.supervisor.attempts import LaunchOrder, Result
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.flags import FLAGS, read_flags
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
@@ -77,10 +77,10 @@ def launch(
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
-    job = Job(flags, script, arguments or [], torchrun_flag or (), names)
+    job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names)
     trackers = _tracker_flags(tensorboard, wandb)
     expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal])
-    order = Order(
+    order = LaunchOrder(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         preload=preload is not False, expects_guard=expects_guard,
     )  # fmt: skip

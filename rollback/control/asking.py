@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from rollback.errors import ExitCode, NoUsableCheckpoint, UsageError
 from rollback.facts.training import Answered, Order, Window
 from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests
@@ -36,7 +36,7 @@ _LOOK_FOR_LIFE = 1.0
 _LIVE = ("running", "starting", "unknown")
 
 
-class Reply(Entry):
+class Reply(ReportItem):
     """Schema of `rollback rewind|skip|stop --json`, version 1."""
 
     schema_version: Literal[1] = Field(1, alias="schema")

@@ -11,7 +11,7 @@ from rollback.checkpoints.sizing import bytes_of
 from rollback.checkpoints.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
-from rollback.doctor.findings import Finding, Report
+from rollback.doctor.findings import DoctorReport, Finding
 from rollback.doctor.machine import cores, judge_cores, look_at_clock, look_at_limits, look_at_torch
 from rollback.doctor.memory import look_at_fast_tier
 from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
@@ -33,7 +33,7 @@ class Question:
     base: Path = field(default_factory=lambda: base_of("auto") or DEFAULT_BASE)
 
 
-def examine(question: Question, tell: Callable[[str], None] = lambda text: None) -> Report:
+def examine(question: Question, tell: Callable[[str], None] = lambda text: None) -> DoctorReport:
     """Look at everything; takes some seconds. Writes to the disk and the ring, and removes it again. Never raises for
     what it finds: that becomes a finding."""
     paths = RunPaths(question.run)
@@ -63,7 +63,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         saves.append(judge_save(state_bytes, ring_rate, question.grace, "ring"))
     findings += [finding for finding in saves if finding is not None]
     findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_clock()]
-    return Report(
+    return DoctorReport(
         schema=1,
         host=socket.gethostname(),
         run=str(question.run),

@@ -7,12 +7,12 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 
 Level = Literal["ok", "warn", "fail"]
 
 
-class Finding(Entry):
+class Finding(ReportItem):
     """One thing that was looked at."""
 
     topic: str
@@ -21,7 +21,7 @@ class Finding(Entry):
     fix: str | None = Field(None, description="what to do about it")
 
 
-class Report(Entry):
+class DoctorReport(ReportItem):
     """Schema of `rollback doctor --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")

@@ -6,13 +6,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.doctor.findings import Report
+from rollback.doctor.findings import DoctorReport
 from rollback.terminal.escape import quoted
 
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red"}
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: DoctorReport) -> None:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

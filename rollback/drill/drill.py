@@ -15,12 +15,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from rollback.drill.faults import Expected, Fault
-from rollback.drill.judge import Comparison, Difference, Row, compare, differences, judge, parts
+from rollback.drill.faults import Expected, PlannedFault
+from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
-from rollback.drill.trials import Stage, Trial
+from rollback.drill.trials import DrillStage, Trial
 from rollback.errors import RollbackError, UsageError
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 from rollback.rundir.exercise import Exercise
 
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start
@@ -33,19 +33,19 @@ _LEAVES_ITS_TRACE = (Expected.CAUGHT, Expected.CAUGHT_OR_HARMLESS, Expected.FOUN
 
 
 @dataclass(frozen=True)
-class Request:
+class DrillOrder:
     """What `rollback drill` was asked for. steps: None to choose by pace. settings: of the guard, as the user gave
     them, by name. own_hang_limit: whether the user said when a job hangs; else runs here are short enough to say."""
 
     script: str
-    stage: Stage
-    faults: Sequence[Fault]
+    stage: DrillStage
+    faults: Sequence[PlannedFault]
     steps: int | None
     settings: Mapping[str, Any]
     own_hang_limit: bool = False
 
 
-class Report(Entry):
+class DrillReport(ReportItem):
     """Schema of `rollback drill --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -56,7 +56,7 @@ class Report(Entry):
     strike: int = Field(description="the update that faults strike")
     undisturbed_seconds: float
     seconds: float = Field(description="of the whole drill")
-    rows: list[Row]
+    rows: list[DrillRow]
     notices: list[str]
 
     @property
@@ -64,7 +64,7 @@ class Report(Entry):
         return all(row.passed for row in self.rows)
 
 
-def drill(request: Request, tell: Callable[[str], None]) -> Report:
+def drill(request: DrillOrder, tell: Callable[[str], None]) -> DrillReport:
     """Run the drill. Blocks for as long as a dozen short runs of the job take.
 
     Raises UsageError or RollbackError where the job does not run by itself, so that there is nothing to drill.
@@ -74,12 +74,12 @@ def drill(request: Request, tell: Callable[[str], None]) -> Report:
 
 @dataclass
 class _Drill:
-    request: Request
+    request: DrillOrder
     tell: Callable[[str], None]
     _same_skips: dict[str, Trial] = field(default_factory=dict)
     _again: Trial | None = None
 
-    def run(self) -> Report:
+    def run(self) -> DrillReport:
         began = time.monotonic()
         steps = self.request.steps or self._steps_by_rehearsal()
         self._plan = plan(steps, self.request.settings)
@@ -93,7 +93,7 @@ class _Drill:
             f"{undisturbed.seconds:.0f} s; faults strike update {self._plan.strike}; in all about {estimate:.0f} s"
         )
         rows = [self._row(fault, ranks) for fault in self.request.faults]
-        return Report(
+        return DrillReport(
             schema=1,
             script=self.request.script,
             scratch=str(self.request.stage.scratch),
@@ -120,10 +120,10 @@ class _Drill:
         self.tell(f"attempt {attempt.attempt} ended well; runs of {steps} updates (--steps says otherwise)")
         return steps
 
-    def _row(self, fault: Fault, ranks: int) -> Row:
+    def _row(self, fault: PlannedFault, ranks: int) -> DrillRow:
         if ranks < fault.ranks:
             why = f"needs {fault.ranks} ranks or more: with one there is nothing to compare it with"
-            row = Row(fault=fault.name, says=fault.says, passed=True, skipped=True, why=why)
+            row = DrillRow(fault=fault.name, says=fault.says, passed=True, skipped=True, why=why)
         else:
             self.tell(f"{fault.name}: {fault.says}")
             trial = self._perform(fault.name, fault, self._limit, self._flags_for(fault))
@@ -131,7 +131,7 @@ class _Drill:
         self.tell(f"{fault.name}: {'passed' if row.passed else f'FAILED: {row.why}'}")
         return row
 
-    def _perform(self, name: str, fault: Fault | None, limit: float, flags: Sequence[str] = ()) -> Trial:
+    def _perform(self, name: str, fault: PlannedFault | None, limit: float, flags: Sequence[str] = ()) -> Trial:
         ranks = len(self._undisturbed.ends) if fault else 1
         plan = self._plan
         exercise = Exercise(
@@ -145,7 +145,7 @@ class _Drill:
         )
         return self.request.stage.perform(name, exercise, limit=limit, flags=[*self._flags(), *flags])
 
-    def _flags_for(self, fault: Fault) -> list[str]:
+    def _flags_for(self, fault: PlannedFault) -> list[str]:
         """What a fault's run needs to be one."""
         if fault.name == "full-disk":
             return ["--fast-tier=off"]  # a snapshot in memory does not meet the disk
@@ -157,7 +157,7 @@ class _Drill:
     def _flags(self) -> list[str]:
         return [f"--{name.replace('_', '-')}={value}" for name, value in self._plan.settings.items()]
 
-    def _compare(self, fault: Fault, trial: Trial) -> Comparison | None:
+    def _compare(self, fault: PlannedFault, trial: Trial) -> Comparison | None:
         """Beside a run that nothing befell. None where that says nothing: a fault leaves a trace."""
         if not trial.ended_well:
             return None

@@ -22,7 +22,7 @@ class Expected(Enum):
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """A row of the drill. ranks: how many a job needs for it to mean anything."""
 
     name: FaultName
@@ -31,20 +31,20 @@ class Fault:
     ranks: int = 1
 
 
-FAULTS: tuple[Fault, ...] = (
-    Fault("nan-loss", "what the model gives is NaN, on one rank", Expected.CAUGHT),
-    Fault("gradient-x10", "the gradient of one update is 10 times as large", Expected.CAUGHT_OR_HARMLESS),
-    Fault("gradient-x1e4", "the gradient of one update is 10,000 times as large", Expected.CAUGHT_OR_HARMLESS),
-    Fault("corrupt-batch", "a batch is noise, on one rank", Expected.CAUGHT_OR_HARMLESS),
-    Fault("weight-bit", "one bit of one weight flips, on one rank", Expected.FOUND, ranks=2),
-    Fault("killed-rank", "SIGKILL to one rank", Expected.RELAUNCHED),
-    Fault("hung-rank", "one rank stands still", Expected.RELAUNCHED),
-    Fault("sigterm", "SIGTERM to rollback launch", Expected.STOPPED),
-    Fault("full-disk", "the run directory's disk is full for a while", Expected.LIVED_WITH),
+FAULTS: tuple[PlannedFault, ...] = (
+    PlannedFault("nan-loss", "what the model gives is NaN, on one rank", Expected.CAUGHT),
+    PlannedFault("gradient-x10", "the gradient of one update is 10 times as large", Expected.CAUGHT_OR_HARMLESS),
+    PlannedFault("gradient-x1e4", "the gradient of one update is 10,000 times as large", Expected.CAUGHT_OR_HARMLESS),
+    PlannedFault("corrupt-batch", "a batch is noise, on one rank", Expected.CAUGHT_OR_HARMLESS),
+    PlannedFault("weight-bit", "one bit of one weight flips, on one rank", Expected.FOUND, ranks=2),
+    PlannedFault("killed-rank", "SIGKILL to one rank", Expected.RELAUNCHED),
+    PlannedFault("hung-rank", "one rank stands still", Expected.RELAUNCHED),
+    PlannedFault("sigterm", "SIGTERM to rollback launch", Expected.STOPPED),
+    PlannedFault("full-disk", "the run directory's disk is full for a while", Expected.LIVED_WITH),
 )
 
 
-def choose(names: Sequence[str] | None) -> list[Fault]:
+def choose(names: Sequence[str] | None) -> list[PlannedFault]:
     """The faults of these names in the table's order, all by default. Raises UsageError for one that there is not."""
     known = {fault.name: fault for fault in FAULTS}
     for name in names or ():

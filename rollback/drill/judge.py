@@ -11,10 +11,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.drill.faults import Expected, Fault
+from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.trials import Trial, mean_loss
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import AttemptEntry, Entry, IncidentEntry, Ledger
+from rollback.inspect.audit.report import AttemptEntry, AuditReport, IncidentEntry, ReportItem
 from rollback.rundir.exercise import FaultName
 
 Bitwise = Literal["yes", "no", "cannot be told", "not compared"]
@@ -30,7 +30,7 @@ _NEVER_STRUCK = {
 }
 
 
-class Row(Entry):
+class DrillRow(ReportItem):
     """What became of a fault."""
 
     fault: FaultName
@@ -98,9 +98,9 @@ def parts(differs: set[Difference]) -> str:
     return ", ".join(sorted({part for _, part in differs}))
 
 
-def judge(fault: Fault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> Row:
+def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> DrillRow:
     """The row of a fault. comparison: None where there is nothing to compare with, or nothing that can be compared."""
-    row = Row(fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1))
+    row = DrillRow(fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1))
     row = row.model_copy(update=_costs(trial.ledger))
     struck = next(iter(trial.injected), None)
     if struck is None:
@@ -130,7 +130,7 @@ def judge(fault: Fault, trial: Trial, undisturbed: Trial, comparison: Comparison
 
 
 @dataclass(frozen=True)
-class _Seen:
+class _Outcome:
     """What was seen of a fault. replayed: updates, where the record does not know: a killed rank takes its last second
     of metrics along. why: what keeps the row from passing."""
 
@@ -142,13 +142,13 @@ class _Seen:
     why: str | None = None
 
 
-def _see_incident(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+def _see_incident(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
     incident = _first_incident(trial.ledger, struck.step)
-    seen = _Seen()
+    seen = _Outcome()
     if incident is not None:
         steps, seconds = incident.detection.step - struck.step, _seconds(struck.at, incident.at)
-        seen = _Seen(f"{incident.rule}: {incident.explanation}", steps, seconds)
+        seen = _Outcome(f"{incident.rule}: {incident.explanation}", steps, seconds)
         if incident.restored is not None:
             back = f"back at step {incident.restored.step} in {incident.restored.seconds:.2f} s"
             seen = replace(seen, recovered=back)
@@ -157,56 +157,56 @@ def _see_incident(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
     if incident is not None:
         return seen if seen.recovered else replace(seen, why=f"nothing was restored{_unless_well(trial)}")
     if fault.expected is Expected.CAUGHT_OR_HARMLESS and (harmless := _harmless(trial, undisturbed)):
-        return _Seen(recovered=f"left alone, rightly: {harmless}")
+        return _Outcome(recovered=f"left alone, rightly: {harmless}")
     traces = ", and the loss is not what it would have been" if trial.ended_well else _unless_well(trial)
-    return _Seen(why=f"it was not noticed{traces}")
+    return _Outcome(why=f"it was not noticed{traces}")
 
 
-def _see_relaunch(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+def _see_relaunch(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
     attempts = trial.ledger.attempts if trial.ledger else []
     if trial.overdue and len(attempts) < 2:
-        return _Seen(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
+        return _Outcome(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
     if len(attempts) < 2:
-        return _Seen(why=f"there was no second attempt{_unless_well(trial)}")
+        return _Outcome(why=f"there was no second attempt{_unless_well(trial)}")
     first, second = attempts[0], attempts[1]
     caught = first.cause or "the attempt ended without a word"
-    seen = _Seen(caught=caught, caught_after_seconds=_seconds(struck.at, first.ended_at))
+    seen = _Outcome(caught=caught, caught_after_seconds=_seconds(struck.at, first.ended_at))
     if second.begins is None:
         return replace(seen, why=f"the second attempt did not begin to train{_unless_well(trial)}")
     return replace(seen, recovered=_begins(second), replayed=max(0, struck.step - second.begins.step))
 
 
-def _see_stop(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+def _see_stop(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
     attempts = trial.ledger.attempts if trial.ledger else []
     if trial.codes[0] != ExitCode.RESUMABLE:
-        return _Seen(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
+        return _Outcome(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
     first = attempts[0]
     reached = first.reached - struck.step if first.reached is not None else None
-    seen = _Seen(f"stopped together at step {first.reached}, exit 75", reached, _seconds(struck.at, first.ended_at))
+    seen = _Outcome(f"stopped together at step {first.reached}, exit 75", reached, _seconds(struck.at, first.ended_at))
     if len(attempts) < 2 or attempts[1].begins is None:
         return replace(seen, why=f"the next launch did not go on{_unless_well(trial)}")
     return replace(seen, recovered=_begins(attempts[1]))
 
 
-def _see_full_disk(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+def _see_full_disk(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck, ledger = trial.injected[0], trial.ledger
     checkpoints = ledger.checkpoints if ledger else []
     dropped = next((entry for entry in checkpoints if entry.status == "dropped"), None)
     if ledger and len(ledger.attempts) > 1:
-        return _Seen(why=f"the attempt did not survive it: {ledger.attempts[0].cause}")
+        return _Outcome(why=f"the attempt did not survive it: {ledger.attempts[0].cause}")
     if dropped is None or dropped.step is None:
-        return _Seen(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
+        return _Outcome(why=f"no checkpoint fell into the time when the disk was full{_unless_well(trial)}")
     after, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
-    seen = _Seen(f"checkpoint of step {dropped.step} dropped: {dropped.reason}", after, seconds)
+    seen = _Outcome(f"checkpoint of step {dropped.step} dropped: {dropped.reason}", after, seconds)
     later = [entry.step for entry in checkpoints if entry.status != "dropped" and (entry.step or 0) > dropped.step]
     if not later:
         return replace(seen, why="no checkpoint was written once there was room again")
     return replace(seen, recovered=f"training went on; the next checkpoint is that of step {later[0]}")
 
 
-def _see_drift(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
+def _see_drift(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck, ledger = trial.injected[0], trial.ledger
     incident = _first_incident(ledger, struck.step)
     if incident is not None:
@@ -215,13 +215,13 @@ def _see_drift(fault: Fault, trial: Trial, undisturbed: Trial) -> _Seen:
     dropped = next((e for e in (ledger.checkpoints if ledger else []) if e.status == "dropped"), None)
     if dropped is not None and dropped.step is not None:
         steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)
-        seen = _Seen(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
+        seen = _Outcome(f"checkpoint of step {dropped.step} not committed: {dropped.reason}", steps, seconds)
         sound = max((e.step or 0 for e in ledger.checkpoints if e.status != "dropped"), default=0) if ledger else 0
         seen = replace(seen, recovered=f"no checkpoint has it; a start goes on from step {sound}")
     elif len(attempts) > 1:
-        seen = _Seen(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
+        seen = _Outcome(attempts[0].cause, None, _seconds(struck.at, attempts[0].ended_at))
     else:
-        return _Seen(why="it was not noticed: that rank trains another model now, and says nothing")
+        return _Outcome(why="it was not noticed: that rank trains another model now, and says nothing")
     if len(attempts) > 1 and attempts[1].begins is not None:
         seen = replace(seen, recovered=_begins(attempts[1]))
     return seen
@@ -237,13 +237,13 @@ _SEE = {
 }
 
 
-def _exactness(row: Row, comparison: Comparison | None) -> str | None:
+def _exactness(row: DrillRow, comparison: Comparison | None) -> str | None:
     if comparison is not None and comparison.bitwise == "no":
         return f"the end state is not that of an undisturbed run: {'; '.join(comparison.differs)}"
     return None
 
 
-def _first_incident(ledger: Ledger | None, step: int) -> IncidentEntry | None:
+def _first_incident(ledger: AuditReport | None, step: int) -> IncidentEntry | None:
     return next((e for e in (ledger.incidents if ledger else []) if e.detection.step >= step), None)
 
 
@@ -265,7 +265,7 @@ def _begins(attempt: AttemptEntry) -> str:
     return f"went on from step {attempt.begins.step}"
 
 
-def _costs(ledger: Ledger | None) -> dict[str, int]:
+def _costs(ledger: AuditReport | None) -> dict[str, int]:
     if ledger is None:
         return {}
     return {"steps_replayed": ledger.totals.steps_lost, "batches_skipped": ledger.totals.skipped_batches}

@@ -6,12 +6,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.drill.drill import Report
-from rollback.drill.judge import Row
+from rollback.drill.drill import DrillReport
+from rollback.drill.judge import DrillRow
 from rollback.terminal.escape import quoted
 
 
-def print_report(console: Console, report: Report) -> None:
+def print_report(console: Console, report: DrillReport) -> None:
     ranks = f"{report.ranks} rank{'s' if report.ranks != 1 else ''}"
     head = f"drill of {report.script}: {ranks}, {report.steps} updates a run, struck at update {report.strike}"
     console.print(quoted(head, style="bold"))
@@ -42,13 +42,13 @@ def print_report(console: Console, report: Report) -> None:
     console.print(quoted(f"{verdict}; {report.seconds:.0f} s in all; the runs are in {report.scratch}"))
 
 
-def _result(row: Row) -> Text:
+def _result(row: DrillRow) -> Text:
     if row.skipped:
         return Text("n/a", style="cyan")
     return Text("ok", style="green") if row.passed else Text("FAILED", style="bold red")
 
 
-def _after(row: Row) -> str:
+def _after(row: DrillRow) -> str:
     steps = None if row.caught_after_steps is None else f"{row.caught_after_steps} steps"
     seconds = None if row.caught_after_seconds is None else f"{row.caught_after_seconds:.1f} s"
     return ", ".join(part for part in (steps, seconds) if part) or ("-" if row.passed else "not caught")

@@ -17,7 +17,7 @@ from pathlib import Path
 from rollback.checkpoints import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, RollbackError
-from rollback.inspect.audit import Ledger, compile_ledger, read_material
+from rollback.inspect.audit import AuditReport, compile_ledger, read_material
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
@@ -41,7 +41,7 @@ class Trial:
     codes: tuple[int, ...]
     seconds: float
     overdue: bool
-    ledger: Ledger | None
+    ledger: AuditReport | None
     injected: list[Injected] = field(default_factory=list)
     ends: list[EndState] = field(default_factory=list)
     losses: dict[int, float | None] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class Trial:
         return self.ledger is not None and any(e.skip and e.action == "rollback" for e in self.ledger.incidents)
 
 
-class Stage:
+class DrillStage:
     """Where the trials of a drill take place. flags: of `rollback launch`; job: script and arguments; program: ours."""
 
     def __init__(

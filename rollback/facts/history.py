@@ -23,10 +23,10 @@ from rollback.facts.training import (
     Fetched,
     Finished,
     Incident,
+    JournalEntry,
     PhaseAnnounced,
     Planned,
     Quarantined,
-    Record,
     Requested,
     Restored,
     SampleQuarantine,
@@ -125,7 +125,7 @@ class History:
         return [fact.window for fact in self.added] + planned
 
 
-def fold(records: Iterable[Record], history: History | None = None) -> History:
+def fold(records: Iterable[JournalEntry], history: History | None = None) -> History:
     """Add records to a history (a new one by default) and return it. Raises JournalDamaged if they do not add up."""
     history = history or History()
     for record in records:
@@ -134,7 +134,7 @@ def fold(records: Iterable[Record], history: History | None = None) -> History:
     return history
 
 
-def _apply(history: History, record: Record) -> None:
+def _apply(history: History, record: JournalEntry) -> None:
     match record.fact:
         case Committed() | BecameGood() | Evicted() | CheckpointLost() | Quarantined() | Fetched() as fact:
             _note_checkpoint(history, fact)

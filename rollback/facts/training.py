@@ -373,7 +373,7 @@ AnyFact = Annotated[
 ]  # fmt: skip
 
 
-class Record(BaseModel):
+class JournalEntry(BaseModel):
     """A journal line: a fact and its place in the record."""
 
     model_config = ConfigDict(frozen=True)

@@ -10,9 +10,9 @@ from rollback.facts.training import (
     Concluded,
     Dropped,
     Incident,
+    JournalEntry,
     Planned,
     Quarantined,
-    Record,
     RestartScheduled,
     Restored,
     RunEnded,
@@ -22,7 +22,7 @@ from rollback.facts.training import (
 from rollback.inspect.audit.text import number
 
 
-def line_of(record: Record) -> str | None:
+def line_of(record: JournalEntry) -> str | None:
     """What a fact says to someone who watches; None for what happens all the time. Words in it are not ours."""
     match record.fact:
         case AttemptStarted() as fact:
@@ -50,7 +50,7 @@ def line_of(record: Record) -> str | None:
             return _line_of_the_end(record)
 
 
-def _line_of_the_end(record: Record) -> str | None:
+def _line_of_the_end(record: JournalEntry) -> str | None:
     match record.fact:
         case AttemptEnded() as fact if fact.status:
             return f"attempt {record.attempt} is over: {fact.cause}"

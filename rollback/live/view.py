@@ -8,7 +8,7 @@ from pathlib import Path
 from rich.panel import Panel
 
 from rollback.errors import RollbackError
-from rollback.facts.training import Record
+from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.status.status import Status, StatusReader
 from rollback.live.panel import Curves, panel
@@ -29,7 +29,7 @@ class View:
         self._curves = Curves()
         self.status: Status | None = None
         self.fault: RollbackError | None = None
-        self.news: list[Record] = []
+        self.news: list[JournalEntry] = []
         """What was journalled between the last two glances; nothing at the first, where all is old."""
 
     def refresh(self) -> Status | None:

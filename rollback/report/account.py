@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.report import AuditReport
 
 
 @dataclass(frozen=True)
-class Part:
+class TimePart:
     """A part of the time. key: for the style; what: in words; steps: updates done in it, where the record tells."""
 
     key: str
@@ -18,15 +18,15 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Account:
+class TimeAccount:
     """All parts, and the whole that they add up to. unknown: events whose price the record does not tell."""
 
-    parts: list[Part]
+    parts: list[TimePart]
     seconds: float
     unknown: int
 
 
-def account(ledger: Ledger) -> Account | None:
+def account(ledger: AuditReport) -> TimeAccount | None:
     """The account of a run, at the prices of `rollback.inspect.audit.cost`; None where there is no time on record."""
     totals = ledger.totals
     if totals.seconds is None:
@@ -37,12 +37,12 @@ def account(ledger: Ledger) -> Account | None:
     undone = sum(entry.steps_lost or 0 for entry in ledger.incidents)
     lost = sum(entry.steps_lost or 0 for entry in ledger.attempts)
     parts = [
-        Part("healthy", "training that counts", rest, totals.steps),
-        Part("rewinds", "undone by rewinds", rewinds, undone),
-        Part("restarts", "undone by restarts", restarts, lost),
-        Part("stalled", "hung: no rank made progress", totals.seconds_hung, None),
-        Part("down", "down between attempts", totals.seconds_down, None),
+        TimePart("healthy", "training that counts", rest, totals.steps),
+        TimePart("rewinds", "undone by rewinds", rewinds, undone),
+        TimePart("restarts", "undone by restarts", restarts, lost),
+        TimePart("stalled", "hung: no rank made progress", totals.seconds_hung, None),
+        TimePart("down", "down between attempts", totals.seconds_down, None),
     ]
     unknown = sum(e.restored is not None and e.seconds_lost is None for e in ledger.incidents)
     unknown += sum(bool(e.steps_lost) and e.seconds_lost is None for e in ledger.attempts)
-    return Account(parts, sum(part.seconds for part in parts), unknown)
+    return TimeAccount(parts, sum(part.seconds for part in parts), unknown)

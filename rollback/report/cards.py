@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollback.inspect.audit.reading import Material
-from rollback.inspect.audit.report import IncidentEntry, Ledger
+from rollback.inspect.audit.report import AuditReport, IncidentEntry
 from rollback.inspect.audit.text import (
     OUTCOMES,
     VERDICTS,
@@ -26,12 +26,12 @@ _KINDS = {"nonfinite": "not finite", "overflow": "its norm overflows", "large": 
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
 
-def cards(ledger: Ledger, material: Material) -> list[dict[str, Any]]:
+def cards(ledger: AuditReport, material: Material) -> list[dict[str, Any]]:
     """A card for each incident."""
     return [_card(entry, ledger, material.evidence.get(entry.incident, {})) for entry in ledger.incidents]
 
 
-def _card(entry: IncidentEntry, ledger: Ledger, seen: dict[int, RankEvidence]) -> dict[str, Any]:
+def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:
     words, style = OUTCOMES[entry.outcome]
     skipped = ledger.skipped_by(entry.incident)
     ranks = sorted({rank for batch in skipped[:_BATCHES] for rank in batch.indices})[:_RANKS]

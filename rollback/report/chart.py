@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from rollback.facts.ring import Drained
-from rollback.facts.training import PassedOver, Record
-from rollback.inspect.audit.report import Ledger
+from rollback.facts.training import JournalEntry, PassedOver
+from rollback.inspect.audit.report import AuditReport
 from rollback.inspect.audit.text import number
 from rollback.report.series import Series, Stretch, series, stretches, table
 from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
@@ -21,7 +21,7 @@ _NONFINITE_ROWS = 200
 
 
 def chart(
-    ledger: Ledger, records: Sequence[Record], columns: MetricColumns
+    ledger: AuditReport, records: Sequence[JournalEntry], columns: MetricColumns
 ) -> tuple[dict[str, Any], dict[str, Any]] | None:
     """What the script draws, and what stands around it in the page; None where no step has been judged."""
     if not len(columns):

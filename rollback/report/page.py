@@ -21,9 +21,9 @@ from markupsafe import Markup
 from rollback import __version__
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, read_material
-from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.report import AuditReport
 from rollback.inspect.audit.text import at_least, duration
-from rollback.report.account import Account, account
+from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
 from rollback.report.chart import chart
 from rollback.report.tables import blocks
@@ -40,7 +40,7 @@ def make_page(root: Path) -> str:
     return render(compile_ledger(material), material)
 
 
-def render(ledger: Ledger, material: Material) -> str:
+def render(ledger: AuditReport, material: Material) -> str:
     """The page of a ledger and what it was made from."""
     picture = chart(ledger, material.records, material.metrics) if material.metrics is not None else None
     drawn, around = picture or (None, None)
@@ -105,7 +105,7 @@ def _made_printable(value: Any) -> Any:
     return [_made_printable(item) for item in value] if isinstance(value, list) else value
 
 
-def _ending(ledger: Ledger) -> dict[str, str]:
+def _ending(ledger: AuditReport) -> dict[str, str]:
     if ledger.ending is None:
         return _NO_ENDING
     ending = ledger.ending
@@ -117,7 +117,7 @@ def _ending(ledger: Ledger) -> dict[str, str]:
     }
 
 
-def _facts(ledger: Ledger) -> list[tuple[str, str]]:
+def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
     totals = ledger.totals
     return [
         ("steps that count", at_least(f"{totals.steps:,}", totals.steps_at_least)),
@@ -131,7 +131,7 @@ def _facts(ledger: Ledger) -> list[tuple[str, str]]:
     ]
 
 
-def _shares(spent: Account) -> dict[str, Any]:
+def _shares(spent: TimeAccount) -> dict[str, Any]:
     """The account with what the bar needs: places from 0 to 1000."""
     parts, x = [], 0.0
     for part in spent.parts:

@@ -151,7 +151,7 @@ def series(
 
 
 @dataclass(frozen=True)
-class Row:
+class SeriesRow:
     """What a range of steps amounts to, for those who read numbers: of the steps that count."""
 
     first: int
@@ -164,7 +164,7 @@ class Row:
 
 def table(
     columns: MetricColumns, values: Floats, missing: np.ndarray, parts: Sequence[Stretch], most: int
-) -> list[Row]:
+) -> list[SeriesRow]:
     """The curve in at most `most` rows."""
     kept = np.concatenate([np.arange(p.rows.start, p.rows.stop) for p in parts if not p.undone] or [np.array([], int)])
     if not len(kept):
@@ -174,7 +174,7 @@ def table(
         known = values[index][~missing[index]]
         finite = known[np.isfinite(known)]
         rows.append(
-            Row(
+            SeriesRow(
                 int(columns.step[index[0]]),
                 int(columns.step[index[-1]]),
                 float(finite.min()) if len(finite) else None,

@@ -9,8 +9,8 @@ from typing import Any
 
 from rollback.facts.ring import Drained
 from rollback.facts.supervisor import Hung
-from rollback.facts.training import Record
-from rollback.inspect.audit.report import AttemptEntry, CheckpointEntry, Ledger
+from rollback.facts.training import JournalEntry
+from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
 from rollback.inspect.audit.text import at_least, duration, number
 from rollback.inspect.status.status import place_of
 from rollback.rundir.paths import RunPaths
@@ -35,7 +35,7 @@ class Block:
     texts: Sequence[tuple[str, str]] = field(default_factory=list)
 
 
-def blocks(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Iterator[Block]:
+def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Iterator[Block]:
     """All sections that have something to say."""
     yield _attempts(ledger, records, paths)
     drained = {record.fact.checkpoint: record.fact for record in records if isinstance(record.fact, Drained)}
@@ -58,7 +58,7 @@ def _cut(anchor: str, title: str, heads: Sequence[str], rows: Sequence[Sequence[
     return Block(anchor, title, heads, rows[-_MOST:], count=f"{len(rows):,}", note=note, **more)
 
 
-def _attempts(ledger: Ledger, records: Sequence[Record], paths: RunPaths) -> Block:
+def _attempts(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths) -> Block:
     hung = {record.attempt: record.fact for record in records if isinstance(record.fact, Hung)}
     texts = [text for attempt in list(hung)[-5:] for text in _stacks(paths, attempt)]
     return _cut(
@@ -130,7 +130,7 @@ def _checkpoint(entry: CheckpointEntry, drained: bool) -> list[str]:
     return [entry.checkpoint, step, batch, fate, taken, size, seconds, entry.reason or ""]
 
 
-def _asked(ledger: Ledger) -> Block:
+def _asked(ledger: AuditReport) -> Block:
     rows = [
         [f"skip batches {w.span.first:,} to {w.span.last:,}", w.who, w.why, f"{w.span.passed_over:,} passed over"]
         for w in ledger.user_windows
@@ -144,7 +144,7 @@ def _asked(ledger: Ledger) -> Block:
     return _cut("asked", title, ["what", "who", "why", "what became of it"], rows)
 
 
-def _left_alone(ledger: Ledger) -> Block:
+def _left_alone(ledger: AuditReport) -> Block:
     rows = [
         [
             f"{e.first_step:,}" + (f" to {e.last_step:,}" if e.last_step > e.first_step else ""),

@@ -30,7 +30,7 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.hosts import Others
 from rollback.ring.in_run import RingInRun
-from rollback.ring.schedule import Pace, Past, Situation, next_to_drain, to_evict
+from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import JournalTail
@@ -84,7 +84,7 @@ def drainer_for(
     in_run = RingInRun(paths, others)
     ring = in_run if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
-    return Drainer(paths, ring, Pace.parse(settings.checkpoint_every), keep, note, say, in_run)
+    return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)
 
 
 def lower_priority() -> None:
@@ -104,7 +104,7 @@ class Drainer:
         self,
         paths: RunPaths,
         ring: DurableRing,
-        pace: Pace,
+        pace: DrainPace,
         keep: int,
         note: Callable[[Fact], None],
         say: Callable[[str], None],
@@ -116,7 +116,7 @@ class Drainer:
         self._tail = JournalTail(paths.train_journal)
         self._history = History()
         self._lost: set[str] = set()
-        self._last: Past | None = None
+        self._last: LastCopy | None = None
         self._opened = False
         self._record_changed, self._record_at = True, 0.0
         self._failures = 0
@@ -245,7 +245,7 @@ class Drainer:
                 self._complain(name, error)
             return
         seconds = time.monotonic() - began
-        self._last = Past(began, seconds)
+        self._last = LastCopy(began, seconds)
         self._record_kept()
         self._recover()
         _, step = parse_checkpoint_name(name) or (0, 0)

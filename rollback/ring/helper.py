@@ -17,13 +17,13 @@ from rollback.facts.training import (
     Drained,
     FinalStateLost,
     Finished,
+    JournalEntry,
     LeftDurableRing,
-    Record,
     ScriptLeft,
     Stopped,
 )
 from rollback.ring.drainer import lower_priority
-from rollback.ring.hosts import Part, Wanted, tidy
+from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.store import Store
@@ -46,7 +46,7 @@ class Helper:
     def __init__(self, paths: RunPaths, host: str, say: Callable[[str], None]) -> None:
         self._paths, self._host, self._say = paths, host, say
         self._tower = Watchtower(paths.nodes, paths.wanted.name, Wanted)
-        self._beacon: Beacon[Part] | None = None
+        self._beacon: Beacon[HostPart] | None = None
         self._store: Store | None = None
         self._served = ""
         self._met = False
@@ -110,11 +110,11 @@ class Helper:
         elif wanted.order != self._served:
             self._served = wanted.order
             if self._beacon is None:
-                self._beacon = Beacon(self._paths.part(self._host), Part(order=wanted.order), self._say)
+                self._beacon = Beacon(self._paths.part(self._host), HostPart(order=wanted.order), self._say)
             self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False)
             self._serve(wanted, self._beacon)
 
-    def _serve(self, wanted: Wanted, beacon: Beacon[Part]) -> None:
+    def _serve(self, wanted: Wanted, beacon: Beacon[HostPart]) -> None:
         try:
             if tiers.fast_tier_of(self._paths) is None:
                 raise RingUnavailable(f"there is no fast tier on {self._host}")  # its ranks may be about to make it
@@ -156,7 +156,7 @@ class Helper:
             beacon.put_out()
 
 
-def drained(records: Iterable[Record]) -> set[str]:
+def drained(records: Iterable[JournalEntry]) -> set[str]:
     """Names of the checkpoints that the durable ring holds, by what the drainers have noted."""
     names: set[str] = set()
     for record in records:

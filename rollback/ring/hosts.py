@@ -39,7 +39,7 @@ class Wanted(BaseModel):
     beat: int = 0
 
 
-class Part(BaseModel):
+class HostPart(BaseModel):
     """nodes/part-NAME.json. shards: of those that are wanted, the ones that this host has. final: trying again is of no
     use."""
 
@@ -52,13 +52,13 @@ class Part(BaseModel):
     beat: int = 0
 
 
-def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[Part]) -> list[int]:
+def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[HostPart]) -> list[int]:
     """The shards that are not there, and that no living host has said to have. Empty, and nothing is `under_way`: all
     are there."""
     return sorted({*wanted} - {*done} - {number for part in parts for number in part.shards})
 
 
-def under_way(parts: Iterable[Part]) -> bool:
+def under_way(parts: Iterable[HostPart]) -> bool:
     """Whether a living host has not done yet what it said to have."""
     return any(part.fault is None and not {*part.shards} <= {*part.done} for part in parts)
 
@@ -75,7 +75,7 @@ class Others:
     ) -> None:
         self._paths, self._ring, self._say = paths, ring, say
         self._beacon: Beacon[Wanted] | None = None
-        self._tower = Watchtower(paths.nodes, "part-*.json", Part)
+        self._tower = Watchtower(paths.nodes, "part-*.json", HostPart)
         self._given_up = threading.Event()
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 

@@ -9,12 +9,12 @@ from collections.abc import Iterable
 
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.facts.history import fold
-from rollback.facts.training import BecameGood, Committed, Drained, LeftDurableRing, Record
-from rollback.policy import Held
+from rollback.facts.training import BecameGood, Committed, Drained, JournalEntry, LeftDurableRing
+from rollback.policy import PolicyCheckpoint
 from rollback.ring import schedule as decide
 
 
-def good_ones_at(url: str, ranks: Iterable[Record], supervisor: Iterable[Record]) -> list[Held]:
+def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[PolicyCheckpoint]:
     """The good checkpoints of the present timeline at a URL, oldest first. ranks, supervisor: their journals.
 
     One that was found damaged in the run directory is among them: its copy need not be.
@@ -26,10 +26,10 @@ def good_ones_at(url: str, ranks: Iterable[Record], supervisor: Iterable[Record]
     good = {fact.checkpoint for fact in facts if isinstance(fact, BecameGood)}
     good |= {fact.checkpoint for fact in facts if isinstance(fact, Committed) and fact.step == 0}
     history = fold(ranks)
-    known = [decide.Committed(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
+    known = [decide.DrainCandidate(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
     present = sorted(of_present_timeline(history, known), key=lambda item: item.seq)
     return [
-        Held(item.name, item.step, history.committed[item.name].batch, True)
+        PolicyCheckpoint(item.name, item.step, history.committed[item.name].batch, True)
         for item in present
         if item.name in there & good
     ]

@@ -21,14 +21,14 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
 @dataclass(frozen=True)
-class Pace:
+class DrainPace:
     """How often: every so many steps, or seconds; where both are None, so that it takes 1/20 of the time."""
 
     steps: int | None = None
     seconds: float | None = None
 
     @classmethod
-    def parse(cls, text: str) -> Pace:
+    def parse(cls, text: str) -> DrainPace:
         """`500` steps, `90s`, `10m`, `2h`, or `auto`; the settings see to it that it is one of these."""
         if text == "auto":
             return cls()
@@ -37,7 +37,7 @@ class Pace:
 
 
 @dataclass(frozen=True)
-class Committed:
+class DrainCandidate:
     """A checkpoint as the journal knows it."""
 
     name: str
@@ -50,7 +50,7 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Past:
+class LastCopy:
     """The last copy: when it began (monotonic seconds) and how long it took."""
 
     began: float
@@ -69,11 +69,11 @@ class Situation:
     drained: Sequence[str]
     pinned: Collection[str] = ()
     lost: Collection[str] = ()
-    last: Past | None = None
+    last: LastCopy | None = None
     ending: bool = False
 
 
-def next_to_drain(now: Situation, pace: Pace, clock: float) -> str | None:
+def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     """The checkpoint to copy now; None: there is nothing to do yet. clock: monotonic seconds."""
     present = _present(now.history)
     open_ = [item for item in present if item.name not in now.drained and item.name not in now.lost]
@@ -92,7 +92,7 @@ def next_to_drain(now: Situation, pace: Pace, clock: float) -> str | None:
     return None
 
 
-def _is_due(item: Committed, before: Committed, last: Past | None, pace: Pace, clock: float) -> bool:
+def _is_due(item: DrainCandidate, before: DrainCandidate, last: LastCopy | None, pace: DrainPace, clock: float) -> bool:
     if pace.steps is not None:
         return item.step >= before.step + pace.steps
     if last is None:  # by an earlier process: how long ago it was is not known
@@ -114,7 +114,7 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     return choose_evictions(free, now.history.good, discarded, keep)
 
 
-def _present(history: History) -> list[Committed]:
+def _present(history: History) -> list[DrainCandidate]:
     """Checkpoints of the present timeline, oldest first, those included that have left the local ring since."""
-    known = [Committed(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
+    known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
     return sorted(of_present_timeline(history, known), key=lambda item: item.seq)

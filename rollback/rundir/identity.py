@@ -19,7 +19,7 @@ from rollback.rundir.small_json import read_json
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 
 
-class Job(BaseModel):
+class JobIdentity(BaseModel):
     """What must stay the same over all attempts of a run."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -37,7 +37,7 @@ class Identity(BaseModel):
     format: int
     run_id: str = Field(pattern=r"^[0-9A-Za-z-]{8,64}$", description="a directory of the fast tier has its name")
     created: str
-    job: Job
+    job: JobIdentity
     seal: str | None = None
 
     def canonical(self) -> str:
@@ -45,7 +45,7 @@ class Identity(BaseModel):
         return json.dumps(self.model_dump(mode="json", exclude={"seal"}), sort_keys=True, separators=(",", ":"))
 
 
-def new_identity(job: Job) -> Identity:
+def new_identity(job: JobIdentity) -> Identity:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Identity(format=FORMAT, run_id=uuid.uuid4().hex, created=now, job=job)
 
@@ -111,7 +111,7 @@ def require_key_for(is_sealed: bool, where: str) -> None:
 
 
 def require_same_job(
-    paths: RunPaths, recorded: Job, present: Job, *, accept_data_change: bool = False
+    paths: RunPaths, recorded: JobIdentity, present: JobIdentity, *, accept_data_change: bool = False
 ) -> list[Accepted]:
     """Raise RunDoesNotFit, with the differences, unless the run can go on with the present job.
 
@@ -131,7 +131,7 @@ def require_same_job(
     )
 
 
-def _compare(recorded: Job, present: Job, accept_data_change: bool) -> tuple[list[Accepted], list[str]]:
+def _compare(recorded: JobIdentity, present: JobIdentity, accept_data_change: bool) -> tuple[list[Accepted], list[str]]:
     """In what a job differs from the recorded one: what is let in, and what is not, in words."""
     accepted = []
     if accept_data_change and (change := _change_of_length(recorded, present)):
@@ -148,21 +148,21 @@ def _compare(recorded: Job, present: Job, accept_data_change: bool) -> tuple[lis
     return accepted, [*differences, *([obstacle] if obstacle else [])]
 
 
-def _change_of_length(recorded: Job, present: Job) -> Accepted | None:
+def _change_of_length(recorded: JobIdentity, present: JobIdentity) -> Accepted | None:
     before, after = ({key: job.data.get(key) for key in ("length", "batches")} for job in (recorded, present))
     if before == after:
         return None
     return Accepted(what="data", before=before, after=after)
 
 
-def _change_of_ranks(recorded: Job, present: Job) -> Accepted:
+def _change_of_ranks(recorded: JobIdentity, present: JobIdentity) -> Accepted:
     before, after = (
         {"world_size": job.world_size, "batch_size": job.data["batch_size"]} for job in (recorded, present)
     )
     return Accepted(what="ranks", before=before, after=after)
 
 
-def _why_batches_would_differ(recorded: Job, present: Job) -> str | None:
+def _why_batches_would_differ(recorded: JobIdentity, present: JobIdentity) -> str | None:
     """Why another number of ranks would not train on the same batches; None where it would.
 
     torch's DistributedSampler deals one order of the data set out to the ranks in turn. So batch b of all ranks
@@ -185,7 +185,7 @@ def _why_batches_would_differ(recorded: Job, present: Job) -> str | None:
     return None
 
 
-def _field_differences(recorded: Job, present: Job) -> list[str]:
+def _field_differences(recorded: JobIdentity, present: JobIdentity) -> list[str]:
     lines = []
     if recorded.world_size != present.world_size:
         lines.append(f"world size: the run has {recorded.world_size} ranks, this job {present.world_size}")
@@ -201,7 +201,7 @@ def _field_differences(recorded: Job, present: Job) -> list[str]:
     return lines
 
 
-def _model_differences(recorded: Job, present: Job) -> list[str]:
+def _model_differences(recorded: JobIdentity, present: JobIdentity) -> list[str]:
     old = {name: (dtype, shape) for name, dtype, shape in recorded.model}
     new = {name: (dtype, shape) for name, dtype, shape in present.model}
     lines = []

@@ -17,7 +17,7 @@ from typing import Any, BinaryIO
 from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError
-from rollback.facts.training import Fact, Record, parse_fact
+from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import files, seal
 from rollback.rundir.durable import append_line, open_regular, sync_directory
 from rollback.rundir.small_json import parse_json
@@ -37,14 +37,14 @@ class Damage:
 
 
 @dataclass(frozen=True)
-class Reading:
+class JournalContent:
     """What a journal file holds: its records, how many bytes of them, and what a crash left behind them.
 
     damage: where the sound part ends because of something that no crash explains; None in every journal but a damaged
     one, which only `examine_journal` returns. seals: how many lines bear one; where the key is there, it is verified.
     """
 
-    records: list[Record]
+    records: list[JournalEntry]
     sound_bytes: int
     torn_bytes: int
     chain: str
@@ -57,7 +57,7 @@ def _chain(previous: str, body: dict[str, Any]) -> str:
     return hashlib.sha256((previous + text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
-def read_journal(path: Path) -> Reading:
+def read_journal(path: Path) -> JournalContent:
     """All records of a journal; an absent file is an empty journal.
 
     Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
@@ -81,7 +81,7 @@ class JournalTail:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._read = Reading([], 0, 0, _GENESIS)
+        self._read = JournalContent([], 0, 0, _GENESIS)
         self._lines = 0
 
     @property
@@ -94,7 +94,7 @@ class JournalTail:
         """What stood behind the last whole line: torn by a crash, or being written at that moment."""
         return self._read.torn_bytes
 
-    def new(self) -> list[Record]:
+    def new(self) -> list[JournalEntry]:
         """The records behind those of the last call. Raises as `read_journal`; also where the file has become shorter
         than what was read of it, which no writer does to it."""
         self._read = _read(self._path, self._read.sound_bytes, self._lines, self._read.chain)
@@ -112,7 +112,7 @@ def _damaged(path: Path, damage: Damage) -> JournalDamaged:
     )
 
 
-def examine_journal(path: Path) -> Reading:
+def examine_journal(path: Path) -> JournalContent:
     """As `read_journal`, but a damaged line is described in what is returned, with all that is sound before it.
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
@@ -120,7 +120,7 @@ def examine_journal(path: Path) -> Reading:
     return _read(path, 0, 0, _GENESIS)
 
 
-def _read(path: Path, start: int, lines: int, chain: str) -> Reading:
+def _read(path: Path, start: int, lines: int, chain: str) -> JournalContent:
     """What a journal holds from byte `start` on, behind `lines` lines that end with `chain`; an absent file holds
     nothing. Raises as `examine_journal`."""
     try:
@@ -132,7 +132,7 @@ def _read(path: Path, start: int, lines: int, chain: str) -> Reading:
             return _scan(file, start, size, lines, chain, path.stem)
     except FileNotFoundError:
         if start == 0:
-            return Reading([], 0, 0, chain)
+            return JournalContent([], 0, 0, chain)
         raise RunDirectoryError(f"reading the journal {path}: it is gone") from None
     except OSError as error:
         raise RunDirectoryError(f"reading the journal {path}: {error.strerror or error}") from error
@@ -140,9 +140,9 @@ def _read(path: Path, start: int, lines: int, chain: str) -> Reading:
         raise JournalDamaged(f"reading the journal: {error}") from error
 
 
-def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str) -> Reading:
+def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str) -> JournalContent:
     """The records from byte `start` up to `size`, line by line. what: which journal it is."""
-    records: list[Record] = []
+    records: list[JournalEntry] = []
     seals, key = 0, seal.present()
     position = start
     while position < size:
@@ -158,13 +158,13 @@ def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: s
             record = _record(body)
         except ValueError as error:
             if last or not line:
-                return Reading(records, position, size - position, chain_before, seals=seals)
+                return JournalContent(records, position, size - position, chain_before, seals=seals)
             damage = Damage(lines + len(records) + 1, position, str(error))
-            return Reading(records, position, 0, chain_before, damage, seals)
+            return JournalContent(records, position, 0, chain_before, damage, seals)
         records.append(record)
         seals += stated is not None
         position += len(line)
-    return Reading(records, position, 0, chain, seals=seals)
+    return JournalContent(records, position, 0, chain, seals=seals)
 
 
 def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, object]:
@@ -181,11 +181,11 @@ def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, obje
     return body, expected, on_it
 
 
-def _record(body: dict[str, Any]) -> Record:
+def _record(body: dict[str, Any]) -> JournalEntry:
     """Raises ValueError (also ValidationError, which is one)."""
     envelope = {key: body.pop(key, None) for key in ("seq", "at", "attempt")}
     try:
-        return Record(**envelope, fact=parse_fact.validate_python(body))
+        return JournalEntry(**envelope, fact=parse_fact.validate_python(body))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -231,7 +231,7 @@ class Journal:
         self._chain = _chain(self._chain, body)
         sealed = {"seal": key.of(self._what, self._chain)} if (key := seal.present()) else {}
         line = json.dumps({**body, "chain": self._chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
-        record = Record(seq=self._next, at=at, attempt=self.attempt, fact=fact)
+        record = JournalEntry(seq=self._next, at=at, attempt=self.attempt, fact=fact)
         self._next += 1
         self.records.append(record)
         self._backlog.append(line.encode())

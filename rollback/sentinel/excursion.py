@@ -35,7 +35,7 @@ _LOST_BEYOND_EXCUSE = 1.0  # no restart and no resume makes a model worse than a
 
 
 @dataclass(frozen=True, slots=True)
-class Reading:
+class MeasuredObservation:
     """One observation measured against the baseline."""
 
     step: int
@@ -75,10 +75,10 @@ class Scale:
         measurable = progress > _LEAST_PROGRESS_IN_NOISE * noise
         return cls(level, noise, progress if measurable else 0.0, measurable and 0 <= level < _SOLVED * start)
 
-    def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> Reading:
+    def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> MeasuredObservation:
         """Measure an observation. Heights are cut to what counts."""
         above = loss - self.level
-        return Reading(
+        return MeasuredObservation(
             step,
             loss,
             log_norm,
@@ -93,7 +93,7 @@ class Scale:
 
 
 @dataclass(frozen=True, slots=True)
-class Evidence:
+class ExcursionEvidence:
     """What the last observations of an excursion amount to: means over `count` of them, all high."""
 
     count: int
@@ -124,10 +124,10 @@ class Excursion:
     """Height of the highest reading."""
     opening: list[float] = field(default_factory=list)
     """Norm heights of the first readings: the gradient speaks early, and falls silent while the loss is still high."""
-    recent: deque[Reading] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
+    recent: deque[MeasuredObservation] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
 
     @classmethod
-    def begin(cls, onset: int, reading: Reading, scale: Scale, patience: int) -> Excursion:
+    def begin(cls, onset: int, reading: MeasuredObservation, scale: Scale, patience: int) -> Excursion:
         """An excursion whose first reading this is; `onset` may lie a few steps before it."""
         alone = reading.height > OPENS
         excursion = cls(
@@ -140,7 +140,7 @@ class Excursion:
         excursion.add(reading, patience)
         return excursion
 
-    def add(self, reading: Reading, patience: int) -> None:
+    def add(self, reading: MeasuredObservation, patience: int) -> None:
         """Take in the next reading, high or low."""
         self.count += 1
         self.recent.append(reading)
@@ -154,7 +154,7 @@ class Excursion:
         self.peak = max(self.peak, reading.loss)
         self.highest = max(self.highest, reading.height)
 
-    def evidence(self, patience: int) -> Evidence | None:
+    def evidence(self, patience: int) -> ExcursionEvidence | None:
         """What the last `patience` readings show if they are all high, else None.
 
         Patience is in steps: where a log has a line every few steps only, one reading less covers as many.
@@ -170,7 +170,7 @@ class Excursion:
         lost = [reading.lost for reading in last]
         opening = self.opening[:needed]
         falling = last[-1].height < _STILL_FALLING * last[-3].height
-        return Evidence(
+        return ExcursionEvidence(
             count=needed,
             loss=sum(reading.loss / needed for reading in last),
             height=sum(min(reading.height, _HEIGHT_COUNTED) for reading in last) / needed,
@@ -198,7 +198,7 @@ class Excursion:
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Excursion:
         """The excursion that `state_dict` wrote."""
-        recent = deque((Reading(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
+        recent = deque((MeasuredObservation(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
         return cls(**{**state, "opening": list(state["opening"]), "recent": recent})
 
 
@@ -210,7 +210,7 @@ class Found:
     threshold: float
 
 
-def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
+def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
     """The rule that holds, or None. excused: a hint explains a rise, so that only the inexcusable is called."""
     if excused:
         return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
@@ -225,7 +225,9 @@ def judge(evidence: Evidence, preset: Preset, scale: Scale, *, excused: bool) ->
     return found or _found("loss-back-at-start", evidence, scale, preset.supported, _LOST_IS_SUPPORT)
 
 
-def _found(rule: str, evidence: Evidence, scale: Scale, height: float, lost: float | None = None) -> Found | None:
+def _found(
+    rule: str, evidence: ExcursionEvidence, scale: Scale, height: float, lost: float | None = None
+) -> Found | None:
     """The rule if the evidence is high enough and, where that is asked, undoes enough of the progress."""
     if evidence.height <= height or (lost is not None and evidence.lost <= lost):
         return None

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from rollback.sentinel.excursion import Evidence, Excursion, Found, Reading, Scale
+from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale
 from rollback.sentinel.slow import Slow
 from rollback.sentinel.verdict import Blip, Kind, Verdict
 
@@ -18,7 +18,7 @@ def nonfinite(step: int, onset: int, witness: str, value: float, window: tuple[f
     return Verdict(Kind.NONFINITE, step, onset, rule, witness, value, None, text, window)
 
 
-def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> Verdict:
+def watch(kind: Kind, reading: MeasuredObservation, excursion: Excursion, scale: Scale) -> Verdict:
     """An excursion that is on, called or not."""
     text = (
         f"loss {reading.loss:.6g} at step {reading.step}, normally {scale.level:.6g} with noise {scale.noise:.3g}; "
@@ -27,7 +27,9 @@ def watch(kind: Kind, reading: Reading, excursion: Excursion, scale: Scale) -> V
     return Verdict(kind, reading.step, excursion.onset, excursion.rule, "loss", reading.loss, excursion.threshold, text)
 
 
-def spike(step: int, onset: int, found: Found, evidence: Evidence, scale: Scale, window: tuple[float, ...]) -> Verdict:
+def spike(
+    step: int, onset: int, found: Found, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
+) -> Verdict:
     """An excursion that is called now. The value is the mean loss over the observations that it was judged by."""
     above = f"above {found.threshold:.6g}"
     units = f"{(found.threshold - scale.level) / scale.noise:.3g} noise units above the level"

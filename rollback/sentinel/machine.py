@@ -9,7 +9,7 @@ from typing import Any
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
-from rollback.sentinel.excursion import Excursion, Reading, Scale, judge
+from rollback.sentinel.excursion import Excursion, MeasuredObservation, Scale, judge
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.slow import Collapse, Drift
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
@@ -134,7 +134,7 @@ class Sentinel:
             return explain.watch(self._move(Event.HIGH), reading, self._excursion, scale)
         return self._calm(reading, scale)
 
-    def _calm(self, reading: Reading, scale: Scale) -> Verdict:
+    def _calm(self, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """Nothing stands out: learn from it, and see whether many such steps together do."""
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
@@ -143,7 +143,7 @@ class Sentinel:
             return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
 
-    def _follow(self, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
+    def _follow(self, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """An excursion is on: it has recovered, is called, has become the new level, or goes on."""
         excursion.add(reading, self._preset.patience)
         if excursion.lows >= LOWS_THAT_END[self._state]:
@@ -160,7 +160,7 @@ class Sentinel:
             return self._end(Event.PERSISTED, excursion, reading, scale)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
-    def _call(self, verdict: Verdict, reading: Reading, scale: Scale) -> Verdict:
+    def _call(self, verdict: Verdict, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """Demand action, once: what follows belongs to the same incident."""
         self._move(Event.CALL)
         if self._excursion is None:
@@ -168,7 +168,7 @@ class Sentinel:
             self._excursion = Excursion.begin(onset, reading, scale, self._preset.patience)
         return verdict
 
-    def _end(self, event: Event, excursion: Excursion, reading: Reading, scale: Scale) -> Verdict:
+    def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
         """The excursion is over. What was called is not reported again; what was left alone is, as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None

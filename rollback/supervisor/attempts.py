@@ -22,20 +22,20 @@ from rollback.facts.training import (
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
-from rollback.supervisor.claim import Past
-from rollback.supervisor.command import Job
+from rollback.supervisor.claim import EarlierAttempts
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blame import blame
 from rollback.supervisor.diagnosis.classify import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.diagnosis.outcome import EXIT_CODES, Ending, Evidence, account_of, ending
+from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.host import Host, Running
-from rollback.supervisor.journal import Ledger
+from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.lead import Nodes
-from rollback.supervisor.nodes.membership import NODE_TIMEOUT, Place
+from rollback.supervisor.nodes.membership import NODE_TIMEOUT, NodePlace
 from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.start_conditions import differences
@@ -45,7 +45,7 @@ _POLL = 0.1
 
 
 @dataclass(frozen=True)
-class Order:
+class LaunchOrder:
     """What `rollback launch` was asked to do.
 
     restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
@@ -54,7 +54,7 @@ class Order:
     """
 
     paths: RunPaths
-    job: Job
+    job: LaunchedJob
     settings: Settings
     restart_budget: int
     grace: float
@@ -78,11 +78,11 @@ class Attempts:
 
     def __init__(
         self,
-        order: Order,
-        place: Place | None,
+        order: LaunchOrder,
+        place: NodePlace | None,
         say: Callable[[str], None],
         host: Host,
-        ledger: Ledger,
+        ledger: SupervisorJournal,
         signals: StopSignals,
         nodes: Nodes,
     ) -> None:
@@ -101,7 +101,7 @@ class Attempts:
         self._draining = Draining(order.paths, ledger, say)
         self._salt = new_salt()
 
-    def run(self, past: Past) -> Result:
+    def run(self, past: EarlierAttempts) -> Result:
         self._last_start = past.last_start
         if self._last_start is not None and self._last_start.salt is not None:
             self._salt = self._last_start.salt
@@ -160,7 +160,7 @@ class Attempts:
         self._hear_signals()
         return False
 
-    def _attempt(self, attempt: int) -> tuple[Evidence, FirstCause | None]:
+    def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
         """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
         self._ledger.attempt = attempt
         began = time.monotonic()
@@ -261,7 +261,7 @@ class Attempts:
         self._draining.follow(self._journal.records())
         self._host.output.keep()
 
-    def _tell_failure(self, evidence: Evidence, account: str) -> None:
+    def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
         self._say(f"attempt {self._ledger.attempt} failed: {account}")
         if evidence.failures and evidence.failures.failures:
             words = self._host.output.last_words(evidence.failures.failures[0].rank)
@@ -285,7 +285,7 @@ class Attempts:
             time.sleep(_POLL)
         return bool(self._stop_signals)
 
-    def _refused(self, evidence: Evidence) -> RollbackError:
+    def _refused(self, evidence: AttemptEvidence) -> RollbackError:
         """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""
         assert evidence.refusal is not None
         error = RollbackError(evidence.refusal.message, hint=evidence.refusal.hint)
@@ -294,7 +294,7 @@ class Attempts:
             self._end(error.exit_code, evidence.refusal.message)
         return error
 
-    def _finish(self, end: Ending, evidence: Evidence, first: FirstCause | None) -> Result:
+    def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:
         """End a run whose last attempt did not fail."""
         if end == "done":
             self._draining.finish(self._out_of_time)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
-from rollback.facts.training import AttemptStarted, Record
+from rollback.facts.training import AttemptStarted, JournalEntry
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key
@@ -17,11 +17,11 @@ from rollback.rundir.paths import RunPaths
 
 
 @dataclass(frozen=True)
-class Past:
+class EarlierAttempts:
     """What a run directory holds of earlier attempts."""
 
-    train: list[Record]
-    supervisor: list[Record]
+    train: list[JournalEntry]
+    supervisor: list[JournalEntry]
 
     @property
     def last_attempt(self) -> int:
@@ -33,7 +33,7 @@ class Past:
         return starts[-1] if starts else None
 
 
-def read_past(paths: RunPaths) -> Past:
+def read_past(paths: RunPaths) -> EarlierAttempts:
     """Read a run directory, which need not exist, and change nothing.
 
     Raises RunDoesNotFit for a directory that is something else or of another format, JournalDamaged, and
@@ -47,7 +47,7 @@ def read_past(paths: RunPaths) -> Past:
     read_identity(paths)
     train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
     require_key(paths, train.seals + supervisor.seals)
-    return Past(train.records, supervisor.records)
+    return EarlierAttempts(train.records, supervisor.records)
 
 
 def _require_access(paths: RunPaths) -> None:

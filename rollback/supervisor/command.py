@@ -26,7 +26,7 @@ share of the cache that the processor claims to have, which is hundreds of megab
 
 
 @dataclass(frozen=True)
-class Job:
+class LaunchedJob:
     """What the user asked to be run.
 
     flags: torchrun's flags by name, a text for those that take a value, True for switches that are on; also those that
@@ -47,7 +47,7 @@ class Job:
         return int(self.flags.get("max-restarts", "0"))
 
 
-def torchrun_command(job: Job, nodes: int | None = None) -> list[str]:
+def torchrun_command(job: LaunchedJob, nodes: int | None = None) -> list[str]:
     """The command line of an attempt. nodes: how many take part in it, where the job leaves that open.
 
     The number of restarts is there for the ranks to read: torchrun never restarts them itself. Two parties that restart
@@ -93,7 +93,7 @@ def rank_environment(
     }
 
 
-def threads_of_ranks(job: Job, environment: Mapping[str, str]) -> dict[str, str]:
+def threads_of_ranks(job: LaunchedJob, environment: Mapping[str, str]) -> dict[str, str]:
     """What torchrun adds to the environment of several ranks on a node; what is preloaded must find it there."""
     ranks = str(job.flags.get("nproc-per-node", ""))
     several = ranks.isdigit() and int(ranks) > 1

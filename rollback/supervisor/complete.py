@@ -22,15 +22,15 @@ from rollback.facts.history import fold
 from rollback.facts.training import AttemptStarted, Finished, RunEnded
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
-from rollback.supervisor.claim import Past
-from rollback.supervisor.command import Job, torchrun_command
+from rollback.supervisor.claim import EarlierAttempts
+from rollback.supervisor.command import LaunchedJob, torchrun_command
 from rollback.supervisor.redaction import redacted
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
-def fingerprint(job: Job, settings: Settings, salt: str | None) -> str:
+def fingerprint(job: LaunchedJob, settings: Settings, salt: str | None) -> str:
     """A hash over what the user asked for: script, arguments, settings, and the content of the files among them.
 
     salt: of the run, for what is secret of it.
@@ -56,8 +56,8 @@ def _content(path: Path) -> bytes:
 
 def nothing_left(
     paths: RunPaths,
-    past: Past,
-    job: Job,
+    past: EarlierAttempts,
+    job: LaunchedJob,
     settings: Settings,
     say: Callable[[str], None],
 ) -> str | None:
@@ -74,7 +74,7 @@ def nothing_left(
     return told
 
 
-def _completed(paths: RunPaths, past: Past) -> Finished | None:
+def _completed(paths: RunPaths, past: EarlierAttempts) -> Finished | None:
     """The end of a run that a supervisor has seen through to it, to which nothing has happened since, and which nobody
     has asked to be changed."""
     history = fold(past.train)
@@ -95,7 +95,7 @@ def _is_there(checkpoint: Path) -> bool:
     return True
 
 
-def _difference(past: Past, job: Job, settings: Settings) -> str | None:
+def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> str | None:
     """What is asked for otherwise than when the run was completed; None where nothing is."""
     started = [record.fact for record in past.supervisor if isinstance(record.fact, AttemptStarted)]
     if started and started[-1].job == fingerprint(job, settings, started[-1].salt):

@@ -6,13 +6,13 @@ import time
 from collections.abc import Callable, Iterable
 
 from rollback.config import Settings
-from rollback.facts.training import Attached, Record
+from rollback.facts.training import Attached, JournalEntry
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.journal import Ledger
+from rollback.supervisor.journal import SupervisorJournal
 
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 30.0
@@ -37,12 +37,12 @@ def reach(url: str | None, *, writing: bool) -> Store | None:
 class Draining:
     """Runs the drainer beside the attempts of a run, whose ranks say by `attached` which ring they agreed on."""
 
-    def __init__(self, paths: RunPaths, ledger: Ledger, say: Callable[[str], None]) -> None:
+    def __init__(self, paths: RunPaths, ledger: SupervisorJournal, say: Callable[[str], None]) -> None:
         self._paths, self._ledger, self._say = paths, ledger, say
         self._drainer: Drainer | None = None
         self._looked_at = 0.0
 
-    def follow(self, records: Iterable[Record]) -> None:
+    def follow(self, records: Iterable[JournalEntry]) -> None:
         """Begin, if the ranks have attached and name a ring; again and again, to no further effect."""
         if self._drainer is not None:
             return
@@ -55,7 +55,7 @@ class Draining:
         if self._drainer is not None:
             self._drainer.start()
 
-    def look(self, records: Callable[[], Iterable[Record]]) -> None:
+    def look(self, records: Callable[[], Iterable[JournalEntry]]) -> None:
         """As `follow`, once a second: the ranks make the fast tier a moment after they have attached."""
         if self._drainer is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
             self.follow(records())

@@ -19,7 +19,7 @@ from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process, state_of, ticks_computed
 from rollback.rundir.records import Heartbeat, read_heartbeats
-from rollback.supervisor.command import Job, rank_environment, threads_of_ranks, torchrun_command
+from rollback.supervisor.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.diagnosis.evidence import left_on_host
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
@@ -154,7 +154,7 @@ class Host:
     def __init__(
         self,
         paths: RunPaths,
-        job: Job,
+        job: LaunchedJob,
         settings: Settings,
         environment: Mapping[str, str],
         private: Path,

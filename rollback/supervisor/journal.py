@@ -11,7 +11,7 @@ from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 
 
-class Ledger:
+class SupervisorJournal:
     """Notes facts of the current attempt, from any thread.
 
     Until `open` is called, they stay in memory and the disk is not touched.

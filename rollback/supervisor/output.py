@@ -27,7 +27,7 @@ from typing import Literal, Protocol
 from rollback.agent.entry import LOGS_SPECS
 from rollback.rundir import files
 from rollback.rundir.durable import write_all
-from rollback.supervisor.command import Job
+from rollback.supervisor.command import LaunchedJob
 
 Stream = Literal["out", "err"]
 
@@ -51,7 +51,7 @@ GROWN = 1 << 30
 _BEFORE_IT_IS_KEPT = 64 << 20
 
 
-def user_decides(job: Job) -> bool:
+def user_decides(job: LaunchedJob) -> bool:
     """Whether flags say what is to become of the output."""
     return any(job.flags.get(name) for name in _OUTPUT_FLAGS)
 
@@ -88,7 +88,7 @@ class _Source:
 class AttemptOutput:
     """How torchrun is to be started: its flags, and the descriptors for its own output (None: ours)."""
 
-    job: Job
+    job: LaunchedJob
     stdout: int | None = None
     stderr: int | None = None
 
@@ -124,7 +124,7 @@ class Output:
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     @contextmanager
-    def of_attempt(self, attempt: int, job: Job) -> Iterator[AttemptOutput]:
+    def of_attempt(self, attempt: int, job: LaunchedJob) -> Iterator[AttemptOutput]:
         """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
         self.release()
         self._attempt, self._sources = attempt, []

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from rollback.facts.training import AttemptStarted
-from rollback.supervisor.command import Job
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.redaction import is_secret, redacted, without_digests, without_secrets
 
 _MATTERS = re.compile(
@@ -25,7 +25,7 @@ _SHOWN = 80  # characters of a value
 _LARGEST = 64 << 20  # bytes of a script
 
 
-def conditions_of(job: Job, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
+def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
     """The fields of `AttemptStarted` that tell them. environment: the supervisor's own. salt: of the run."""
     return {
         "script": _digest(job),
@@ -39,7 +39,7 @@ def conditions_of(job: Job, environment: Mapping[str, str], salt: str | None = N
     }
 
 
-def _digest(job: Job) -> str | None:
+def _digest(job: LaunchedJob) -> str | None:
     """Of the content of the script; None where there is no file of it, or none that can be read."""
     try:
         path = _path_of(job)
@@ -50,7 +50,7 @@ def _digest(job: Job) -> str | None:
         return None
 
 
-def _path_of(job: Job) -> Path | None:
+def _path_of(job: LaunchedJob) -> Path | None:
     if job.flags.get("module"):  # not by importlib, which would import the packages that it is in
         stem = Path(*job.script.split("."))
         return next((path for path in (stem.with_suffix(".py"), stem / "__main__.py") if path.is_file()), None)

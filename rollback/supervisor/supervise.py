@@ -22,24 +22,24 @@ from rollback.errors import ExitCode, RollbackError, RunInUse
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.attempts import Attempts, Order, Result
+from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
 from rollback.supervisor.diagnosis.outcome import Refusal
 from rollback.supervisor.draining import reach
 from rollback.supervisor.host import Host
-from rollback.supervisor.journal import Ledger
+from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
-from rollback.supervisor.nodes.membership import Membership, Place, place_among_nodes
-from rollback.supervisor.nodes.protocol import Verdict
+from rollback.supervisor.nodes.membership import Membership, NodePlace, place_among_nodes
+from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1
 
 
-def supervise(order: Order, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
+def supervise(order: LaunchOrder, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
     """Run the job to its end, over as many attempts as it takes and the budget allows.
 
     Raises RollbackError, with the run directory unchanged, where the
@@ -70,7 +70,12 @@ def supervise(order: Order, audience: Audience, environment: Mapping[str, str] =
 
 
 def _take_part(
-    order: Order, place: Place, store: Store | None, say: Callable[[str], None], host: Host, signals: StopSignals
+    order: LaunchOrder,
+    place: NodePlace,
+    store: Store | None,
+    say: Callable[[str], None],
+    host: Host,
+    signals: StopSignals,
 ) -> Result:
     """One node of many: lead if nobody does, else follow; who loses its leader is where it began."""
     follower = Follower(order.paths, place, host, order.grace, signals, say)
@@ -90,8 +95,8 @@ def _take_part(
 
 
 def _lead(
-    order: Order,
-    place: Place | None,
+    order: LaunchOrder,
+    place: NodePlace | None,
     store: Store | None,
     say: Callable[[str], None],
     host: Host,
@@ -99,10 +104,10 @@ def _lead(
     claim: Claim,
 ) -> Result:
     """Decide about attempts, while holding the run directory, and let go of it. store: where to fetch from first."""
-    ledger = Ledger(order.paths, say)
+    ledger = SupervisorJournal(order.paths, say)
     try:
         with _all_nodes(order.paths, place, say) as nodes:
-            verdict = Verdict(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
+            verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
                     if place is not None:  # of many nodes, the one that leads asks whether it may write
@@ -110,13 +115,13 @@ def _lead(
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
-                    verdict = Verdict(exit_code=ExitCode.DONE, reason=told)
+                    verdict = RunResult(exit_code=ExitCode.DONE, reason=told)
                     return Result(ExitCode.DONE, told)
                 result = Attempts(order, place, say, host, ledger, signals, nodes).run(past)
-                verdict = Verdict(exit_code=result.exit_code, reason=result.reason)
+                verdict = RunResult(exit_code=result.exit_code, reason=result.reason)
                 return result
             except RollbackError as error:
-                verdict = Verdict.of_error(error)
+                verdict = RunResult.of_error(error)
                 raise
             finally:
                 nodes.farewell(verdict)
@@ -127,7 +132,7 @@ def _lead(
 
 
 @contextmanager
-def _all_nodes(paths: RunPaths, place: Place | None, say: Callable[[str], None]) -> Iterator[Nodes]:
+def _all_nodes(paths: RunPaths, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Nodes]:
     if place is None:
         yield Alone()
         return

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from rollback.facts.training import Incident, PassedOver, Planned, Record, Restored
+from rollback.facts.training import Incident, JournalEntry, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 
 
@@ -49,12 +49,14 @@ class Story:
     def __init__(self) -> None:
         self._timeline = 0
 
-    def in_order(self, records: Iterable[Record], metrics: Iterable[Metric]) -> list[tuple[Leg, Metric | Record]]:
+    def in_order(
+        self, records: Iterable[JournalEntry], metrics: Iterable[Metric]
+    ) -> list[tuple[Leg, Metric | JournalEntry]]:
         """New facts of the ranks and new metrics in one order; facts that no tracker shows are left out.
 
         Read the facts before the metrics: a leg's metrics are on disk before the incident that ends it is.
         """
-        told: list[tuple[tuple[Leg, int], Metric | Record]] = []
+        told: list[tuple[tuple[Leg, int], Metric | JournalEntry]] = []
         for record in records:
             match record.fact:
                 case Incident() as fact:
@@ -70,7 +72,7 @@ class Story:
         return [(key[0], item) for key, item in sorted(told, key=lambda pair: pair[0])]
 
 
-def tell(tracker: Tracker, leg: Leg, item: Metric | Record) -> None:
+def tell(tracker: Tracker, leg: Leg, item: Metric | JournalEntry) -> None:
     """Hand one part of the story to a tracker."""
     if isinstance(item, Metric):
         tracker.metric(leg, item)

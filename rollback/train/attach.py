@@ -45,11 +45,11 @@ from rollback.facts.training import (
     SkipAdded,
     Tier,
 )
-from rollback.facts.training import Record as JournalRecord
+from rollback.facts.training import JournalEntry as JournalRecord
 from rollback.rundir import files
 from rollback.rundir.identity import (
     Identity,
-    Job,
+    JobIdentity,
     new_identity,
     read_identity,
     require_key,
@@ -60,11 +60,11 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record, say
+from rollback.train.comm.recorder import Recorder, say
 from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.draining import fetch_run, reach_ring
 from rollback.train.snapshots.inventory import take_inventory
-from rollback.train.snapshots.restore import Place, restore
+from rollback.train.snapshots.restore import CheckpointPlace, restore
 from rollback.train.start_record import leaves_out, left_out_by_order, require_a_change
 from rollback.train.state.nonfinite import agreed
 from rollback.train.state.own_snapshot import traces_of
@@ -117,7 +117,7 @@ def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
 
 
 @dataclass
-class Reading:
+class FoundRun:
     """What rank 0 found in the run directory, and the first rank of each host in its slots; the same on all ranks.
 
     manifests: of all checkpoints, oldest first. slots: those in the slots of all hosts, with their numbers. in_ring:
@@ -138,7 +138,7 @@ class Reading:
     accepted: list[Accepted]
 
 
-def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tuple[Reading, RunLock | None]:
+def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
     """Collective: read the run directory and check that this job is the run's. Changes nothing but what is fetched.
 
     Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it; where there
@@ -172,7 +172,7 @@ def read_run(paths: RunPaths, job: Job, ranks: Ranks, settings: Settings) -> tup
     in_memory = take_inventory(paths, ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
-    reading = Reading(
+    reading = FoundRun(
         attempt=body["attempt"],
         history=fold(JournalRecord.model_validate(record) for record in body["records"]),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
@@ -228,7 +228,7 @@ class Attachment:
     """An attached run: where it stands and with what it goes on. slots: in use, by checkpoint."""
 
     run_id: str
-    record: Record
+    record: Recorder
     history: History
     manifests: list[Manifest]
     slots: dict[str, int]
@@ -239,7 +239,7 @@ class Attachment:
     """How many ranks the restored checkpoint is of, if it is another number than now."""
 
 
-def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks, settings: Settings) -> Attachment:
+def attach(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Ranks, settings: Settings) -> Attachment:
     """Collective: restore what the run's record says, then write the first lines of this attempt.
 
     The first write happens here. Raises RollbackError, the same on all ranks.
@@ -247,7 +247,7 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     history, damaged, slots = reading.history, dict(reading.damaged), dict(reading.slots)
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     chosen: Manifest | None = None
-    source: Place | None = None
+    source: CheckpointPlace | None = None
     places, traces = _places(paths, reading), traces_of(state.model, state.optimizer)
     for manifest in candidates(history, reading.manifests):
         result = restore(manifest.name, places[manifest.name], ranks, state)
@@ -306,7 +306,9 @@ def attach(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks
     return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq, ranks_before)
 
 
-def _leave_out_what_is_new(history: History, reading: Reading, settings: Settings, batch: int, record: Record) -> None:
+def _leave_out_what_is_new(
+    history: History, reading: FoundRun, settings: Settings, batch: int, record: Recorder
+) -> None:
     """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
     for order in left_out_by_order(history.quarantine, settings, reading.blamed, batch):
         history.quarantine.append(order)
@@ -329,24 +331,24 @@ def _where(history: History, chosen: Manifest) -> str:
     return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
 
 
-def _places(paths: RunPaths, reading: Reading) -> dict[str, list[Place]]:
+def _places(paths: RunPaths, reading: FoundRun) -> dict[str, list[CheckpointPlace]]:
     """Where this rank looks for each checkpoint: as many places on every rank, though its host may not have them."""
     tier = tiers.fast_tier_of(paths)
     places = {}
     for manifest in reading.manifests:
         name, found = manifest.name, []
         if (number := reading.slots.get(name)) is not None:
-            found.append(Place((tier or SlotPaths(paths.fast_pointer)).slot(number), in_slot=True))
+            found.append(CheckpointPlace((tier or SlotPaths(paths.fast_pointer)).slot(number), in_slot=True))
         if name in reading.in_ring:
-            found.append(Place(paths.checkpoint(name)))
+            found.append(CheckpointPlace(paths.checkpoint(name)))
         places[name] = found
     return places
 
 
-def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks: Ranks) -> tuple[str, Record]:
+def _first_writes(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
     """The run's id, and the pen that its journal is written with."""
     fault, run_id = "", ""
-    record: Record | None = None
+    record: Recorder | None = None
     advised = reading.history.advised
     if ranks.first:
         try:
@@ -361,13 +363,13 @@ def _first_writes(paths: RunPaths, reading: Reading, state: TrainingState, ranks
             require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
-            record = Record(paths, reading.attempt, first=True, advised=advised)
+            record = Recorder(paths, reading.attempt, first=True, advised=advised)
         except (OSError, RollbackError) as error:
             fault = f"writing to the run directory {paths.root}: {error}"
     fault, run_id = ranks.from_first([fault, run_id])
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
-    return run_id, record or Record(paths, reading.attempt, first=False)
+    return run_id, record or Recorder(paths, reading.attempt, first=False)
 
 
 def _quarantine(paths: RunPaths, name: str) -> None:
@@ -377,7 +379,7 @@ def _quarantine(paths: RunPaths, name: str) -> None:
         say(f"moving checkpoint {name} to quarantine failed ({error}); it stays where it is and is not used")
 
 
-def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -> None:
+def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
     """Rank 0: a crash came between a plan and the eviction of what it discards."""
     for name in names:
         try:
@@ -389,7 +391,7 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Record) -
             record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))
 
 
-def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Record) -> None:
+def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Recorder) -> None:
     """The plan that a crash interrupted has just been carried out by way of this attempt."""
     if history.pending is None:
         return

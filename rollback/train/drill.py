@@ -54,7 +54,7 @@ def take_part(guard: Guard, model: nn.Module) -> None:
     """Put the drill between this guard and its script, if it is in one. `model`: as the script calls it."""
     found = exercise_of(guard._paths.root)
     if found is not None:
-        _Part(guard, model, *found).begin()
+        _DrilledRank(guard, model, *found).begin()
 
 
 class _When(Enum):
@@ -65,7 +65,7 @@ class _When(Enum):
     OVER = "over"
 
 
-class _Part:
+class _DrilledRank:
     """One rank's part in an exercise."""
 
     def __init__(self, guard: Guard, model: nn.Module, exercise: Exercise, folder: Folder) -> None:

@@ -14,9 +14,9 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.errors import ExitCode
 from rollback.facts.history import History
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.train.comm.recorder import Record
-from rollback.train.incidents.judge import Halt, Watch
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.comm.recorder import Recorder
+from rollback.train.incidents.judge import Halt, Judge
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import Saver
 from rollback.train.state.state import TrainingState
 
@@ -28,9 +28,9 @@ class TrainingEnd:
         self,
         state: TrainingState,
         saver: Saver,
-        keeper: Keeper,
-        watch: Watch,
-        record: Record,
+        keeper: CheckpointManager,
+        watch: Judge,
+        record: Recorder,
         history: History,
         restored: Manifest | None,
         *,

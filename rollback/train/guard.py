@@ -31,8 +31,8 @@ from rollback.train.data.passes import Again, Passes
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
-from rollback.train.incidents.evidence import Evidence
-from rollback.train.incidents.judge import Attend, Decision, Halt, Rewind, Watch
+from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.process.heartbeat import SignsOfLife
@@ -40,9 +40,9 @@ from rollback.train.process.rehearsal import needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.snapshots.buffers import fast_tier
-from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import at_exit, end_draining, start_draining
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import elsewhere_of
 from rollback.train.snapshots.schedule import Saver
@@ -137,12 +137,16 @@ class Guard(ScriptSide):
         self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, slots)
         self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
         self._skips.announce(cursor)
-        self._evidence = Evidence(self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes)
-        holdings = Holdings(settings.probation, attached.manifests, attached.history.good)
+        self._evidence = IncidentEvidence(
+            self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes
+        )
+        holdings = Catalogue(settings.probation, attached.manifests, attached.history.good)
         away = elsewhere_of(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
-        self._keeper = Keeper(self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away)
+        self._keeper = CheckpointManager(
+            self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away
+        )
         pulse = Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._watch = Watch(
+        self._watch = Judge(
             ranks, settings, pulse, sentinel, self._keeper, self._snapshots, self._record, self._evidence,
             attached.history, cursor.batch, Advisor(self._state.model, optimizer), self._skips,
             finite=self._state.finite,

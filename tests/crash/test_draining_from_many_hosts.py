@@ -25,7 +25,7 @@ from rollback.ring import helper as helping
 from rollback.ring import hosts as module
 from rollback.ring.drainer import Phase, drainer_for
 from rollback.ring.helper import Helper
-from rollback.ring.hosts import Part, unclaimed, under_way
+from rollback.ring.hosts import HostPart, unclaimed, under_way
 from rollback.ring.in_run import RingInRun
 from rollback.ring.url import store as storing
 from rollback.ring.url.index import checkpoint_key
@@ -228,11 +228,11 @@ def test_a_host_whose_ranks_have_not_made_their_slots_yet_is_asked_again(run: Ru
 
 
 def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
-    claimed = Part(order="1", shards=(1, 2), done=(1,))
+    claimed = HostPart(order="1", shards=(1, 2), done=(1,))
     assert unclaimed([1, 2], [], [claimed]) == []
     assert under_way([claimed])
     assert unclaimed([1, 2], [1], []) == [2], "what was done stays done"
-    assert not under_way([Part(order="1", shards=(1, 2), done=(2, 1)), Part(order="1")])
+    assert not under_way([HostPart(order="1", shards=(1, 2), done=(2, 1)), HostPart(order="1")])
 
 
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])

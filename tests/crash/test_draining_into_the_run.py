@@ -22,7 +22,7 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.draining import Draining
-from rollback.supervisor.journal import Ledger
+from rollback.supervisor.journal import SupervisorJournal
 
 OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 
@@ -129,7 +129,7 @@ def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     monkeypatch.setattr("rollback.supervisor.draining._LOOK_EVERY", 0.0)
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
-    draining = Draining(run.paths, Ledger(run.paths, print), print)
+    draining = Draining(run.paths, SupervisorJournal(run.paths, print), print)
     draining.follow(read_journal(run.paths.train_journal).records)
     identity = read_identity(run.paths)
     assert identity is not None

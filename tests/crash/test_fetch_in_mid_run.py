@@ -18,7 +18,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.snapshots import remote as elsewhere
 from rollback.train.snapshots.remote import Elsewhere
 
@@ -55,9 +55,9 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> Ru
     return run.paths
 
 
-def reaching(paths: RunPaths) -> tuple[Elsewhere, list[str], Record]:
+def reaching(paths: RunPaths) -> tuple[Elsewhere, list[str], Recorder]:
     done: list[str] = []
-    record = Record(paths, 1, first=True)
+    record = Recorder(paths, 1, first=True)
     return Elsewhere(paths, Ranks(), record, f"{URL}/", done.append), done, record
 
 

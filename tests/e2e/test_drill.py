@@ -14,10 +14,10 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rollback.cli import app
-from rollback.drill.drill import Report, Request, drill
+from rollback.drill.drill import DrillOrder, DrillReport, drill
 from rollback.drill.faults import choose
 from rollback.drill.text import print_report
-from rollback.drill.trials import Stage
+from rollback.drill.trials import DrillStage
 from rollback.errors import RollbackError, UsageError
 
 JOBS = Path(__file__).parent / "jobs"
@@ -32,11 +32,11 @@ def drilled(
     flags: Sequence[str] = (),
     program: Sequence[str] = ("-c", WITHOUT_TORCHRUN),
     steps: int | None = 60,
-) -> Report:
+) -> DrillReport:
     scratch = folder / "drill"
     scratch.mkdir()
-    stage = Stage(scratch, flags, [str(JOBS / job[0]), *job[1:]], program)
-    return drill(Request(job[0], stage, choose(faults), steps, {}), print)
+    stage = DrillStage(scratch, flags, [str(JOBS / job[0]), *job[1:]], program)
+    return drill(DrillOrder(job[0], stage, choose(faults), steps, {}), print)
 
 
 @pytest.fixture

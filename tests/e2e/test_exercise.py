@@ -13,7 +13,7 @@ import torch
 from exercise_gradients import FAULT_AT, Trained, train
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import read_material
-from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.report import AuditReport
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def undisturbed() -> Trained:
     return train(1.0)
 
 
-def ledger_of(run: Path) -> Ledger:
+def ledger_of(run: Path) -> AuditReport:
     return compile_ledger(read_material(run))
 
 

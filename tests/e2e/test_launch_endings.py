@@ -19,7 +19,7 @@ from rollback.facts.training import (
     RunEnded,
     Signalled,
 )
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.lock import RunLock
 
@@ -96,7 +96,7 @@ def test_a_refused_job_leaves_an_existing_run_directory_as_it_was(job: Launch) -
 
 def test_a_run_directory_in_use_is_refused_with_the_name_of_the_holder(job: Launch) -> None:
     lock = RunLock(job.paths, "rollback launch")
-    write_identity(job.paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    write_identity(job.paths, new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})))
     before = tree(job.folder)
     code, output = job.finish("finish")
     assert code == 73

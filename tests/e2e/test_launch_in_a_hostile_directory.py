@@ -15,7 +15,7 @@ import psutil
 import pytest
 from launching import Launch, launching
 
-from rollback.rundir.identity import Job, new_identity
+from rollback.rundir.identity import JobIdentity, new_identity
 from rollback.rundir.paths import FORMAT
 from rollback.rundir.records import Heartbeat, write_heartbeat
 
@@ -36,7 +36,9 @@ def test_a_hostile_run_directory_harms_nobody_who_launches_in_it(job: Launch, tm
     private.chmod(0o600)
     paths.metrics.parent.mkdir(parents=True)
     paths.ranks.mkdir()
-    identity = new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})).model_dump(mode="json")
+    identity = new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})).model_dump(
+        mode="json"
+    )
     paths.identity.write_text(json.dumps({**identity, "run_id": run_id}))
     paths.fast_pointer.write_text(json.dumps({"format": FORMAT, "directory": str(home / run_id), "hosts": 1}))
     paths.metrics.symlink_to(private)

@@ -29,7 +29,7 @@ from rollback.facts.training import (
     Committed,
     Drained,
     Fact,
-    Record,
+    JournalEntry,
     Restored,
     RunEnded,
     Signalled,
@@ -243,7 +243,7 @@ def wait_for(condition: Callable[[], object], told: Callable[[], str] = str) -> 
         time.sleep(0.02)
 
 
-def records(run: Path) -> list[Record]:
+def records(run: Path) -> list[JournalEntry]:
     return read_journal(RunPaths(run).train_journal).records
 
 

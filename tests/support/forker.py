@@ -29,7 +29,7 @@ from asking import asking, hand_in
 from toy import Toy, _Loop, train
 
 from rollback.facts.training import Fact
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.snapshots import pipeline as snapshots
 
 DIED = 99
@@ -82,9 +82,9 @@ def attempt(request: dict[str, Any]) -> int:
 
 def die(when: str, kind: str, count: int) -> None:
     """End the process without a word around the `count`-th fact of a kind."""
-    original, seen = Record.note, []
+    original, seen = Recorder.note, []
 
-    def note(self: Record, fact: Fact, notice: str | None = None) -> None:
+    def note(self: Recorder, fact: Fact, notice: str | None = None) -> None:
         seen.extend([fact] * (fact.kind == kind))
         at_it = fact.kind == kind and len(seen) == count
         if at_it and when == "before":
@@ -93,7 +93,7 @@ def die(when: str, kind: str, count: int) -> None:
         if at_it:
             os._exit(DIED)
 
-    Record.note = note  # type: ignore[method-assign]
+    Recorder.note = note  # type: ignore[method-assign]
 
 
 def be_told_in(what: str, count: int, number: int) -> None:

@@ -23,7 +23,7 @@ from rollback.facts.training import (
 )
 from rollback.rundir import journal
 from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, write_evidence
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, checkpoint_name
 from rollback.rundir.records import SkippedBatch
 
@@ -45,7 +45,7 @@ class LongRun:
         for folder in (self.paths.train_journal.parent, self.paths.metrics.parent, self.paths.skips):
             folder.mkdir()
         data: dict[str, Any] = {"kind": "map-style", "length": 10 * steps}
-        job = Job(world_size=2, model=[("w", "F32", [2, 2])], optimizer={}, objects=[], data=data)
+        job = JobIdentity(world_size=2, model=[("w", "F32", [2, 2])], optimizer={}, objects=[], data=data)
         write_identity(self.paths, new_identity(job))
         self._write()
 

@@ -25,7 +25,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.rundir import journal
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, SkippedBatch, metric_line
@@ -69,7 +69,7 @@ class RecordedRun:
 
         monkeypatch.setattr(journal, "datetime", Clock)
         root.mkdir(parents=True, exist_ok=True)
-        job = Job(
+        job = JobIdentity(
             world_size=world_size,
             model=[("w", "F32", [2, 2])],
             optimizer={"class": "AdamW", "groups": [1]},

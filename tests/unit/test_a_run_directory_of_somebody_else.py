@@ -21,7 +21,7 @@ from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished
 from rollback.rundir import files
 from rollback.rundir.durable import open_regular, write_file
-from rollback.rundir.identity import Job, new_identity, read_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.processes import start_of
@@ -50,7 +50,9 @@ def private(tmp_path: Path) -> Path:
 
 def name_run(paths: RunPaths, run_id: str) -> None:
     """A run.json with that id, as another program would write it."""
-    identity = new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})).model_dump(mode="json")
+    identity = new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})).model_dump(
+        mode="json"
+    )
     paths.identity.write_text(json.dumps({**identity, "run_id": run_id}))
 
 
@@ -86,7 +88,9 @@ def test_a_run_id_that_is_no_name_is_refused(paths: RunPaths) -> None:
 
 
 def test_of_a_fast_tier_goes_what_we_write_and_nothing_else(paths: RunPaths, tmp_path: Path) -> None:
-    write_identity(paths, identity := new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    write_identity(
+        paths, identity := new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={}))
+    )
     tier = slots.tier_of(tmp_path / "memory", identity.run_id)
     tier.root.parent.parent.mkdir()
     slots.claim(tier, paths.root)
@@ -168,7 +172,7 @@ def takes_the_run_directory(paths: RunPaths) -> None:
 
 
 def writes_an_identity(paths: RunPaths) -> None:
-    write_identity(paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    write_identity(paths, new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})))
 
 
 WRITERS: dict[str, tuple[Callable[[RunPaths], None], Callable[[RunPaths], Path]]] = {

@@ -35,10 +35,10 @@ from rollback.facts.training import (
     Fact,
     Finished,
     Hung,
+    JournalEntry,
     PassedOver,
     Planned,
     Quarantined,
-    Record,
     Restored,
     RunEnded,
     ScalerSkipped,
@@ -48,7 +48,7 @@ from rollback.facts.training import (
     Trouble,
     Window,
 )
-from rollback.inspect.audit import Ledger, Material, compile_ledger, read_material
+from rollback.inspect.audit import AuditReport, Material, compile_ledger, read_material
 from rollback.inspect.audit.cost import Charged
 from rollback.inspect.audit.text import indices_in_words, print_ledger
 from rollback.terminal.escape import console_for, printable, quoted
@@ -66,11 +66,11 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return run
 
 
-def ledger_of(run: RecordedRun) -> Ledger:
+def ledger_of(run: RecordedRun) -> AuditReport:
     return compile_ledger(read_material(run.paths.root))
 
 
-def text_of(ledger: Ledger, *, everything: bool = False, width: int = 100) -> str:
+def text_of(ledger: AuditReport, *, everything: bool = False, width: int = 100) -> str:
     stream = io.StringIO()
     print_ledger(Console(file=stream, width=width, highlight=False, markup=False), ledger, everything=everything)
     return stream.getvalue()
@@ -157,7 +157,7 @@ def test_the_command_prints_the_ledger_as_json_with_its_schema(eventful: Recorde
     assert result.exit_code == 0
     body = json.loads(result.stdout)
     assert body["schema"] == 1
-    assert Ledger.model_validate(body) == ledger_of(eventful)
+    assert AuditReport.model_validate(body) == ledger_of(eventful)
     assert result.stderr == ""
 
 
@@ -526,7 +526,9 @@ times = st.text(max_size=8) | st.sampled_from(
 def test_whatever_a_journal_holds_there_is_a_ledger_and_a_text_or_it_is_called_damaged(
     lines: list[tuple[Fact, str, int]],
 ) -> None:
-    records = [Record(seq=seq, at=at, attempt=attempt, fact=fact) for seq, (fact, at, attempt) in enumerate(lines)]
+    records = [
+        JournalEntry(seq=seq, at=at, attempt=attempt, fact=fact) for seq, (fact, at, attempt) in enumerate(lines)
+    ]
     try:
         ledger = compile_ledger(Material("run", None, records))
     except JournalDamaged:

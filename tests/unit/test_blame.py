@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.facts.supervisor import Why
-from rollback.facts.training import AttemptEnded, Blamed, Fact, Record, Window
+from rollback.facts.training import AttemptEnded, Blamed, Fact, JournalEntry, Window
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.diagnosis.blame import SKIPS_THAT_DID_NOT_HELP, blame
 from rollback.supervisor.diagnosis.classify import FirstCause
@@ -38,7 +38,7 @@ class Supervisor:
     """Keeps the record that blame() reads."""
 
     def __init__(self) -> None:
-        self.records: list[Record] = []
+        self.records: list[JournalEntry] = []
         self.attempt = 0
 
     def fails(self, first: FirstCause) -> Blamed | None:
@@ -57,7 +57,7 @@ class Supervisor:
         return found
 
     def _note(self, fact: Fact) -> None:
-        self.records.append(Record(seq=len(self.records), at="", attempt=self.attempt, fact=fact))  # type: ignore[arg-type]
+        self.records.append(JournalEntry(seq=len(self.records), at="", attempt=self.attempt, fact=fact))  # type: ignore[arg-type]
 
 
 def test_the_same_exception_twice_at_the_same_batch_blames_the_whole_update() -> None:

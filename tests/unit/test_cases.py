@@ -13,19 +13,19 @@ from rollback.facts.history import Case, fold
 from rollback.facts.training import (
     Concluded,
     Incident,
+    JournalEntry,
     Planned,
-    Record,
     Restored,
     SampleQuarantine,
     Window,
 )
-from rollback.policy import Held, Stream
+from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.paths import RunPaths, checkpoint_name
 from rollback.rundir.requests import Request
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
 
-RING = [Held(checkpoint_name(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
+RING = [PolicyCheckpoint(checkpoint_name(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run
 
 
@@ -46,7 +46,7 @@ class Run:
 
     def __init__(self, *past: Any, quarantines: bool = True, **settings: Any) -> None:
         self.settings = Settings(**{"max_skipped": "100%", "probation": 5, **settings})
-        self.history = fold(Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(past))
+        self.history = fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(past))
         self.pen: Any = Pen()
         self.skips = SkipList(RunPaths(Path("nowhere")), 0, self.history, self.pen) if quarantines else None
         self.cases = Cases(self.pen, self.settings, self.history, self.skips)
@@ -54,7 +54,7 @@ class Run:
     def meets(self, found: Incident) -> Planned:
         """An incident is called and planned for, as the watch does it."""
         self.cases.called(found, PER_STEP)
-        return self.cases.plan(found, RING, Stream(PER_STEP))
+        return self.cases.plan(found, RING, DataStream(PER_STEP))
 
     def answers(self, found: Incident) -> Planned:
         """... and the plan is carried out."""
@@ -215,10 +215,10 @@ def test_nothing_is_ended_where_nothing_is_open() -> None:
     [({"observe_only": True}, RING, "observe", "observed"), ({}, [], "stop", "structural")],
 )
 def test_what_is_only_observed_and_what_stops_the_run_has_its_outcome_at_once(
-    settings: dict[str, Any], ring: list[Held], action: str, outcome: str
+    settings: dict[str, Any], ring: list[PolicyCheckpoint], action: str, outcome: str
 ) -> None:
     run = Run(**settings)
-    plan = run.cases.plan(incident(0, 230, 233), ring, Stream(PER_STEP))
+    plan = run.cases.plan(incident(0, 230, 233), ring, DataStream(PER_STEP))
     assert plan.action == action
     assert run.outcomes() == [(0, outcome, 233)]
     assert [type(fact) for fact in run.pen.facts] == [Planned, Concluded], "intent first"
@@ -237,9 +237,9 @@ def test_what_this_attempt_has_skipped_counts_too_but_no_batch_twice() -> None:
     run = Run(max_skipped="20%", horizon=1)
     for number in range(3):  # one window again and again
         run.cases.carried_out(Case(incident(number, 10, 13), rollback_plan(number, RING[0].name, 0, (0, 79))), 0)
-    assert run.cases.plan(incident(4, 230, 233), RING, Stream(PER_STEP)).action == "rollback"
+    assert run.cases.plan(incident(4, 230, 233), RING, DataStream(PER_STEP)).action == "rollback"
     run.cases.carried_out(Case(incident(5, 50, 53), rollback_plan(5, RING[1].name, 50, (100, 199))), 50)
-    assert run.cases.plan(incident(6, 230, 233), RING, Stream(PER_STEP)).action == "stop"
+    assert run.cases.plan(incident(6, 230, 233), RING, DataStream(PER_STEP)).action == "stop"
 
 
 # --- what an operator asks for ----------------------------------------------------------------------------------------
@@ -348,7 +348,7 @@ def test_what_is_only_observed_or_stops_the_run_leaves_nothing_out() -> None:
     for settings, ring in (({"observe_only": True}, RING), ({}, [])):
         run = Run(first, **settings)
         run.cases.called(found := incident(1, 330, 333, samples=(8, 9)), PER_STEP)
-        run.cases.plan(found, ring, Stream(PER_STEP))
+        run.cases.plan(found, ring, DataStream(PER_STEP))
         assert run.told(SampleQuarantine) == []
 
 
@@ -372,7 +372,7 @@ def test_a_trouble_that_a_suspected_sample_explains_is_no_repeat_of_the_one_befo
         ({}, [], "stopping: no good checkpoint from before the onset is left"),
     ],
 )
-def test_people_are_told_what_is_planned(settings: dict[str, Any], ring: list[Held], said: str) -> None:
+def test_people_are_told_what_is_planned(settings: dict[str, Any], ring: list[PolicyCheckpoint], said: str) -> None:
     run = Run(**settings)
-    run.cases.plan(incident(0, 230, 233), ring, Stream(PER_STEP))
+    run.cases.plan(incident(0, 230, 233), ring, DataStream(PER_STEP))
     assert run.pen.said[0].startswith(said)

@@ -12,7 +12,7 @@ import pytest
 
 from rollback.checkpoints import slots, tiers
 from rollback.checkpoints.slots import SlotPaths
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import tier_choice as choices
@@ -47,7 +47,7 @@ class Several:
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    write_identity(paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    write_identity(paths, new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})))
     return paths
 
 

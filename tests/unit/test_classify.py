@@ -11,14 +11,16 @@ from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord
 from rollback.supervisor.diagnosis.classify import RankEnd, cause, first_cause, merely_noticed, why_of
-from rollback.supervisor.diagnosis.outcome import Evidence, Failures, RankFailure
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
 
 
-def evidence(status: int = 1, *, told: bool = False, hung: Hung | None = None, error: str | None = None) -> Evidence:
+def evidence(
+    status: int = 1, *, told: bool = False, hung: Hung | None = None, error: str | None = None
+) -> AttemptEvidence:
     failures = Failures(error=error, failures=()) if error else None
-    return Evidence(
+    return AttemptEvidence(
         status=status, told_to_stop=told, attached=True, refusal=None, stopped=None, failures=failures, step=None,
         hung=hung,
     )  # fmt: skip

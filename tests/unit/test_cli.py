@@ -19,17 +19,17 @@ from rollback.errors import ExitCode, RunDirectoryError, UsageError
 from rollback.facts.training import SkipAdded, Window
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.attempts import Order, Result
+from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.flags import FLAGS
 from rollback.terminal.messages import printable
 
 
 @pytest.fixture
-def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Order]:
+def orders(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[LaunchOrder]:
     """What `rollback launch` would have carried out; the folder has a train.py."""
-    taken: list[Order] = []
+    taken: list[LaunchOrder] = []
 
-    def take(order: Order, say: object) -> Result:
+    def take(order: LaunchOrder, say: object) -> Result:
         taken.append(order)
         return Result(ExitCode.DONE, "")
 
@@ -81,7 +81,7 @@ class TestFrame:
 
 
 class TestLaunchFlags:
-    def test_a_command_line_in_full(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_a_command_line_in_full(self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch) -> None:
         words = "launch --nproc 2 --rdzv_id=x -r3 --grace 5 --restart_budget 3 --policy palm --retry-first --keep=4"
         assert (
             run(monkeypatch, *words.split(), "--skip", "9:12", "--skip=1:2", "train.py", "--keep", "-h", "--a_b") == 0
@@ -100,7 +100,9 @@ class TestLaunchFlags:
             "skip": [{"first": 1, "last": 2}, {"first": 9, "last": 12}],
         }
 
-    def test_nothing_is_set_that_was_not_given(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nothing_is_set_that_was_not_given(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         run(monkeypatch, "launch", "train.py")
         assert orders[0].settings.model_dump(exclude_unset=True) == {}
         assert orders[0].job.flags == {}
@@ -110,13 +112,15 @@ class TestLaunchFlags:
 
     @pytest.mark.parametrize("flag", ["--run=x", "--restart-budget=3", "--policy=palm", "--tensorboard=x", "--keep=4"])
     def test_a_flag_that_concerns_a_guard_says_that_there_is_one(
-        self, orders: list[Order], monkeypatch: pytest.MonkeyPatch, flag: str
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch, flag: str
     ) -> None:
         run(monkeypatch, "launch", flag, "train.py")
         run(monkeypatch, "launch", "--grace=3", "--hang-after=9", "--max-restarts=3", "--no-preload", "train.py")
         assert [order.expects_guard for order in orders] == [True, False]
 
-    def test_torchruns_restarts_become_the_budget(self, orders: list[Order], monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_torchruns_restarts_become_the_budget(
+        self, orders: list[LaunchOrder], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         run(monkeypatch, "launch", "--max-restarts", "4", "train.py")
         monkeypatch.setenv("PET_MAX_RESTARTS", "7")
         run(monkeypatch, "launch", "train.py")
@@ -167,7 +171,7 @@ class TestLaunchMistakes:
     )
     def test_a_mistake_is_told_by_name_before_anything_is_made(
         self,
-        orders: list[Order],
+        orders: list[LaunchOrder],
         monkeypatch: pytest.MonkeyPatch,
         capsys: pytest.CaptureFixture[str],
         words: list[str],

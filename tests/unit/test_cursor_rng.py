@@ -68,7 +68,7 @@ def test_a_stream_that_takes_over_draws_what_the_process_would_have_drawn() -> N
     state = rng.capture()
     expected = [draws(), draws()]
     rng.restore(state)
-    stream = rng.Stream.take_over()
+    stream = rng.RandomStream.take_over()
     outside = draws()
     with stream:
         first = draws()
@@ -83,25 +83,25 @@ def test_splitting_a_stream_off_leaves_the_process_as_it_was() -> None:
     state = rng.capture()
     expected = draws()
     rng.restore(state)
-    stream = rng.Stream.split_off()
+    stream = rng.RandomStream.split_off()
     assert draws() == expected
     with stream:
         assert not set(map(str, draws())) & set(map(str, expected))
 
 
 def test_a_stream_comes_back_from_its_state_dict() -> None:
-    stream = rng.Stream.split_off()
+    stream = rng.RandomStream.split_off()
     state = stream.state_dict()
     with stream:
         expected = draws()
-    with rng.Stream.from_state_dict(state):
+    with rng.RandomStream.from_state_dict(state):
         assert draws() == expected
 
 
 def test_a_stream_that_has_just_come_back_can_be_kept_at_once() -> None:
     """Nobody has drawn from it: its states are still those that were read."""
-    kept = rng.Stream.split_off().state_dict()
-    again = rng.Stream.from_state_dict(kept).state_dict()
+    kept = rng.RandomStream.split_off().state_dict()
+    again = rng.RandomStream.from_state_dict(kept).state_dict()
     for library in ("python", "numpy"):
         assert torch.equal(again[library]["words"], kept[library]["words"])
         assert {**again[library], "words": None} == {**kept[library], "words": None}
@@ -109,14 +109,14 @@ def test_a_stream_that_has_just_come_back_can_be_kept_at_once() -> None:
 
 
 def test_work_that_raises_leaves_the_stream_where_it_was() -> None:
-    stream = rng.Stream.split_off()
+    stream = rng.RandomStream.split_off()
     before = stream.state_dict()
     with contextlib.suppress(ZeroDivisionError), stream:
         draws()
         _ = 1 // 0
     with stream:
         again = draws()
-    with rng.Stream.from_state_dict(before):
+    with rng.RandomStream.from_state_dict(before):
         assert draws() == again
 
 

@@ -15,7 +15,7 @@ from rollback.cli import app
 from rollback.cli.doctor import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import Question, examine
-from rollback.doctor.findings import Report
+from rollback.doctor.findings import DoctorReport
 from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_torch
 from rollback.doctor.memory import judge_fast_tier, look_at_fast_tier
 from rollback.doctor.storage import (
@@ -207,7 +207,7 @@ def doctor(*arguments: object) -> Any:
 
 def test_the_exit_code_is_1_only_if_something_fails(tmp_path: Path) -> None:
     good = doctor("--run", tmp_path, "--json")
-    assert Report.model_validate_json(good.stdout).exit_code == good.exit_code == 0
+    assert DoctorReport.model_validate_json(good.stdout).exit_code == good.exit_code == 0
     bad = doctor("--run", tmp_path, "--ring", "nosuch://x/y", "--json")
     assert bad.exit_code == 1
     assert [found["topic"] for found in json.loads(bad.stdout)["findings"] if found["level"] == "fail"] == ["ring"]
@@ -219,7 +219,7 @@ def test_a_script_comes_with_its_arguments_as_for_launch(tmp_path: Path, monkeyp
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     done = doctor("--nproc", 1, "--json", "train.py", "--lr", "3e-4", "data", "--nproc", "8")
-    report = Report.model_validate_json(done.stdout)
+    report = DoctorReport.model_validate_json(done.stdout)
     assert (Path(report.run), report.ranks) == (Path("runs/train"), 1)
 
 

@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from recorded_run import incident, rollback_plan
 from rollback.facts.history import History, fold
-from rollback.facts.training import BecameGood, Committed, Evicted, Record, Restored
-from rollback.ring.schedule import Pace, Past, Situation, next_to_drain, to_evict
+from rollback.facts.training import BecameGood, Committed, Evicted, JournalEntry, Restored
+from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
 from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
 
-AUTO = Pace()
+AUTO = DrainPace()
 
 
 def history(committed: list[tuple[int, int]], good: int, evicted: int = 0) -> History:
@@ -26,7 +26,7 @@ def history(committed: list[tuple[int, int]], good: int, evicted: int = 0) -> Hi
     ]
     facts += [BecameGood(checkpoint=name, step=0) for name in names[:good]]
     facts += [Evicted(checkpoint=name, reason="the ring is full") for name in names[:evicted]]
-    return fold(Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
+    return fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
 
 
 def names(count: int, every: int = 10) -> list[str]:
@@ -38,23 +38,23 @@ def run_of(count: int, good: int, evicted: int = 0) -> History:
 
 
 def test_the_first_good_one_goes_at_once_and_a_candidate_does_not() -> None:
-    assert next_to_drain(Situation(run_of(3, good=2), ()), Pace(steps=10**6), 0.0) == names(3)[1]
+    assert next_to_drain(Situation(run_of(3, good=2), ()), DrainPace(steps=10**6), 0.0) == names(3)[1]
     later = history([(10, 0), (20, 0)], good=0)
     assert next_to_drain(Situation(later, ()), AUTO, 0.0) is None
 
 
 def test_at_the_end_the_newest_goes_good_or_not_and_then_the_newest_good_one() -> None:
     now = Situation(run_of(4, good=2), (), ending=True)
-    assert next_to_drain(now, Pace(seconds=1e9), 0.0) == names(4)[3]
+    assert next_to_drain(now, DrainPace(seconds=1e9), 0.0) == names(4)[3]
     now = Situation(run_of(4, good=2), (names(4)[3],), ending=True)
-    assert next_to_drain(now, Pace(seconds=1e9), 0.0) == names(4)[1]
+    assert next_to_drain(now, DrainPace(seconds=1e9), 0.0) == names(4)[1]
     now = Situation(run_of(4, good=2), (names(4)[1], names(4)[3]), ending=True)
-    assert next_to_drain(now, Pace(seconds=1e9), 0.0) is None
+    assert next_to_drain(now, DrainPace(seconds=1e9), 0.0) is None
 
 
 def test_what_is_pinned_goes_whatever_the_pace_is() -> None:
-    now = Situation(run_of(4, good=3), (names(4)[0],), pinned={names(4)[1]}, last=Past(0.0, 1.0))
-    assert next_to_drain(now, Pace(steps=10**6), 0.0) == names(4)[1]
+    now = Situation(run_of(4, good=3), (names(4)[0],), pinned={names(4)[1]}, last=LastCopy(0.0, 1.0))
+    assert next_to_drain(now, DrainPace(steps=10**6), 0.0) == names(4)[1]
 
 
 def test_what_cannot_be_copied_is_passed_over() -> None:
@@ -71,15 +71,15 @@ def test_after_a_rollback_the_pace_is_counted_from_what_is_left() -> None:
         BecameGood(checkpoint=checkpoint_name(3, 20), step=20),
     ]  # fmt: skip
     before = run_of(3, good=3)
-    after = fold((Record(seq=9, at="", attempt=1, fact=fact) for fact in facts), before)
+    after = fold((JournalEntry(seq=9, at="", attempt=1, fact=fact) for fact in facts), before)
     drained = (checkpoint_name(0, 0), checkpoint_name(2, 20))
-    assert next_to_drain(Situation(after, drained), Pace(steps=20), 0.0) == checkpoint_name(3, 20)
+    assert next_to_drain(Situation(after, drained), DrainPace(steps=20), 0.0) == checkpoint_name(3, 20)
     assert to_evict(Situation(after, drained), keep=3) == [(drained[1], "beyond a restored checkpoint")]
 
 
 def test_nothing_leaves_while_a_rollback_is_planned_and_not_carried_out() -> None:
     facts: list[Any] = [incident(0, 25, 30), rollback_plan(0, names(3)[1], 10, None, discards=(names(3)[2],))]
-    pending = fold((Record(seq=9, at="", attempt=1, fact=fact) for fact in facts), run_of(3, good=3))
+    pending = fold((JournalEntry(seq=9, at="", attempt=1, fact=fact) for fact in facts), run_of(3, good=3))
     assert to_evict(Situation(pending, tuple(names(3))), keep=3) == []
 
 
@@ -88,9 +88,9 @@ def test_nothing_leaves_while_a_rollback_is_planned_and_not_carried_out() -> Non
     [("20", False), ("10", True), ("99s", False), ("98s", True), ("2m", False), ("1h", False), ("auto", False)],
 )
 def test_the_pace_is_in_steps_or_time_or_a_share_of_it(pace: str, due: bool) -> None:
-    now = Situation(run_of(3, good=3), tuple(names(2)), last=Past(began=2.0, seconds=5.0))
-    assert (next_to_drain(now, Pace.parse(pace), 100.0) is not None) == due
-    assert next_to_drain(now, Pace.parse("auto"), 102.0) == names(3)[2], "twenty times five seconds have passed"
+    now = Situation(run_of(3, good=3), tuple(names(2)), last=LastCopy(began=2.0, seconds=5.0))
+    assert (next_to_drain(now, DrainPace.parse(pace), 100.0) is not None) == due
+    assert next_to_drain(now, DrainPace.parse("auto"), 102.0) == names(3)[2], "twenty times five seconds have passed"
 
 
 situations = st.builds(
@@ -103,14 +103,14 @@ situations = st.builds(
         ending,
     ),
     st.integers(0, 8), st.integers(0, 8), st.sets(st.integers(0, 7)), st.sets(st.integers(0, 7)),
-    st.none() | st.builds(Past, st.floats(0, 100), st.floats(0, 10)), st.booleans(),
+    st.none() | st.builds(LastCopy, st.floats(0, 100), st.floats(0, 10)), st.booleans(),
 )  # fmt: skip
-paces = st.sampled_from([AUTO, Pace(steps=1), Pace(steps=30), Pace(seconds=1.0), Pace(seconds=1e9)])
+paces = st.sampled_from([AUTO, DrainPace(steps=1), DrainPace(steps=30), DrainPace(seconds=1.0), DrainPace(seconds=1e9)])
 
 
 @given(situations, paces, st.floats(0, 1000))
 def test_what_is_copied_is_there_not_copied_yet_and_good_unless_pinned_or_at_the_end(
-    now: Situation, pace: Pace, clock: float
+    now: Situation, pace: DrainPace, clock: float
 ) -> None:
     name = next_to_drain(now, pace, clock)
     if name is not None:
@@ -120,13 +120,13 @@ def test_what_is_copied_is_there_not_copied_yet_and_good_unless_pinned_or_at_the
 
 
 @given(situations, paces, st.floats(0, 1000))
-def test_copying_comes_to_an_end(now: Situation, pace: Pace, clock: float) -> None:
+def test_copying_comes_to_an_end(now: Situation, pace: DrainPace, clock: float) -> None:
     for _ in range(20):
         name = next_to_drain(now, pace, clock)
         if name is None:
             break
         drained = tuple(sorted({*now.drained, name}, key=lambda held: parse_checkpoint_name(held) or (0, 0)))
-        now = Situation(now.history, drained, now.pinned, now.lost, Past(clock, 1.0), now.ending)
+        now = Situation(now.history, drained, now.pinned, now.lost, LastCopy(clock, 1.0), now.ending)
     else:
         raise AssertionError("it goes on for ever")
     if now.ending and now.history.committed:

@@ -20,7 +20,7 @@ from rollback.cli import app
 from rollback.cli.launch_options import as_arguments
 from rollback.config import ENV_SETTINGS, Settings, settings_from
 from rollback.drill import drill as drilling
-from rollback.drill.faults import FAULTS, Fault
+from rollback.drill.faults import FAULTS, PlannedFault
 from rollback.drill.judge import compare, differences, judge
 from rollback.drill.plan import FEWEST_STEPS, MOST_STEPS, plan, steps_for
 from rollback.drill.trials import Trial
@@ -167,7 +167,7 @@ def test_a_fault_that_the_loss_shrugs_off_is_harmless_where_that_is_allowed(run:
 
 def test_a_full_disk_passes_only_if_a_checkpoint_follows(run: RecordedRun) -> None:
     run.tell(41, Dropped(checkpoint="c000002-s00000040", step=40, reason="No space left on device"))
-    fault: Fault = FAULT["full-disk"]
+    fault: PlannedFault = FAULT["full-disk"]
     assert judge(fault, trial(run, "full-disk"), trial(None, None), None).why == (
         "no checkpoint was written once there was room again"
     )
@@ -213,9 +213,9 @@ def test_checkpoints_by_their_cost_are_checkpoints_by_the_drill_s_plan() -> None
 def test_the_real_run_s_ring_is_not_written_to_whoever_names_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[drilling.Request] = []
+    asked: list[drilling.DrillOrder] = []
 
-    def note(request: drilling.Request, tell: Any) -> Any:
+    def note(request: drilling.DrillOrder, tell: Any) -> Any:
         asked.append(request)
         raise UsageError("enough")
 

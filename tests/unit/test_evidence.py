@@ -18,7 +18,7 @@ from recorded_run import incident
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.incidents.evidence import Evidence
+from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.updates.gradients import Gradients, norm_of_each
 
 SETTINGS: dict[str, Any] = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
@@ -166,7 +166,7 @@ class Bench:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.gradients = Gradients(self.optimizer, None)
         self.paths = RunPaths(folder)
-        self.evidence = Evidence(self.paths, Ranks(), 1, self.model, limit)
+        self.evidence = IncidentEvidence(self.paths, Ranks(), 1, self.model, limit)
 
     def step(self, number: int, loss: float = 1.0, **gradients: float) -> float:
         for name, parameter in self.model.items():

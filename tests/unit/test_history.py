@@ -25,10 +25,10 @@ from rollback.facts.training import (
     Fetched,
     Finished,
     Incident,
+    JournalEntry,
     PhaseAnnounced,
     Planned,
     Quarantined,
-    Record,
     Requested,
     Restored,
     SampleQuarantine,
@@ -50,9 +50,10 @@ def restored(number: int, name: str, step: int) -> Restored:
     )
 
 
-def records(facts: Iterable[Fact], attempt: int = 1) -> list[Record]:
+def records(facts: Iterable[Fact], attempt: int = 1) -> list[JournalEntry]:
     return [
-        Record(seq=seq, at="2030-01-01T00:00:00+00:00", attempt=attempt, fact=fact) for seq, fact in enumerate(facts)
+        JournalEntry(seq=seq, at="2030-01-01T00:00:00+00:00", attempt=attempt, fact=fact)
+        for seq, fact in enumerate(facts)
     ]
 
 

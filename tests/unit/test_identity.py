@@ -12,10 +12,10 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollback.errors import ExitCode, RunDirectoryError, RunDoesNotFit
-from rollback.rundir.identity import Job, new_identity, read_identity, require_same_job, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, read_identity, require_same_job, write_identity
 from rollback.rundir.paths import FORMAT, RunPaths
 
-JOB = Job(
+JOB = JobIdentity(
     world_size=2,
     model=[("wte.weight", "F32", [256, 64]), ("head.weight", "F32", [64, 256])],
     optimizer={"class": "AdamW", "groups": [2]},
@@ -48,7 +48,7 @@ def test_a_new_run_has_no_identity(paths: RunPaths) -> None:
 def test_the_same_job_is_let_in_whatever_the_order_of_its_parameters() -> None:
     require_same_job(PATHS, JOB, JOB)
     require_same_job(PATHS, JOB, JOB.model_copy(update={"model": JOB.model[::-1]}))
-    require_same_job(PATHS, JOB, Job.model_validate_json(JOB.model_dump_json()))
+    require_same_job(PATHS, JOB, JobIdentity.model_validate_json(JOB.model_dump_json()))
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ parameters = st.dictionaries(
     st.tuples(st.sampled_from(["F32", "BF16"]), st.lists(st.integers(1, 3), max_size=2)),
 )
 jobs = st.builds(
-    Job,
+    JobIdentity,
     world_size=st.integers(1, 3),
     model=parameters.map(lambda named: [(name, dtype, shape) for name, (dtype, shape) in named.items()]),
     optimizer=st.dictionaries(st.sampled_from(["class", "groups"]), st.integers(0, 2)),
@@ -94,7 +94,7 @@ jobs = st.builds(
 
 
 @given(jobs, jobs)
-def test_jobs_that_differ_in_anything_are_refused(recorded: Job, present: Job) -> None:
+def test_jobs_that_differ_in_anything_are_refused(recorded: JobIdentity, present: JobIdentity) -> None:
     sorted_alike = {"model": sorted(recorded.model)}
     assume(recorded.model_copy(update=sorted_alike) != present.model_copy(update={"model": sorted(present.model)}))
     with pytest.raises(RunDoesNotFit):

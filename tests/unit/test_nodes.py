@@ -19,9 +19,9 @@ from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, R
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
+    NodeReport,
     Orders,
-    Report,
-    Verdict,
+    RunResult,
     followers_move,
     leaders_move,
     merged,
@@ -37,9 +37,9 @@ def orders(phase: str, attempt: int = 3, *, member: bool = True) -> Orders:
     return Orders(leader="a:1:1.0", host="a", pid=1, phase=phase, attempt=attempt, members=members)
 
 
-def report(state: str, status: int | None = None, attempt: int = 3) -> Report:
+def report(state: str, status: int | None = None, attempt: int = 3) -> NodeReport:
     left = Left(status=status) if status is not None else None
-    return Report(
+    return NodeReport(
         node="node-1", launch=LAUNCH, host="b", pid=1, leader="a:1:1.0", attempt=attempt, state=state, left=left
     )
 
@@ -77,7 +77,7 @@ def test_orders_for_others_start_nothing_and_end_what_runs() -> None:
         (1, None, "settled", True),
     ],
 )
-def test_the_leader_s_table(own: int | None, member: Report | None, move: str, ends: bool) -> None:
+def test_the_leader_s_table(own: int | None, member: NodeReport | None, move: str, ends: bool) -> None:
     assert leaders_move(own, {LAUNCH: member}) == move
     assert must_end(own, {LAUNCH: member}) is ends
 
@@ -89,7 +89,7 @@ def test_the_leader_s_table(own: int | None, member: Report | None, move: str, e
     ),
 )
 def test_an_attempt_that_has_failed_anywhere_settles_once_everybody_has_obeyed(
-    own: int | None, members: list[Report | None]
+    own: int | None, members: list[NodeReport | None]
 ) -> None:
     known = {str(number): member for number, member in enumerate(members)}
     if must_end(own, known):
@@ -124,7 +124,7 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
     now = [1000.0]
-    tower = Watchtower(tmp_path, "node-*.json", Report, clock=lambda: now[0])
+    tower = Watchtower(tmp_path, "node-*.json", NodeReport, clock=lambda: now[0])
     path, said = RunPaths(tmp_path).node("node-1"), report("ready")
     path = tmp_path / path.name
     write_in_place(path, said.model_dump_json().encode())
@@ -139,7 +139,7 @@ def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_p
 
 
 def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path: Path) -> None:
-    tower, path, said = Watchtower(tmp_path, "node-*.json", Report), tmp_path / "node-1.json", report("ready")
+    tower, path, said = Watchtower(tmp_path, "node-*.json", NodeReport), tmp_path / "node-1.json", report("ready")
     write_in_place(path, said.model_dump_json().encode())
     assert tower.look() == {"node-1.json": said}
     with path.open("r+b") as file:
@@ -151,7 +151,7 @@ def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path:
 
 def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
     now, blind = [1000.0], [True]
-    tower = Watchtower(tmp_path, "node-*.json", Report, clock=lambda: now[0], blind=lambda: blind[0])
+    tower = Watchtower(tmp_path, "node-*.json", NodeReport, clock=lambda: now[0], blind=lambda: blind[0])
     write_in_place(tmp_path / "node-1.json", report("ready").model_dump_json().encode())
     for _ in range(5):
         now[0] += SILENT_AFTER
@@ -170,7 +170,7 @@ def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
         beacon = Beacon(path, report("ready"), said.append)
         subprocess.run(["sh", "-c", fill(disk)], check=True)
         beacon.show(state="running", signals=("SIGTERM",) * 100)
-        assert Report.model_validate_json(read_in_place(path)).signals
+        assert NodeReport.model_validate_json(read_in_place(path)).signals
         assert not said
         assert not beacon.failing
         beacon.put_out()
@@ -182,18 +182,18 @@ def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
     beats = set()
     enough = threading.Event()
     for _ in range(500):
-        beats.add(Report.model_validate_json(read_in_place(path)).beat)
+        beats.add(NodeReport.model_validate_json(read_in_place(path)).beat)
         if len(beats) > 1 or enough.wait(0.02):
             break
     assert len(beats) > 1
     beacon.show(state="running")
-    assert Report.model_validate_json(read_in_place(path)).state == "running"
+    assert NodeReport.model_validate_json(read_in_place(path)).state == "running"
     beacon.put_out()
     assert not path.exists()
 
 
 def test_a_verdict_that_refuses_reaches_the_other_nodes_as_the_same_error() -> None:
-    error = Verdict.of_error(UsageError("no", hint="so")).as_error()
+    error = RunResult.of_error(UsageError("no", hint="so")).as_error()
     assert (error.message, error.hint, error.exit_code) == ("no", "so", 2)
 
 
@@ -221,7 +221,7 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
     place = place_among_nodes({"nnodes": nnodes, "rdzv-conf": "last_call_timeout=0.3"})
     leader = Leader(paths, place, lambda text: None)
     for number in range(followers):
-        there = Report(
+        there = NodeReport(
             node=f"node-{number}",
             launch=f"b:{number}:1.0",
             host="b",

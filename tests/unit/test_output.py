@@ -15,11 +15,11 @@ import pytest
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
 from rollback.supervisor import output as output_module
-from rollback.supervisor.command import Job
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.output import Output, Stream, user_decides
 from rollback.terminal.messages import line_for
 
-JOB = Job({}, "train.py", [])
+JOB = LaunchedJob({}, "train.py", [])
 LIMIT = 20.0
 
 
@@ -41,7 +41,7 @@ class Listener:
 class Ranks:
     """Stands in for torchrun's process: makes pipes and writes into them."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LaunchedJob) -> None:
         self._folder = Path(str(job.flags["log-dir"]))
         self._files: dict[str, int] = {}
 
@@ -241,7 +241,7 @@ def test_a_growing_log_is_said_at_each_doubling(
 def test_where_the_user_decides_torchrun_does_as_it_does_by_itself(
     output: Output, flags: dict[str, str | bool]
 ) -> None:
-    job = Job(flags, "train.py", [])
+    job = LaunchedJob(flags, "train.py", [])
     assert user_decides(job)
     with output.of_attempt(1, job) as streams:
         assert (streams.job, streams.stdout, streams.stderr) == (job, None, None)
@@ -250,7 +250,7 @@ def test_where_the_user_decides_torchrun_does_as_it_does_by_itself(
 def test_a_panel_captures_also_what_the_user_has_torchrun_print(tmp_path: Path) -> None:
     listener = Listener(captures=True)
     output = Output(tmp_path, lambda attempt: tmp_path / "logs", listener)
-    job = Job({"tee": "3"}, "train.py", [])
+    job = LaunchedJob({"tee": "3"}, "train.py", [])
     with output.of_attempt(1, job) as streams:
         assert streams.job == job
         os.write(streams.stdout or -1, b"[default0]:hello\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.train.snapshots.pace import CEILING, Pace
+from rollback.train.snapshots.pace import CEILING, SnapshotPace
 
 seconds = st.floats(1e-4, 100.0)
 overheads = st.floats(0.001, 1.0)
@@ -15,7 +15,7 @@ overheads = st.floats(0.001, 1.0)
 def test_the_cost_is_within_the_allowance_or_the_pace_at_its_ceiling(
     overhead: float, floor: int, stall: float, step: float
 ) -> None:
-    pace = Pace(overhead, floor)
+    pace = SnapshotPace(overhead, floor)
     pace.measure(stall, step)
     assert floor <= pace.every <= CEILING
     assert stall <= overhead * step * pace.every * (1 + 1e-9) or pace.every == CEILING
@@ -25,27 +25,27 @@ def test_the_cost_is_within_the_allowance_or_the_pace_at_its_ceiling(
 def test_ranks_that_are_fed_alike_answer_alike(
     overhead: float, floor: int, measured: list[tuple[float, float]]
 ) -> None:
-    one, other = Pace(overhead, floor), Pace(overhead, floor)
+    one, other = SnapshotPace(overhead, floor), SnapshotPace(overhead, floor)
     assert [one.measure(*pair) for pair in measured] == [other.measure(*pair) for pair in measured]
     assert one.every == other.every
 
 
 @given(overheads, st.integers(1, 200), seconds, seconds)
 def test_the_same_measurement_again_changes_nothing(overhead: float, floor: int, stall: float, step: float) -> None:
-    pace = Pace(overhead, floor)
+    pace = SnapshotPace(overhead, floor)
     pace.measure(stall, step)
     assert not pace.measure(stall, step)
 
 
 def test_what_was_not_measured_changes_nothing() -> None:
-    pace = Pace(0.01, 25)
+    pace = SnapshotPace(0.01, 25)
     assert not pace.measure(0.0, 1.0)
     assert not pace.measure(1.0, 0.0)
     assert pace.every == 50
 
 
 def test_cheap_snapshots_come_as_often_as_probation_lets_them_and_dear_ones_seldom() -> None:
-    pace = Pace(0.01, 25)
+    pace = SnapshotPace(0.01, 25)
     assert pace.measure(0.001, 1.0)
     assert pace.every == 25
     assert pace.measure(1.0, 1.0)

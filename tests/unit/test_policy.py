@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rollback.config import Settings
 from rollback.facts.training import Incident, Planned, Window
-from rollback.policy import Held, Stream, horizon_end, plan, plan_request, repeats
+from rollback.policy import DataStream, PolicyCheckpoint, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import checkpoint_name
 
 
@@ -25,8 +25,11 @@ def incident(
     )  # fmt: skip
 
 
-def held(*steps: int, good: bool = True, batches_per_step: int = 1) -> list[Held]:
-    return [Held(checkpoint_name(seq, step), step, step * batches_per_step, good) for seq, step in enumerate(steps)]
+def held(*steps: int, good: bool = True, batches_per_step: int = 1) -> list[PolicyCheckpoint]:
+    return [
+        PolicyCheckpoint(checkpoint_name(seq, step), step, step * batches_per_step, good)
+        for seq, step in enumerate(steps)
+    ]
 
 
 def rules(**given: Any) -> Settings:
@@ -73,7 +76,7 @@ def test_first_answers(settings: dict[str, Any], onset: int, detected: int, step
 
 
 def test_candidates_are_never_restored() -> None:
-    ring = [*held(0, 50), Held(checkpoint_name(9, 100), 100, 100, False)]
+    ring = [*held(0, 50), PolicyCheckpoint(checkpoint_name(9, 100), 100, 100, False)]
     answer = plan(incident(150, 152), None, ring, rules())
     assert answer.step == 50
     assert answer.discards == (checkpoint_name(9, 100),)
@@ -86,7 +89,7 @@ class Story:
     settings: Settings
     last: Planned | None = None
 
-    def meets(self, onset: int, ring: list[Held] = RING) -> Planned:
+    def meets(self, onset: int, ring: list[PolicyCheckpoint] = RING) -> Planned:
         answer = plan(incident(onset, onset + 3), self.last, ring, self.settings)
         if answer.action in ("rollback", "retry"):
             self.last = answer
@@ -127,7 +130,7 @@ def test_a_repeat_is_what_begins_between_the_restored_batch_and_the_horizon(onse
 
 
 def test_the_horizon_is_told_in_steps_and_reckoned_in_batches() -> None:
-    answer = plan(incident(230, 233, batches_per_step=4), None, held(200, batches_per_step=4), rules(), Stream(4))
+    answer = plan(incident(230, 233, batches_per_step=4), None, held(200, batches_per_step=4), rules(), DataStream(4))
     assert answer.skip is not None
     assert horizon_end(answer, rules(horizon=10), 4) == answer.skip.last + 40
     assert horizon_end(answer.model_copy(update={"skip": None}), rules(horizon=10), 4) == answer.through + 40
@@ -177,25 +180,30 @@ def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[A
 @pytest.mark.parametrize(
     ("settings", "stream", "onset", "allowed"),
     [
-        ({}, Stream(), 230, True),  # 54 batches: one first answer is always possible
-        ({}, Stream(skipped=(Window(first=0, last=45),)), 230, True),  # 100 of 251
-        ({}, Stream(skipped=(Window(first=0, last=46),)), 230, False),
-        ({}, Stream(skipped=(Window(first=0, last=46),), total=2020), 230, True),  # 101 of 2020: five in a hundred
-        ({}, Stream(skipped=(Window(first=0, last=46), Window(first=210, last=250))), 230, False),
-        ({}, Stream(skipped=(Window(first=205, last=250),)), 230, True),  # skipped already: nothing is counted twice
-        ({}, Stream(skipped=(Window(first=0, last=45), Window(first=200, last=200))), 230, True),
-        ({}, Stream(skipped=(Window(first=0, last=46), Window(first=200, last=200))), 230, False),
-        ({"max_skipped": "99%"}, Stream(skipped=(Window(first=0, last=196),)), 230, True),  # 251 of 254
-        ({"max_skipped": "99%"}, Stream(skipped=(Window(first=0, last=197),)), 230, False),
-        ({"max_skipped": "100%"}, Stream(skipped=(Window(first=300, last=900),)), 230, True),
-        ({"max_skipped": "50%"}, Stream(skipped=(Window(first=0, last=60),)), 230, True),
-        ({"max_skipped": "0%"}, Stream(skipped=(Window(first=0, last=60),), total=10**6), 230, False),
-        ({"policy": "palm"}, Stream(), 150, True),
-        ({"policy": "palm"}, Stream(skipped=(Window(first=0, last=0),)), 150, False),
+        ({}, DataStream(), 230, True),  # 54 batches: one first answer is always possible
+        ({}, DataStream(skipped=(Window(first=0, last=45),)), 230, True),  # 100 of 251
+        ({}, DataStream(skipped=(Window(first=0, last=46),)), 230, False),
+        ({}, DataStream(skipped=(Window(first=0, last=46),), total=2020), 230, True),  # 101 of 2020: five in a hundred
+        ({}, DataStream(skipped=(Window(first=0, last=46), Window(first=210, last=250))), 230, False),
+        (
+            {},
+            DataStream(skipped=(Window(first=205, last=250),)),
+            230,
+            True,
+        ),  # skipped already: nothing is counted twice
+        ({}, DataStream(skipped=(Window(first=0, last=45), Window(first=200, last=200))), 230, True),
+        ({}, DataStream(skipped=(Window(first=0, last=46), Window(first=200, last=200))), 230, False),
+        ({"max_skipped": "99%"}, DataStream(skipped=(Window(first=0, last=196),)), 230, True),  # 251 of 254
+        ({"max_skipped": "99%"}, DataStream(skipped=(Window(first=0, last=197),)), 230, False),
+        ({"max_skipped": "100%"}, DataStream(skipped=(Window(first=300, last=900),)), 230, True),
+        ({"max_skipped": "50%"}, DataStream(skipped=(Window(first=0, last=60),)), 230, True),
+        ({"max_skipped": "0%"}, DataStream(skipped=(Window(first=0, last=60),), total=10**6), 230, False),
+        ({"policy": "palm"}, DataStream(), 150, True),
+        ({"policy": "palm"}, DataStream(skipped=(Window(first=0, last=0),)), 150, False),
     ],
 )
 def test_no_window_makes_incidents_cost_more_than_they_may(
-    settings: dict[str, Any], stream: Stream, onset: int, allowed: bool
+    settings: dict[str, Any], stream: DataStream, onset: int, allowed: bool
 ) -> None:
     answer = plan(incident(onset, onset + 3), None, RING, Settings(**settings), stream)
     assert answer.action == ("rollback" if allowed else "stop")
@@ -207,7 +215,7 @@ def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, action:
     """80 updates of 2 batches and 20 batches more, 108 of which are this window."""
     answer = plan(
         incident(220, 223, batches_per_step=2), None, held(0, 180, batches_per_step=2), Settings(rewind=20),
-        Stream(2, skipped=(Window(first=0, last=skipped),)),
+        DataStream(2, skipped=(Window(first=0, last=skipped),)),
     )  # fmt: skip
     assert answer.action == action, answer.reason
 
@@ -219,7 +227,7 @@ def test_whatever_comes_incidents_cost_no_more_than_they_may(story: list[tuple[i
         position += gap
         windows = tuple(Window(first=batch, last=batch) for batch in sorted(skipped))
         ring = held(*range(0, position + 1, 50))
-        answer = plan(incident(position, position, in_hand=in_hand), last, ring, settings, Stream(skipped=windows))
+        answer = plan(incident(position, position, in_hand=in_hand), last, ring, settings, DataStream(skipped=windows))
         if answer.action == "stop":
             break
         assert answer.skip is not None
@@ -241,7 +249,7 @@ def test_observe_only_without_a_checkpoint_observes_all_the_same() -> None:
 
 
 @pytest.mark.parametrize("ring", [[], held(300, 350), held(0, 50, good=False)])
-def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[Held]) -> None:
+def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[PolicyCheckpoint]) -> None:
     answer = plan(incident(230, 233), None, ring, rules())
     assert (answer.action, answer.checkpoint) == ("stop", None)
     assert "no good checkpoint" in answer.reason
@@ -266,7 +274,7 @@ def test_a_plan_that_was_not_carried_out_has_no_repeats() -> None:
 def test_an_operator_goes_back_to_what_they_name_and_past_what_lies_behind_it(
     asked: tuple[int, int] | None, skipped: tuple[int, int] | None
 ) -> None:
-    ring = [*RING[:2], Held(RING[2].name, 100, 100, False), *RING[3:]]
+    ring = [*RING[:2], PolicyCheckpoint(RING[2].name, 100, 100, False), *RING[3:]]
     skip = Window(first=asked[0], last=asked[1]) if asked else None
     answer = plan_request(incident(230, 233, timeline=4), ring[2], skip, ring)
     assert answer.skip == (Window(first=skipped[0], last=skipped[1]) if skipped else None)
@@ -277,8 +285,8 @@ def test_an_operator_goes_back_to_what_they_name_and_past_what_lies_behind_it(
     assert "a good checkpoint" in plan_request(incident(230, 233), RING[2], skip, RING).reason
 
 
-@pytest.mark.parametrize("stream", [Stream(4, 303, None), Stream(4, None, 101), Stream(4, 303, 0)])
-def test_a_window_is_whole_updates_where_the_length_of_epochs_is_not_known(stream: Stream) -> None:
+@pytest.mark.parametrize("stream", [DataStream(4, 303, None), DataStream(4, None, 101), DataStream(4, 303, 0)])
+def test_a_window_is_whole_updates_where_the_length_of_epochs_is_not_known(stream: DataStream) -> None:
     assert stream.end_of_update(60, 108) == 111
 
 
@@ -310,12 +318,12 @@ def test_a_plan_that_was_never_carried_out_says_nothing_of_its_batch(action: str
 
 
 @st.composite
-def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
+def situations(draw: st.DrawFn) -> tuple[Incident, list[PolicyCheckpoint], Settings, int]:
     """An incident and a ring that may have anything in it but the checkpoint at step 0, which is there and good."""
     per_step = draw(st.integers(1, 8))
     later = draw(st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=8, unique_by=lambda pair: pair[0]))
     points = [(0, True), *sorted(later)]
-    ring = [Held(checkpoint_name(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
+    ring = [PolicyCheckpoint(checkpoint_name(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
     onset = draw(st.integers(0, 500))
     found = incident(onset, onset + draw(st.integers(0, 50)), batches_per_step=per_step)
     settings = rules(
@@ -330,9 +338,11 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[Held], Settings, int]:
 
 
 @given(situations())
-def test_what_is_restored_is_good_and_not_after_the_onset(case: tuple[Incident, list[Held], Settings, int]) -> None:
+def test_what_is_restored_is_good_and_not_after_the_onset(
+    case: tuple[Incident, list[PolicyCheckpoint], Settings, int],
+) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, Stream(per_step))
+    answer = plan(found, None, ring, settings, DataStream(per_step))
     target = next(point for point in ring if point.name == answer.checkpoint)
     assert target.good
     assert target.step == answer.step <= found.onset_step
@@ -343,10 +353,10 @@ def test_what_is_restored_is_good_and_not_after_the_onset(case: tuple[Incident, 
 
 @given(situations())
 def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
-    case: tuple[Incident, list[Held], Settings, int],
+    case: tuple[Incident, list[PolicyCheckpoint], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, Stream(per_step))
+    answer = plan(found, None, ring, settings, DataStream(per_step))
     assert answer.skip is not None
     assert found.onset_batch in answer.skip
     assert found.detection_batch in answer.skip
@@ -360,16 +370,16 @@ def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
 
 @given(situations(), st.integers(0, 60), st.integers(0, 20))
 def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the_old_one(
-    case: tuple[Incident, list[Held], Settings, int], later: int, delay: int
+    case: tuple[Incident, list[PolicyCheckpoint], Settings, int], later: int, delay: int
 ) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, Stream(per_step))
+    first = plan(found, None, ring, settings, DataStream(per_step))
     assert first.skip is not None
     onset = first.skip.last // per_step + later
     again = incident(onset, onset + delay, batches_per_step=per_step, timeline=1)
     assume(repeats(again, first, settings, per_step))
     kept = [point for point in ring if point.name not in first.discards]
-    second = plan(again, first, kept, settings, Stream(per_step))
+    second = plan(again, first, kept, settings, DataStream(per_step))
     assert second.action == "rollback"
     assert second.escalation == 1
     assert second.step is not None
@@ -388,19 +398,21 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     ("stream", "onset", "skip"),
     [
         # Updates of 4 in epochs of 101 batches: the window that ends in the second epoch leaves 88 of it.
-        (Stream(4, 101, 101), 22, (60, 113)),
+        (DataStream(4, 101, 101), 22, (60, 113)),
         # One that ends in the first leaves 4 of it, and so takes the remainder along; but not where it need not.
-        (Stream(4, 101, 101), 18, (60, 96)),
-        (Stream(4, 100, 100), 18, (60, 95)),
+        (DataStream(4, 101, 101), 18, (60, 96)),
+        (DataStream(4, 100, 100), 18, (60, 95)),
         # What an epoch's last update is like is all the same where it is told in batches of many epochs.
-        (Stream(4), 22, (60, 111)),
-        (Stream(4, 303, 101), 22, (60, 113)),
+        (DataStream(4), 22, (60, 111)),
+        (DataStream(4, 303, 101), 22, (60, 113)),
     ],
 )
 def test_a_window_leaves_whole_updates_of_the_epoch_in_which_it_ends(
-    stream: Stream, onset: int, skip: tuple[int, int]
+    stream: DataStream, onset: int, skip: tuple[int, int]
 ) -> None:
-    ring = [Held(checkpoint_name(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))]
+    ring = [
+        PolicyCheckpoint(checkpoint_name(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))
+    ]
     found = incident(onset, onset, batches_per_step=4)
     answer = plan(found, None, ring, rules(rewind=3, skip_after=20), stream)
     assert answer.skip == Window(first=skip[0], last=skip[1])
@@ -410,7 +422,7 @@ def test_a_window_leaves_whole_updates_of_the_epoch_in_which_it_ends(
 def test_behind_any_window_whole_updates_are_left_of_its_epoch(
     per_step: int, epoch: int, first: int, length: int, told_in: int
 ) -> None:
-    stream = Stream(per_step, (told_in + 1) * epoch, epoch)
+    stream = DataStream(per_step, (told_in + 1) * epoch, epoch)
     last = stream.end_of_update(first, first + length)
     assert first + length <= last < first + length + per_step
     assert (-(last + 1)) % epoch % per_step == 0
@@ -420,24 +432,26 @@ def test_behind_any_window_whole_updates_are_left_of_its_epoch(
 
 @given(situations())
 def test_discards_are_exactly_what_lies_beyond_the_restored_checkpoint(
-    case: tuple[Incident, list[Held], Settings, int],
+    case: tuple[Incident, list[PolicyCheckpoint], Settings, int],
 ) -> None:
     found, ring, settings, per_step = case
-    answer = plan(found, None, ring, settings, Stream(per_step))
+    answer = plan(found, None, ring, settings, DataStream(per_step))
     assert answer.step is not None
     assert set(answer.discards) == {point.name for point in ring if point.step > answer.step}
 
 
 @given(situations())
-def test_the_same_evidence_gives_the_same_plan(case: tuple[Incident, list[Held], Settings, int]) -> None:
+def test_the_same_evidence_gives_the_same_plan(case: tuple[Incident, list[PolicyCheckpoint], Settings, int]) -> None:
     found, ring, settings, per_step = case
-    once, again = (plan(found, None, list(ring), settings, Stream(per_step)) for _ in range(2))
+    once, again = (plan(found, None, list(ring), settings, DataStream(per_step)) for _ in range(2))
     assert once == again
 
 
 @given(situations())
-def test_beyond_the_horizon_a_trouble_is_a_new_one(case: tuple[Incident, list[Held], Settings, int]) -> None:
+def test_beyond_the_horizon_a_trouble_is_a_new_one(
+    case: tuple[Incident, list[PolicyCheckpoint], Settings, int],
+) -> None:
     found, ring, settings, per_step = case
-    first = plan(found, None, ring, settings, Stream(per_step))
+    first = plan(found, None, ring, settings, DataStream(per_step))
     after = horizon_end(first, settings, per_step) // per_step + 1
     assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)

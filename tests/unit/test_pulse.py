@@ -18,7 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollback.train.comm.pulse import Ailment, Beat, Pulse, Signs, Slot, _beat
+from rollback.train.comm.pulse import Ailment, Beat, Pulse, PulseField, Signs, _beat
 from rollback.train.comm.ranks import Ranks
 
 numbers = st.none() | st.floats(width=32)
@@ -47,7 +47,7 @@ def reduce(rows: list[tuple[float | None, float | None, Signs]], on_device: bool
     """The beat that ranks with these rows would read, without a process group: composed by each, then summed."""
     ranks = Ranks()
     ranks.world_size = len(rows)
-    total = torch.zeros(len(Slot) + len(rows), dtype=torch.float64)
+    total = torch.zeros(len(PulseField) + len(rows), dtype=torch.float64)
     for rank, (loss, grad_norm, said) in enumerate(rows):
         ranks.rank = rank
         pulse = Pulse(ranks, torch.device("cpu"))
@@ -76,7 +76,7 @@ def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=8))
 def test_the_codes_tell_all_ailments_of_all_ranks(codes: list[int]) -> None:
-    beat = _beat([*[0.0] * len(Slot), *map(float, codes)], len(codes))
+    beat = _beat([*[0.0] * len(PulseField), *map(float, codes)], len(codes))
     anywhere = Ailment(0)
     for code in codes:
         anywhere |= Ailment(code)

@@ -9,7 +9,7 @@ from recorded_run import incident, rollback_plan
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.resume import candidates, next_seq, of_present_timeline
 from rollback.facts.history import History, fold
-from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, Record, Restored
+from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, JournalEntry, Restored
 
 RING = [manifest_of(seq, 20 * seq) for seq in range(4)]
 NAMES = [manifest.name for manifest in RING]
@@ -21,7 +21,7 @@ def history_of(*facts: Fact) -> History:
     ]
     good = BecameGood(checkpoint=NAMES[1], step=20)
     told = [*committed, good, *facts]
-    return fold(Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(told))
+    return fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(told))
 
 
 def restored(seq: int) -> Restored:

@@ -15,11 +15,11 @@ from recorded_run import incident
 from rollback.checkpoints.retention import choose_evictions
 from rollback.config import Settings
 from rollback.facts.history import fold
-from rollback.facts.training import BecameGood, Committed, Record
-from rollback.policy import Held, plan
+from rollback.facts.training import BecameGood, Committed, JournalEntry
+from rollback.policy import PolicyCheckpoint, plan
 from rollback.ring.schedule import Situation, to_evict
 from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
-from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.snapshots.catalogue import Catalogue
 
 NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(20)]
 
@@ -85,12 +85,12 @@ def test_the_answer_is_the_same_for_slots_for_both_rings_and_on_every_rank(
     random.shuffle(mixed)
     assert choose_evictions(tuple(held), mixed, (), keep) == answer
     manifests = [manifest_of(seq, step_of(name)) for seq, name in enumerate(held)]
-    assert Holdings(25, manifests[::-1], mixed).surplus(keep) == answer
+    assert Catalogue(25, manifests[::-1], mixed).surplus(keep) == answer
     facts: list[Committed | BecameGood] = [
         Committed(checkpoint=m.name, step=m.step, batch=m.step, timeline=0, bytes=1, seconds=0.0) for m in manifests
     ]
     facts += [BecameGood(checkpoint=name, step=0) for name in mixed]
-    history = fold(Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
+    history = fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
     history.good &= good  # that of step 0 is good in every history
     assert to_evict(Situation(history, held), keep) == answer
 
@@ -135,7 +135,7 @@ def test_a_drift_that_began_long_ago_is_gone_back_behind(ago: int) -> None:
     """With the default settings, at any moment of a long run."""
     for step, held, good in life(50, 25, 6, 10_000):
         if step > 2000:
-            choice = [Held(name, step_of(name), step_of(name), name in good) for name in held]
+            choice = [PolicyCheckpoint(name, step_of(name), step_of(name), name in good) for name in held]
             answer = plan(incident(0, step - ago, step), None, choice, Settings(max_skipped="100%"))
             assert answer.action == "rollback"
             assert answer.step is not None

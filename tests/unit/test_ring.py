@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from checkpoints import damage, manifest_of, whole, write_checkpoint
 from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import ShardRecord
-from rollback.checkpoints.shard import Piece, write_shard
+from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
 
@@ -53,7 +53,7 @@ def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: Run
 def half_written(paths: RunPaths) -> tuple[Path, list[ShardRecord]]:
     """A checkpoint of two ranks, of which only rank 0 has written; the records of both."""
     directory = ring.begin_writing(paths, manifest_of(0, 10).name)
-    written = write_shard(directory / "rank-00000.safetensors", [Piece("w", "U8", (2,), memoryview(b"ab"))], {})
+    written = write_shard(directory / "rank-00000.safetensors", [ShardPiece("w", "U8", (2,), memoryview(b"ab"))], {})
     return directory, [ShardRecord.of(rank, written) for rank in range(2)]
 
 
@@ -72,7 +72,7 @@ def test_a_checkpoint_without_the_shards_of_all_ranks_is_not_committed(paths: Ru
 
 def test_a_shard_that_is_not_what_its_rank_wrote_is_not_committed(paths: RunPaths) -> None:
     directory, records = half_written(paths)
-    written = write_shard(directory / "rank-00001.safetensors", [Piece("v", "U8", (2,), memoryview(b"cd"))], {})
+    written = write_shard(directory / "rank-00001.safetensors", [ShardPiece("v", "U8", (2,), memoryview(b"cd"))], {})
     os.truncate(directory / "rank-00001.safetensors", written.size - 1)
     with pytest.raises(CheckpointDamaged, match="rank-00001"):
         commit(paths, records)

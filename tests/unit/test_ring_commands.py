@@ -18,7 +18,7 @@ from checkpoints import damage, manifest_of
 from recorded_run import incident, rollback_plan
 from rollback.checkpoints import pins, ring, slots, tiers
 from rollback.checkpoints.manifest import ShardRecord, read_manifest
-from rollback.checkpoints.shard import Piece, write_shard
+from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.slots import SlotPaths
 from rollback.cli import app
 from rollback.errors import (
@@ -31,12 +31,12 @@ from rollback.errors import (
 from rollback.facts.training import BecameGood, Committed, Quarantined
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
-from rollback.rundir.identity import Job, new_identity, read_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
 
 OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"
-JOB = Job(
+JOB = JobIdentity(
     world_size=2,
     model=[("w", "float32", [2, 3]), ("b", "bfloat16", [3]), ("mean", "float64", [])],
     optimizer={"class": "AdamW", "groups": [2]},
@@ -64,9 +64,9 @@ def weights(step: int) -> np.ndarray[Any, Any]:
     return np.arange(6, dtype=np.float32).reshape(2, 3) + step
 
 
-def pieces(rank: int, step: int) -> list[Piece]:
-    def piece(name: str, dtype: str, array: np.ndarray[Any, Any]) -> Piece:
-        return Piece(name, dtype, array.shape, memoryview(array.tobytes()))
+def pieces(rank: int, step: int) -> list[ShardPiece]:
+    def piece(name: str, dtype: str, array: np.ndarray[Any, Any]) -> ShardPiece:
+        return ShardPiece(name, dtype, array.shape, memoryview(array.tobytes()))
 
     own = [
         piece("local/mean", "F64", np.array(rank + 0.5)),

@@ -14,7 +14,7 @@ from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.facts.training import AttemptStarted
 from rollback.ring.url.store import require_no_credentials, require_url
-from rollback.supervisor.command import Job
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.start_conditions import conditions_of, differences
@@ -61,7 +61,7 @@ def test_a_url_without_credentials_is_taken(url: str) -> None:
     ids=" ".join,
 )  # fmt: skip
 def test_a_secret_is_not_in_a_start_on_record(tmp_path: Path, arguments: list[str]) -> None:
-    job = Job({}, str(tmp_path / "train.py"), arguments, secret_args=["house-number"])
+    job = LaunchedJob({}, str(tmp_path / "train.py"), arguments, secret_args=["house-number"])
     started = AttemptStarted(
         command=redacted(["torchrun", *arguments], job.secret_args), host="h", pid=1,
         job=fingerprint(job, Settings(), new_salt()), **conditions_of(job, {}, new_salt()),
@@ -73,7 +73,7 @@ def test_another_secret_than_at_the_last_start_is_told_without_being_told(tmp_pa
     salt = new_salt()
 
     def start(token: str, salt: str | None = salt) -> AttemptStarted:
-        job = Job({}, str(tmp_path / "train.py"), ["--token", token, "--lr", "1"])
+        job = LaunchedJob({}, str(tmp_path / "train.py"), ["--token", token, "--lr", "1"])
         return AttemptStarted(command=(), host="h", pid=1, **conditions_of(job, {}, salt))
 
     assert differences(start("one"), start("one")) == ()
@@ -85,7 +85,7 @@ def test_another_secret_than_at_the_last_start_is_told_without_being_told(tmp_pa
 
 
 def test_the_same_secret_is_the_same_job_and_another_one_is_another(tmp_path: Path) -> None:
-    salt, jobs = new_salt(), [Job({}, "train.py", ["--token", token]) for token in ("one", "one", "two")]
+    salt, jobs = new_salt(), [LaunchedJob({}, "train.py", ["--token", token]) for token in ("one", "one", "two")]
     first, again, other = (fingerprint(job, Settings(), salt) for job in jobs)
     assert first == again != other
     assert first != fingerprint(jobs[0], Settings(), new_salt())

@@ -11,7 +11,7 @@ from rich.console import Console
 
 from recorded_run import RecordedRun, incident
 from rollback.facts.training import PhaseAnnounced
-from rollback.inspect.audit import Ledger, compile_ledger, read_material
+from rollback.inspect.audit import AuditReport, compile_ledger, read_material
 from rollback.inspect.audit.text import print_ledger
 from rollback.rundir.evidence import (
     BatchKept,
@@ -53,7 +53,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
     return run
 
 
-def ledger(run: RecordedRun, *evidence: RankEvidence) -> Ledger:
+def ledger(run: RecordedRun, *evidence: RankEvidence) -> AuditReport:
     for item in evidence:
         path = run.paths.evidence(item.incident, item.rank)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -67,7 +67,7 @@ def began(run: RecordedRun, *evidence: RankEvidence) -> str:
     return found.began
 
 
-def text(found: Ledger) -> str:
+def text(found: AuditReport) -> str:
     stream = io.StringIO()
     print_ledger(Console(file=stream, width=200, highlight=False, markup=False), found)
     return stream.getvalue()

@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 
 from rollback.checkpoints.hashing import hash_of
 from rollback.checkpoints.layout import ITEM_SIZE, PADDING, lay_out
-from rollback.checkpoints.shard import Piece, ShardReader, Written, write_shard
+from rollback.checkpoints.shard import ShardPiece, ShardReader, Written, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import durable
 
@@ -36,7 +36,7 @@ def _is_utf8(text: str) -> bool:
 
 
 @st.composite
-def pieces(draw: st.DrawFn, dtypes: st.SearchStrategy[str]) -> list[Piece]:
+def pieces(draw: st.DrawFn, dtypes: st.SearchStrategy[str]) -> list[ShardPiece]:
     drawn = draw(st.dictionaries(names, st.tuples(dtypes, shapes), max_size=5))
     made = []
     for name, (dtype, shape) in drawn.items():
@@ -44,7 +44,7 @@ def pieces(draw: st.DrawFn, dtypes: st.SearchStrategy[str]) -> list[Piece]:
         data = draw(st.binary(min_size=size, max_size=size))
         if dtype == "BOOL":
             data = bytes(byte & 1 for byte in data)
-        made.append(Piece(name, dtype, shape, memoryview(data)))
+        made.append(ShardPiece(name, dtype, shape, memoryview(data)))
     return made
 
 
@@ -63,7 +63,7 @@ def written_as(data: bytes) -> Written:
 
 @anywhere
 @given(content=pieces(st.sampled_from(sorted(ITEM_SIZE))), metadata=st.dictionaries(names, names, max_size=3))
-def test_we_read_what_we_wrote(tmp_path: Path, content: list[Piece], metadata: dict[str, str]) -> None:
+def test_we_read_what_we_wrote(tmp_path: Path, content: list[ShardPiece], metadata: dict[str, str]) -> None:
     path = fresh(tmp_path / "shard")
     written = write_shard(path, content, metadata)
     assert written == written_as(path.read_bytes())
@@ -79,7 +79,7 @@ def test_we_read_what_we_wrote(tmp_path: Path, content: list[Piece], metadata: d
 
 @anywhere
 @given(content=pieces(st.sampled_from(sorted(NUMPY))))
-def test_the_library_reads_what_we_wrote(tmp_path: Path, content: list[Piece]) -> None:
+def test_the_library_reads_what_we_wrote(tmp_path: Path, content: list[ShardPiece]) -> None:
     path = fresh(tmp_path / "shard")
     write_shard(path, content, {"made": "here"})
     loaded = load_file(path)
@@ -92,7 +92,7 @@ def test_the_library_reads_what_we_wrote(tmp_path: Path, content: list[Piece]) -
 
 @anywhere
 @given(content=pieces(st.sampled_from(sorted(NUMPY))))
-def test_we_read_what_the_library_wrote(tmp_path: Path, content: list[Piece]) -> None:
+def test_we_read_what_the_library_wrote(tmp_path: Path, content: list[ShardPiece]) -> None:
     path = fresh(tmp_path / "shard")
     arrays = {p.name: np.frombuffer(p.data, dtype=NUMPY[p.dtype]).reshape(p.shape) for p in content}
     save_file(arrays, path, metadata={"made": "there"})
@@ -134,14 +134,14 @@ def test_an_existing_file_is_not_overwritten(tmp_path: Path) -> None:
 
 def test_a_piece_whose_bytes_do_not_fit_its_shape_is_refused_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tensor w"):
-        write_shard(tmp_path / "shard", [Piece("w", "F32", (3,), memoryview(bytes(8)))], {})
+        write_shard(tmp_path / "shard", [ShardPiece("w", "F32", (3,), memoryview(bytes(8)))], {})
     assert not list(tmp_path.iterdir())
 
 
 def test_short_writes_are_completed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     really_write = os.write
     monkeypatch.setattr(durable.os, "write", lambda fd, data: really_write(fd, data[:5]))
-    written = write_shard(tmp_path / "shard", [Piece("w", "U8", (100,), memoryview(bytes(range(100))))], {})
+    written = write_shard(tmp_path / "shard", [ShardPiece("w", "U8", (100,), memoryview(bytes(range(100))))], {})
     with ShardReader(tmp_path / "shard", written) as reader:
         assert bytes(reader.data("w")) == bytes(range(100))
 
@@ -152,7 +152,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 
     monkeypatch.setattr(os, "fsync", refuse)
     with pytest.raises(OSError, match="Input/output"):
-        write_shard(tmp_path / "shard", [Piece("w", "U8", (3,), memoryview(b"abc"))], {})
+        write_shard(tmp_path / "shard", [ShardPiece("w", "U8", (3,), memoryview(b"abc"))], {})
     assert not list(tmp_path.iterdir())
 
 
@@ -162,7 +162,7 @@ def test_a_write_that_fails_leaves_no_file(tmp_path: Path, monkeypatch: pytest.M
 @pytest.fixture
 def shard(tmp_path: Path) -> tuple[Path, Written, bytes]:
     path = tmp_path / "shard"
-    content = [Piece("a", "F32", (4, 4), memoryview(bytes(64))), Piece("b", "U8", (5,), memoryview(b"12345"))]
+    content = [ShardPiece("a", "F32", (4, 4), memoryview(bytes(64))), ShardPiece("b", "U8", (5,), memoryview(b"12345"))]
     written = write_shard(path, content, {"tree": "{}"})
     return path, written, path.read_bytes()
 

@@ -14,7 +14,7 @@ from rollback.facts.training import PassedOver, SkipAdded, Window
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.skips import SkipList
 
@@ -28,7 +28,7 @@ def opened(samples: int = 20) -> Cursor:
 def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
     paths = RunPaths(folder)
     listed = [SkipAdded(window=Window(first=first, last=last), who="test", why="") for first, last in windows]
-    return SkipList(paths, 0, History(added=listed), Record(paths, 1, first=True)), paths
+    return SkipList(paths, 0, History(added=listed), Recorder(paths, 1, first=True)), paths
 
 
 def drain(listed: SkipList, cursor: Cursor) -> list[int]:

@@ -20,7 +20,7 @@ from rollback.checkpoints.shard import ShardReader, Written
 from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import CheckpointDamaged, RunDirectoryError
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 
 KINDS = {"w": ("F32", (5, 3)), "b": ("U8", (7,))}
@@ -201,7 +201,7 @@ def test_removing_a_tier_leaves_nothing_and_spares_its_neighbours(tier: SlotPath
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    job = Job(world_size=2, model=[], optimizer={}, objects=[], data={})
+    job = JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={})
     identity = new_identity(job)
     write_identity(paths, identity)
     tier = slots.tier_of(tmp_path, identity.run_id)

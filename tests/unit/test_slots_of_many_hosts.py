@@ -28,7 +28,7 @@ from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.restore import Place, Restoration, restore, verify
+from rollback.train.snapshots.restore import CheckpointPlace, RestoreOutcome, restore, verify
 from rollback.train.state.state import TrainingState
 
 SLOT = 0
@@ -113,10 +113,10 @@ class TwoHosts:
         snapshots.close()
         return name
 
-    def place(self, rank: int) -> Place:
-        return Place(self.tiers[rank].slot(SLOT), in_slot=True)
+    def place(self, rank: int) -> CheckpointPlace:
+        return CheckpointPlace(self.tiers[rank].slot(SLOT), in_slot=True)
 
-    def restore(self, states: list[TrainingState]) -> list[Restoration]:
+    def restore(self, states: list[TrainingState]) -> list[RestoreOutcome]:
         return self.both(lambda rank: restore(self.name, [self.place(rank)], self.ranks[rank], states[rank]))
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollback.facts.training import AttemptStarted
-from rollback.supervisor.command import Job
+from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.start_conditions import conditions_of, differences, redacted
 
 
@@ -17,7 +17,7 @@ def start(
 ) -> AttemptStarted:
     script = folder / "train.py"
     script.write_text(text)
-    conditions = conditions_of(Job({}, str(script), arguments.split()), environment or {})
+    conditions = conditions_of(LaunchedJob({}, str(script), arguments.split()), environment or {})
     return AttemptStarted(command=(), host="h", pid=1, **conditions)
 
 
@@ -80,15 +80,15 @@ def test_a_module_is_found_without_being_imported(tmp_path: Path, monkeypatch: p
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "__init__.py").write_text("raise SystemExit('imported')")
     (tmp_path / "package" / "train.py").write_text("one")
-    job = Job({"module": True}, "package.train", [])
+    job = LaunchedJob({"module": True}, "package.train", [])
     before = conditions_of(job, {})["script"]
     (tmp_path / "package" / "train.py").write_text("two")
     assert None is not before != conditions_of(job, {})["script"]
 
 
 def test_what_cannot_be_read_is_not_known(tmp_path: Path) -> None:
-    assert conditions_of(Job({}, str(tmp_path / "missing.py"), []), {})["script"] is None
-    assert conditions_of(Job({}, str(tmp_path), []), {})["script"] is None
+    assert conditions_of(LaunchedJob({}, str(tmp_path / "missing.py"), []), {})["script"] is None
+    assert conditions_of(LaunchedJob({}, str(tmp_path), []), {})["script"] is None
 
 
 @pytest.mark.parametrize(

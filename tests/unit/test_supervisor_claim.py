@@ -11,7 +11,7 @@ import pytest
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
 from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir import lock
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
@@ -23,7 +23,7 @@ def tree(root: Path) -> dict[str, bytes | None]:
 
 def write_past(paths: RunPaths, attempt: int = 4) -> None:
     paths.root.mkdir(parents=True, exist_ok=True)
-    write_identity(paths, new_identity(Job(world_size=1, model=[], optimizer={}, objects=[], data={})))
+    write_identity(paths, new_identity(JobIdentity(world_size=1, model=[], optimizer={}, objects=[], data={})))
     for path, number in ((paths.train_journal, attempt), (paths.supervisor_journal, attempt - 1)):
         journal = Journal(path, number)
         journal.append(Finished(step=1, batch=1))

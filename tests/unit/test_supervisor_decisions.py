@@ -20,14 +20,14 @@ from rollback.facts.training import (
     Fact,
     FinalStateLost,
     Finished,
+    JournalEntry,
     LastSaveFailed,
-    Record,
     Stopped,
 )
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
-from rollback.supervisor.command import Job, rank_environment, torchrun_command
+from rollback.supervisor.command import LaunchedJob, rank_environment, torchrun_command
 from rollback.supervisor.diagnosis.evidence import got_further
-from rollback.supervisor.diagnosis.outcome import Evidence, Failures, RankFailure, Refusal, ending
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
@@ -49,8 +49,8 @@ def evidence(
     unsaved: bool = False,
     step: int | None = None,
     kept: int | None = None,
-) -> Evidence:
-    return Evidence(
+) -> AttemptEvidence:
+    return AttemptEvidence(
         status=status,
         told_to_stop=told,
         attached=attached,
@@ -219,8 +219,8 @@ def test_who_was_killed_did_not_fail_by_himself(status: int, exitcodes: list[int
 
 class TestProgress:
     @staticmethod
-    def records(*facts: Fact) -> list[Record]:
-        return [Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
+    def records(*facts: Fact) -> list[JournalEntry]:
+        return [JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
 
     attached = Attached(
         world_size=1, host="h", pid=1, supervised=True, checkpoint=None, step=50, batch=50, torch="", settings={}
@@ -248,22 +248,22 @@ class TestProgress:
 
 class TestCommand:
     def test_flags_go_as_they_stand_and_torchrun_restarts_nothing(self) -> None:
-        job = Job({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
+        job = LaunchedJob({"nproc-per-node": "2", "module": True, "tee": "3"}, "pkg.train", ["--lr", "0.1"])
         flags = ["--max-restarts=0", "--nproc-per-node=2", "--module", "--tee=3", "--standalone"]
         expected = [sys.executable, "-m", "rollback.agent.entry", *flags, "pkg.train", "--lr", "0.1"]
         assert torchrun_command(job) == expected
 
     def test_a_given_rendezvous_is_left_alone(self) -> None:
-        job = Job({"rdzv-endpoint": "host:1"}, "train.py", [])
+        job = LaunchedJob({"rdzv-endpoint": "host:1"}, "train.py", [])
         assert "--standalone" not in torchrun_command(job)
 
     def test_of_a_range_of_nodes_torchrun_is_told_how_many_there_are(self) -> None:
-        command = torchrun_command(Job({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), 3)
+        command = torchrun_command(LaunchedJob({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), 3)
         assert "--nnodes=3" in command
         assert "--nnodes=1:4" not in command
 
     def test_flags_that_only_the_installed_torchrun_knows_are_handed_on(self) -> None:
-        command = torchrun_command(Job({}, "train.py", ["-x"], ["--brand-new=1"]))
+        command = torchrun_command(LaunchedJob({}, "train.py", ["-x"], ["--brand-new=1"]))
         assert command[-3:] == ["--brand-new=1", "train.py", "-x"]
 
     def test_ranks_learn_only_the_settings_that_were_given(self) -> None:

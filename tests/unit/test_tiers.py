@@ -14,7 +14,7 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.checkpoints.tiers import Located
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.identity import Job, new_identity, write_identity
+from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 
 
@@ -22,7 +22,7 @@ from rollback.rundir.paths import RunPaths, shard_name
 def paths(tmp_path: Path) -> RunPaths:
     paths = RunPaths(tmp_path / "run")
     paths.root.mkdir()
-    write_identity(paths, new_identity(Job(world_size=2, model=[], optimizer={}, objects=[], data={})))
+    write_identity(paths, new_identity(JobIdentity(world_size=2, model=[], optimizer={}, objects=[], data={})))
     return paths
 
 

@@ -10,12 +10,12 @@ from rollback.facts.training import (
     Committed,
     Drained,
     Evicted,
+    JournalEntry,
     LeftDurableRing,
     Quarantined,
-    Record,
     Restored,
 )
-from rollback.policy import Held
+from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir.paths import checkpoint_name
 
@@ -23,8 +23,8 @@ URL = "s3://bucket/run"
 NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(5)]
 
 
-def journal(*facts: Any) -> list[Record]:
-    return [Record(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
+def journal(*facts: Any) -> list[JournalEntry]:
+    return [JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
 
 
 def committed(count: int, timeline: int = 0) -> list[Any]:
@@ -50,7 +50,7 @@ def test_what_was_drained_and_has_not_left_is_there_wherever_it_was_noted() -> N
     ranks = journal(*committed(4), *good(*NAMES[1:4]), *drained(NAMES[0], NAMES[2]))
     supervisor = journal(*drained(NAMES[1], NAMES[3]), left(NAMES[2]))
     assert good_ones_at(f"{URL}/", ranks, supervisor) == [
-        Held(NAMES[0], 0, 0, True), Held(NAMES[1], 10, 20, True), Held(NAMES[3], 30, 60, True),
+        PolicyCheckpoint(NAMES[0], 0, 0, True), PolicyCheckpoint(NAMES[1], 10, 20, True), PolicyCheckpoint(NAMES[3], 30, 60, True),
     ]  # fmt: skip
 
 

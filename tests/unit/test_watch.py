@@ -17,11 +17,11 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
-from rollback.train.incidents.evidence import Evidence
-from rollback.train.incidents.judge import Decision, Halt, Rewind, StepMark, Watch
-from rollback.train.snapshots.catalogue import Holdings
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.comm.recorder import Recorder
+from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.incidents.judge import Decision, Halt, Judge, Rewind, StepMark
+from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.state import Image
@@ -37,14 +37,14 @@ class Steps:
         ranks, settings = Ranks(), settings or Settings(probation=8, rewind=0)
         for directory in (self.paths.ring, self.paths.ranks):
             directory.mkdir(parents=True)
-        self.record = record = Record(self.paths, 1, first=True)
+        self.record = record = Recorder(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
-        self.holdings = Holdings(settings.probation, [], [])
-        self.keeper = Keeper(self.paths, ranks, self.snapshots, self.holdings, record, settings.keep)
-        self.watch = Watch(
+        self.holdings = Catalogue(settings.probation, [], [])
+        self.keeper = CheckpointManager(self.paths, ranks, self.snapshots, self.holdings, record, settings.keep)
+        self.watch = Judge(
             ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
             self.keeper, self.snapshots, record,
-            Evidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
+            IncidentEvidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
             finite=FiniteCheck((), repr),
         )  # fmt: skip
         self.step = 0

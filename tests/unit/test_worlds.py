@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from rollback.errors import RunDoesNotFit
-from rollback.rundir.identity import Job, require_same_job
+from rollback.rundir.identity import JobIdentity, require_same_job
 from rollback.rundir.paths import RunPaths
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor, cursor_for
@@ -163,18 +163,18 @@ def test_data_workers_of_a_new_rank_have_seeds_of_their_own() -> None:
 # --- who is let in ----------------------------------------------------------------------------------------------------
 
 
-def job(ranks: int, **data: Any) -> Job:
+def job(ranks: int, **data: Any) -> JobIdentity:
     shared_out = {
         "kind": "map-style", "length": 100, "batch_size": 8 // ranks, "drop_last": False,
         "sampler": "DistributedSampler", "batches": 13,
     }  # fmt: skip
-    return Job(
+    return JobIdentity(
         world_size=ranks, model=[("w", "float32", [2])], optimizer={"class": "SGD", "groups": [1]}, objects=[],
         data={**shared_out, **data},
     )  # fmt: skip
 
 
-def admit(recorded: Job, present: Job, **options: Any) -> Any:
+def admit(recorded: JobIdentity, present: JobIdentity, **options: Any) -> Any:
     return require_same_job(RunPaths(Path("runs/train")), recorded, present, **options)
 
 
@@ -199,7 +199,9 @@ def test_another_number_of_ranks_over_the_same_batches_is_let_in_and_said(then: 
     ],
     ids=["global batch", "sampler", "kind", "no batch size", "batches", "length", "model"],
 )
-def test_another_number_of_ranks_that_would_train_on_other_batches_is_refused(present: Job, reason: str) -> None:
+def test_another_number_of_ranks_that_would_train_on_other_batches_is_refused(
+    present: JobIdentity, reason: str
+) -> None:
     with pytest.raises(RunDoesNotFit, match="belongs to another job") as refused:
         admit(job(2), present)
     assert reason in str(refused.value)
@@ -229,7 +231,7 @@ def test_another_length_is_let_in_on_demand_only() -> None:
     ],
     ids=["batch size", "model", "ranks", "objects"],
 )
-def test_to_accept_other_data_is_not_recommended_where_it_would_be_refused_all_the_same(present: Job) -> None:
+def test_to_accept_other_data_is_not_recommended_where_it_would_be_refused_all_the_same(present: JobIdentity) -> None:
     with pytest.raises(RunDoesNotFit) as refused:
         admit(job(2), present)
     assert "--accept-data-change" not in (refused.value.hint or "")

@@ -1,6 +1,6 @@
 """The audit: a run directory in, a ledger out. Writes nothing; safe to use on a running run.
 
-`material` reads, `compile` (a pure function) makes the `Ledger`, `text` shows it. Whoever wants another view of a run
+`material` reads, `compile` (a pure function) makes the `AuditReport`, `text` shows it. Whoever wants another view of a run
 (a page, a table for a spreadsheet) starts from the ledger, never from the journals.
 """
 
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, read_material
-from rollback.inspect.audit.report import Ledger
+from rollback.inspect.audit.report import AuditReport
 from rollback.inspect.status.status import Status, read_status
 
-__all__ = ["Ledger", "Material", "Status", "compile_ledger", "read_material", "read_status"]
+__all__ = ["AuditReport", "Material", "Status", "compile_ledger", "read_material", "read_status"]

@@ -20,11 +20,11 @@ from rollback.facts.training import (
     Fact,
     Finished,
     Incident,
+    JournalEntry,
     Noticed,
     PassedOver,
     PhaseAnnounced,
     Quarantined,
-    Record,
     RestartScheduled,
     Restored,
     ScalerSkipped,
@@ -42,14 +42,14 @@ from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.reading import Material
 from rollback.inspect.audit.report import (
     AttemptEntry,
+    AuditReport,
     CheckpointEntry,
     IncidentEntry,
-    Ledger,
     Message,
     NoticedEntry,
     PhaseEntry,
     Point,
-    Restoration,
+    RestoredCheckpoint,
     Run,
     SkippedBatchEntry,
     Span,
@@ -63,7 +63,7 @@ from rollback.rundir.records import SkippedBatch
 _F = TypeVar("_F", bound=Fact)
 
 
-def compile_ledger(material: Material) -> Ledger:
+def compile_ledger(material: Material) -> AuditReport:
     """The ledger of a run. Same material, same ledger. Raises JournalDamaged where facts contradict each other."""
     records = material.records
     history = fold(records)
@@ -73,7 +73,7 @@ def compile_ledger(material: Material) -> Ledger:
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
-    return Ledger(
+    return AuditReport(
         schema=1,
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
@@ -113,7 +113,7 @@ def compile_ledger(material: Material) -> Ledger:
     )
 
 
-def _each(records: Iterable[Record], kind: type[_F]) -> list[tuple[Record, _F]]:
+def _each(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
     return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
 
 
@@ -227,13 +227,13 @@ def _is_repeat(case: Case, before: Case) -> bool:
     return concluded or (case.plan is not None and case.plan.escalation > 0)
 
 
-def _restoration(fact: Restored, at: str) -> Restoration:
-    return Restoration(
+def _restoration(fact: Restored, at: str) -> RestoredCheckpoint:
+    return RestoredCheckpoint(
         checkpoint=fact.checkpoint, step=fact.step, batch=fact.batch, route=fact.route, at=at, seconds=fact.seconds
     )
 
 
-def _checkpoints(records: Sequence[Record], history: History) -> list[CheckpointEntry]:
+def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[CheckpointEntry]:
     entries: dict[str, dict[str, Any]] = {}
     for record in records:
         match record.fact:
@@ -262,12 +262,12 @@ def _checkpoints(records: Sequence[Record], history: History) -> list[Checkpoint
     return [CheckpointEntry(**entry) for entry in entries.values()]
 
 
-def _begun(records: Sequence[Record]) -> Record | None:
+def _begun(records: Sequence[JournalEntry]) -> JournalEntry | None:
     return next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
 
 
-def _attempts(records: Sequence[Record], costs: Costs, held: bool) -> list[AttemptEntry]:
-    by_attempt: dict[int, list[Record]] = {}
+def _attempts(records: Sequence[JournalEntry], costs: Costs, held: bool) -> list[AttemptEntry]:
+    by_attempt: dict[int, list[JournalEntry]] = {}
     for record in records:
         by_attempt.setdefault(record.attempt, []).append(record)
     last = max(by_attempt, default=0)
@@ -277,7 +277,7 @@ def _attempts(records: Sequence[Record], costs: Costs, held: bool) -> list[Attem
     ]
 
 
-def _attempt(number: int, records: list[Record], costs: Costs, *, is_last: bool, held: bool) -> AttemptEntry:
+def _attempt(number: int, records: list[JournalEntry], costs: Costs, *, is_last: bool, held: bool) -> AttemptEntry:
     started = _last(records, AttemptStarted)
     attached = _last(records, Attached)
     ended = _last(records, AttemptEnded)
@@ -321,7 +321,7 @@ def _attempt(number: int, records: list[Record], costs: Costs, *, is_last: bool,
     )
 
 
-def _last(records: Iterable[Record], kind: type[_F]) -> tuple[Record, _F] | None:
+def _last(records: Iterable[JournalEntry], kind: type[_F]) -> tuple[JournalEntry, _F] | None:
     return next(reversed(_each(records, kind)), None)
 
 

@@ -26,8 +26,8 @@ from rollback.facts.training import (
     Finished,
     Hung,
     Incident,
+    JournalEntry,
     Planned,
-    Record,
     Restored,
     Stopped,
 )
@@ -88,7 +88,7 @@ class Charged:
         return free
 
 
-def reckon(records: Sequence[Record], progress: Mapping[int, tuple[int, int]]) -> Costs:
+def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
     """Price of every restore (by incident) and of every attempt's end (by attempt).
 
     records: merged order. progress: by attempt, the timeline and step of its last judged step, where metrics tell.
@@ -145,7 +145,7 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _reached(records: Iterable[Record], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+def _reached(records: Iterable[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
     """By attempt, the step in progress when it was last heard of."""
     reached: dict[int, int] = {}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
@@ -165,6 +165,6 @@ def _reached(records: Iterable[Record], progress: Mapping[int, tuple[int, int]])
     return reached
 
 
-def _wall(records: Iterable[Record]) -> float | None:
+def _wall(records: Iterable[JournalEntry]) -> float | None:
     times = [at for record in records if (at := seconds_since_epoch(record.at)) is not None]
     return max(times) - min(times) if times else None

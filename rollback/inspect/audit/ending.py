@@ -11,7 +11,7 @@ from rollback.facts.training import (
     AttemptStarted,
     FinalStateLost,
     Finished,
-    Record,
+    JournalEntry,
     RunEnded,
     ScriptLeft,
     Stopped,
@@ -19,7 +19,7 @@ from rollback.facts.training import (
 from rollback.inspect.audit.report import Ending
 
 
-def ending_of(records: Iterable[Record]) -> Ending | None:
+def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
     """How the run ended, or None while it is running or where it died without a word."""
     ending: Ending | None = None
     for record in records:

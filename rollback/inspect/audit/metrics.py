@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Sequence
 
-from rollback.facts.training import Attached, Record, Restored
+from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
 from rollback.rundir.durable import open_regular
 from rollback.rundir.paths import RunPaths
@@ -40,7 +40,7 @@ def read_last_metrics(paths: RunPaths) -> list[Metric]:
     return found[::-1]
 
 
-def last_judged(metrics: Sequence[Metric], begun: Record | None, timeline: int) -> LastJudged | None:
+def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline: int) -> LastJudged | None:
     """What the last of these lines says; None where there is none.
 
     metrics: oldest first. begun: the line that began the present stretch of training. timeline: the present one.

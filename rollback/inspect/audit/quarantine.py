@@ -9,12 +9,12 @@ from pydantic import Field
 
 from rollback.facts.history import History, fold
 from rollback.inspect.audit.reading import read_records, require_run_directory
-from rollback.inspect.audit.report import Entry, SampleEntry
+from rollback.inspect.audit.report import ReportItem, SampleEntry
 from rollback.suspects import suspects
 from rollback.terminal.escape import printable
 
 
-class SampleAccount(Entry):
+class SampleAccount(ReportItem):
     """Schema of `rollback audit --samples --format json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")

@@ -10,7 +10,7 @@ from typing import TypeVar
 from pydantic import ValidationError
 
 from rollback.errors import RunDirectoryError, UsageError
-from rollback.facts.training import AttemptStarted, Incident, Record
+from rollback.facts.training import AttemptStarted, Incident, JournalEntry
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.rundir import seal
 from rollback.rundir.evidence import RankEvidence, read_evidence
@@ -35,7 +35,7 @@ class Material:
 
     directory: str
     identity: Identity | None
-    records: list[Record]
+    records: list[JournalEntry]
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def read_material(root: Path) -> Material:
     )
 
 
-def read_records(paths: RunPaths, notices: list[str]) -> list[Record]:
+def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
     """Facts of both journals in merged order; a torn tail becomes a notice. Raises as `read_journal`."""
     journals, seals = [], 0
     for path in (paths.train_journal, paths.supervisor_journal):
@@ -122,7 +122,7 @@ def torn_notice(path: Path, size: int) -> str:
     )
 
 
-def merge(train: Iterable[Record], supervisor: Iterable[Record]) -> list[Record]:
+def merge(train: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[JournalEntry]:
     """Both journals in one order: by attempt, in it `attempt_started`, the ranks' facts, the supervisor's others."""
     keyed = [((record.attempt, 1), record) for record in train]
     keyed += [((r.attempt, 0 if isinstance(r.fact, AttemptStarted) else 2), r) for r in supervisor]

@@ -19,7 +19,7 @@ SCHEMA = 1
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
-class Entry(BaseModel):
+class ReportItem(BaseModel):
     """Base of everything in a ledger."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
@@ -29,14 +29,14 @@ class Entry(BaseModel):
         return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=indent)
 
 
-class Point(Entry):
+class Point(ReportItem):
     """A place in the run."""
 
     step: int = Field(description="optimizer updates done before it")
     batch: int = Field(description="position in the data stream")
 
 
-class Span(Entry):
+class Span(ReportItem):
     """Inclusive range of batches."""
 
     first: int
@@ -45,7 +45,7 @@ class Span(Entry):
     passed_over: int = Field(description="how many of them the ranks have passed over; the others are planned only")
 
 
-class Run(Entry):
+class Run(ReportItem):
     """Whose ledger this is."""
 
     directory: str
@@ -55,7 +55,7 @@ class Run(Entry):
     data: dict[str, Any] = Field(description="what the loader says of itself")
 
 
-class Restoration(Entry):
+class RestoredCheckpoint(ReportItem):
     """A plan that was carried out."""
 
     checkpoint: str
@@ -66,7 +66,7 @@ class Restoration(Entry):
     seconds: float = Field(description="what the restore itself took")
 
 
-class LeadingTensor(Entry):
+class LeadingTensor(ReportItem):
     """A tensor at the head of the list of gradients."""
 
     name: str
@@ -74,7 +74,7 @@ class LeadingTensor(Entry):
     kind: Explosion | None = Field(description="null: its norm is nothing special")
 
 
-class BatchFile(Entry):
+class BatchFile(ReportItem):
     """What a rank kept of the onset step's batch."""
 
     rank: int
@@ -84,7 +84,7 @@ class BatchFile(Entry):
     left_out: list[str] = Field(description="what was not kept, and why")
 
 
-class EvidenceEntry(Entry):
+class EvidenceEntry(ReportItem):
     """What the ranks saw of an incident. Norms are of the rank on which it began, else of the first one."""
 
     began: str = Field(description="where it began, in words")
@@ -103,7 +103,7 @@ class EvidenceEntry(Entry):
     batches: list[BatchFile]
 
 
-class IncidentEntry(Entry):
+class IncidentEntry(ReportItem):
     """One verdict that demanded action: evidence, answer, outcome, price."""
 
     incident: int
@@ -127,7 +127,7 @@ class IncidentEntry(Entry):
     reason: str | None = Field(description="why this action and this checkpoint")
     planned_checkpoint: str | None
     skip: Span | None = Field(description="skip window; for action `observe` the one it would have been")
-    restored: Restoration | None
+    restored: RestoredCheckpoint | None
     repeats: int | None = Field(description="the incident that this one is a repeat of")
     repeated_by: int | None
     outcome: Outcome | Literal["open"]
@@ -139,7 +139,7 @@ class IncidentEntry(Entry):
     evidence: EvidenceEntry | None = Field(description="null: no rank left any")
 
 
-class SkippedBatchEntry(Entry):
+class SkippedBatchEntry(ReportItem):
     """A batch that was passed over, and what it held."""
 
     batch: int
@@ -151,7 +151,7 @@ class SkippedBatchEntry(Entry):
     by_supervisor: bool = Field(description="whether one of the supervisor does: a rank raised there twice")
 
 
-class UserWindow(Entry):
+class UserWindow(ReportItem):
     """A skip window that no incident gave: the user's, or the supervisor's."""
 
     span: Span
@@ -160,7 +160,7 @@ class UserWindow(Entry):
     at: str
 
 
-class SampleEntry(Entry):
+class SampleEntry(ReportItem):
     """A data set sample that incidents have in common, or that is or was left out."""
 
     sample: int
@@ -171,7 +171,7 @@ class SampleEntry(Entry):
     why: str | None
 
 
-class NoticedEntry(Entry):
+class NoticedEntry(ReportItem):
     """Out of the ordinary, and left alone."""
 
     at: str
@@ -183,7 +183,7 @@ class NoticedEntry(Entry):
     fate: str
 
 
-class PhaseEntry(Entry):
+class PhaseEntry(ReportItem):
     """A phase that the script announced."""
 
     at: str
@@ -192,7 +192,7 @@ class PhaseEntry(Entry):
     phase: str | None = Field(description="null where rank 0 was not told its name")
 
 
-class RequestEntry(Entry):
+class RequestEntry(ReportItem):
     """What an operator asked for. Null where the request could not be read."""
 
     request: str = Field(description="its name")
@@ -208,7 +208,7 @@ class RequestEntry(Entry):
     answer: str | None
 
 
-class CheckpointEntry(Entry):
+class CheckpointEntry(ReportItem):
     """A checkpoint, or a snapshot that did not become one."""
 
     checkpoint: str
@@ -222,7 +222,7 @@ class CheckpointEntry(Entry):
     tier: Tier | None = Field(description="where it was committed: in a slot of the fast tier, or in the ring")
 
 
-class Message(Entry):
+class Message(ReportItem):
     """Advice to the user, or something of ours that failed and that training went on without."""
 
     at: str
@@ -231,7 +231,7 @@ class Message(Entry):
     text: str
 
 
-class AttemptEntry(Entry):
+class AttemptEntry(ReportItem):
     """One torchrun spawn, or one run of the script without a supervisor."""
 
     attempt: int
@@ -259,7 +259,7 @@ class AttemptEntry(Entry):
     seconds_lost: float | None
 
 
-class Totals(Entry):
+class Totals(ReportItem):
     """Sums over the run."""
 
     incidents: int
@@ -283,7 +283,7 @@ class Totals(Entry):
     seconds_down: float = Field(description="of these, between the end of an attempt and the next one's beginning")
 
 
-class LastJudged(Entry):
+class LastJudged(ReportItem):
     """The last step on record: its loss as the script observed it, averaged where it observed several."""
 
     step: int
@@ -295,7 +295,7 @@ class LastJudged(Entry):
     batches: int | None = Field(description="of one update; null where the record does not tell")
 
 
-class Ending(Entry):
+class Ending(ReportItem):
     """How the run ended, if it has."""
 
     how: Literal["finished", "preempted", "structural", "gave_up"]
@@ -306,7 +306,7 @@ class Ending(Entry):
     account: str
 
 
-class Ledger(Entry):
+class AuditReport(ReportItem):
     """Everything on record about a run. Lists are in the order in which things happened."""
 
     schema_version: Literal[1] = Field(1, alias="schema")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from rollback.facts.training import Answered, Record, Requested
+from rollback.facts.training import Answered, JournalEntry, Requested
 from rollback.inspect.audit.report import Point, RequestEntry
 from rollback.rundir import requests
 from rollback.rundir.paths import RunPaths
@@ -12,7 +12,7 @@ from rollback.rundir.paths import RunPaths
 _SHOWN = 8
 
 
-def request_entries(records: Iterable[Record]) -> list[RequestEntry]:
+def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
     """All requests that the ranks have taken up or refused, in that order."""
     entries: dict[str, RequestEntry] = {}
     for record in records:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollback.facts.history import Case, History, fold, merge_windows
-from rollback.facts.training import PassedOver, Record, Window
+from rollback.facts.training import JournalEntry, PassedOver, Window
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
 from rollback.rundir.records import SkippedBatch, read_skipped
 
@@ -115,7 +115,7 @@ def _rows(line: SkippedBatch, rank: int, passings: _Passings, reasons: _Reasons)
 class _Passings:
     """When batches were passed over, according to the journal: the columns `attempt`, `step` and `at`."""
 
-    def __init__(self, records: Iterable[Record]) -> None:
+    def __init__(self, records: Iterable[JournalEntry]) -> None:
         self._by_timeline: dict[int, list[tuple[Window, Row]]] = {}
         for record in records:
             if isinstance(fact := record.fact, PassedOver):

@@ -15,10 +15,10 @@ from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
 from rollback.inspect.audit.report import (
     AttemptEntry,
+    AuditReport,
     EvidenceEntry,
     IncidentEntry,
     LastJudged,
-    Ledger,
     Message,
     SkippedBatchEntry,
     Span,
@@ -44,7 +44,7 @@ _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm",
 VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
 
 
-def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) -> None:
+def print_ledger(console: Console, ledger: AuditReport, *, everything: bool = False) -> None:
     """Print a ledger. With `everything`, all skipped batches and indices instead of the first few."""
     _print_head(console, ledger)
     for story in ledger.stories():
@@ -65,7 +65,7 @@ def print_ledger(console: Console, ledger: Ledger, *, everything: bool = False) 
     _print_messages(console, "troubles of rollback itself, which training went on without", ledger.troubles)
 
 
-def _print_head(console: Console, ledger: Ledger) -> None:
+def _print_head(console: Console, ledger: AuditReport) -> None:
     run, totals = ledger.run, ledger.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
     if run.run_id:
@@ -216,20 +216,20 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 
 
-def _print_windows(console: Console, ledger: Ledger) -> None:
+def _print_windows(console: Console, ledger: AuditReport) -> None:
     if ledger.user_windows:
         _section(console, "skip windows that no incident gave")
         windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
         print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
 
 
-def _print_samples(console: Console, ledger: Ledger) -> None:
+def _print_samples(console: Console, ledger: AuditReport) -> None:
     if ledger.samples:
         _section(console, "data set samples that are suspected or left out")
         print_rows(console, [(str(entry.sample), quoted(sample_in_words(entry))) for entry in ledger.samples])
 
 
-def _print_left_alone(console: Console, ledger: Ledger) -> None:
+def _print_left_alone(console: Console, ledger: AuditReport) -> None:
     if ledger.noticed:
         _section(console, "seen and left alone")
         for entry in ledger.noticed:
@@ -245,13 +245,13 @@ def _print_left_alone(console: Console, ledger: Ledger) -> None:
         console.print(f"  at steps {earlier}{steps}")
 
 
-def _print_phases(console: Console, ledger: Ledger) -> None:
+def _print_phases(console: Console, ledger: AuditReport) -> None:
     if ledger.phases:
         _section(console, "phases that the script announced")
         print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
 
 
-def _print_requests(console: Console, ledger: Ledger) -> None:
+def _print_requests(console: Console, ledger: AuditReport) -> None:
     if ledger.requests:
         _section(console, "what operators asked for")
     for entry in ledger.requests:
@@ -297,7 +297,7 @@ def _attempt(entry: AttemptEntry) -> str:
     return "; ".join(parts)
 
 
-def _print_checkpoints(console: Console, ledger: Ledger) -> None:
+def _print_checkpoints(console: Console, ledger: AuditReport) -> None:
     odd = [entry for entry in ledger.checkpoints if entry.status in ("dropped", "quarantined")]
     sound = len(ledger.checkpoints) - sum(entry.status == "dropped" for entry in ledger.checkpoints)
     _section(console, f"checkpoints: {sound} taken")

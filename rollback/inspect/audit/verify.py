@@ -20,9 +20,9 @@ from pydantic import Field
 
 from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import History, fold, merge_windows
-from rollback.facts.training import Attached, PassedOver, Record, Window
+from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
 from rollback.inspect.audit.reading import merge, require_run_directory
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import examine_journal
@@ -34,7 +34,7 @@ _Journal = Literal["train", "supervisor"]
 _SHOWN = 20  # disagreements of one file; more say nothing new
 
 
-class Broken(Entry):
+class Broken(ReportItem):
     """Where a journal stops being what was written."""
 
     line: int = Field(description="from 1")
@@ -42,7 +42,7 @@ class Broken(Entry):
     reason: str
 
 
-class JournalState(Entry):
+class JournalState(ReportItem):
     """One journal."""
 
     journal: _Journal
@@ -54,7 +54,7 @@ class JournalState(Entry):
     seal: Literal["none", "sealed", "verified"] = Field(description="of the sound lines; sealed: there is no key here")
 
 
-class Integrity(Entry):
+class Integrity(ReportItem):
     """Schema of `rollback audit --verify --format json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -103,14 +103,14 @@ def check_integrity(root: Path) -> Integrity:
     return Integrity(schema=1, directory=str(root), journals=states, disagreements=disagreements)
 
 
-def _order(records: list[Record], journal: str) -> Iterator[str]:
+def _order(records: list[JournalEntry], journal: str) -> Iterator[str]:
     """Attempts of a journal only count upwards."""
     for before, record in itertools.pairwise(records):
         if record.attempt < before.attempt:
             yield f"journal {journal}, line {record.seq + 1}: attempt {record.attempt} after attempt {before.attempt}"
 
 
-def _skips(paths: RunPaths, records: list[Record]) -> list[str]:
+def _skips(paths: RunPaths, records: list[JournalEntry]) -> list[str]:
     try:
         history = fold(records)
     except JournalDamaged as error:

@@ -26,8 +26,8 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Attached
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import Entry
-from rollback.policy import Held
+from rollback.inspect.audit.report import ReportItem
+from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
 from rollback.rundir.journal import read_journal
@@ -38,7 +38,7 @@ NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
 
 
-class Checkpoint(Entry):
+class Checkpoint(ReportItem):
     """A checkpoint that there is. What only its manifest tells is null where that cannot be believed."""
 
     checkpoint: str
@@ -62,14 +62,14 @@ class Checkpoint(Entry):
     fault: str | None = Field(description="what is wrong with its manifest, that in the ring where it is in two tiers")
 
 
-class DamagedSlot(Entry):
+class DamagedSlot(ReportItem):
     """A slot of the fast tier whose manifest cannot be believed: which checkpoint it held is not known."""
 
     slot: str
     fault: str
 
 
-class Listing(Entry):
+class Listing(ReportItem):
     """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -202,7 +202,7 @@ def choose_from_ring(listing: Listing, word: str) -> str:
     return choose(listing.model_copy(update={"checkpoints": in_ring}), word)
 
 
-def _at_url(paths: RunPaths) -> list[Held]:
+def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
     """Good checkpoints at the URL of the ring that the last attempt was started with."""
     try:
         ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))

@@ -10,7 +10,7 @@ from pathlib import Path
 from rollback.checkpoints import ring
 from rollback.checkpoints.contents import Contents, Stored, read_contents
 from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.shard import Piece, write_shard
+from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.tiers import held, locate
 from rollback.errors import CheckpointDamaged, UsageError
 from rollback.inspect.ring.at_url import ReadableRun
@@ -62,7 +62,7 @@ def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bo
         state = contents.model(rank=0)
         stored = {key: value for key, value in state.items() if isinstance(value, Stored)}
         pieces = [
-            Piece(key, item.entry.dtype, item.entry.shape, partial(item.shard.data, item.name))
+            ShardPiece(key, item.entry.dtype, item.entry.shape, partial(item.shard.data, item.name))
             for key, item in stored.items()
         ]
         metadata = {"format": "pt", "checkpoint": name, "step": str(manifest.step), "batch": str(manifest.batch)}

@@ -20,14 +20,14 @@ from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
 from rollback.checkpoints.tiers import TierName, has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, ExitCode
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
-from rollback.rundir.identity import Job, read_identity
+from rollback.rundir.identity import JobIdentity, read_identity
 from rollback.rundir.paths import MANIFEST, RunPaths
 
 
-class Fault(Entry):
+class CheckpointFault(ReportItem):
     """One thing that is wrong with a checkpoint."""
 
     tier: TierName
@@ -35,7 +35,7 @@ class Fault(Entry):
     fault: str
 
 
-class Verified(Entry):
+class Verified(ReportItem):
     """A checkpoint that was looked at, in each tier that has it."""
 
     checkpoint: str
@@ -45,10 +45,10 @@ class Verified(Entry):
     status: Status
     bytes: int | None
     intact: bool = Field(description="in all these tiers")
-    faults: list[Fault]
+    faults: list[CheckpointFault]
 
 
-class Verification(Entry):
+class Verification(ReportItem):
     """Schema of `rollback ring verify --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -88,7 +88,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     for entry in listing.held():
         if entry.checkpoint not in chosen:
             continue
-        found: dict[TierName, list[Fault]] = {}
+        found: dict[TierName, list[CheckpointFault]] = {}
         for tier in entry.tiers:
             faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None)
             if faults is None:
@@ -122,7 +122,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     )
 
 
-def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: Job | None) -> list[Fault] | None:
+def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: JobIdentity | None) -> list[CheckpointFault] | None:
     """What is wrong with a checkpoint in a tier; None where it has left that meanwhile."""
     paths = RunPaths(run.root)
     if tier == "fast":
@@ -135,11 +135,13 @@ def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: Job | None) 
         with run.shards(checkpoint):
             faults = find_faults(directory, tier, job)
     except CheckpointDamaged as error:
-        faults = [Fault(tier=tier, file=None, fault=error.message)]
+        faults = [CheckpointFault(tier=tier, file=None, fault=error.message)]
     return faults if directory.exists() else None
 
 
-def find_faults(directory: Path, tier: TierName, job: Job | None, *, partly: bool = False) -> list[Fault]:
+def find_faults(
+    directory: Path, tier: TierName, job: JobIdentity | None, *, partly: bool = False
+) -> list[CheckpointFault]:
     """Everything that is wrong with a checkpoint; nothing where a restore would succeed.
 
     partly: other hosts have the shards that are not there, so that only those that are can be looked at.
@@ -147,7 +149,7 @@ def find_faults(directory: Path, tier: TierName, job: Job | None, *, partly: boo
     try:
         manifest = read_manifest(directory, in_slot=tier == "fast")
     except CheckpointDamaged as error:
-        return [Fault(tier=tier, file=MANIFEST, fault=error.message)]
+        return [CheckpointFault(tier=tier, file=MANIFEST, fault=error.message)]
     with ExitStack() as stack:
         shards, faults = [], []
         for record in manifest.shards:
@@ -156,17 +158,21 @@ def find_faults(directory: Path, tier: TierName, job: Job | None, *, partly: boo
             try:
                 shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
             except CheckpointDamaged as error:
-                faults.append(Fault(tier=tier, file=record.file, fault=error.message))
+                faults.append(CheckpointFault(tier=tier, file=record.file, fault=error.message))
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards)
         except CheckpointDamaged as error:
-            return [Fault(tier=tier, file=None, fault=error.message)]
-        return [Fault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
+            return [CheckpointFault(tier=tier, file=None, fault=error.message)]
+        return (
+            [CheckpointFault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)]
+            if job
+            else []
+        )
 
 
-def misfits(manifest: Manifest, contents: Contents, job: Job) -> list[str]:
+def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[str]:
     """In what the content differs from what the run's job takes."""
     found = [text for rank in range(manifest.world_size) for text in _model_misfits(contents.model(rank), job)]
     found += _optimizer_misfits(contents.shared["optimizer"], job)
@@ -175,7 +181,7 @@ def misfits(manifest: Manifest, contents: Contents, job: Job) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _model_misfits(state: dict[str, Any], job: Job) -> Iterator[str]:
+def _model_misfits(state: dict[str, Any], job: JobIdentity) -> Iterator[str]:
     wanted = {name: f"{dtype}{shape}" for name, dtype, shape in job.model}
     held = {name: value.entry for name, value in state.items() if isinstance(value, Stored)}
     for name, kind in wanted.items():
@@ -187,7 +193,7 @@ def _model_misfits(state: dict[str, Any], job: Job) -> Iterator[str]:
         yield f"the run's model has no tensor {name!r}"
 
 
-def _optimizer_misfits(state: Any, job: Job) -> Iterator[str]:
+def _optimizer_misfits(state: Any, job: JobIdentity) -> Iterator[str]:
     try:
         groups = [len(group["params"]) for group in state["param_groups"]]
     except (KeyError, TypeError):

@@ -16,8 +16,8 @@ from rollback.facts.training import (
     DrainFailed,
     FinalStateLost,
     Finished,
+    JournalEntry,
     PassedOver,
-    Record,
     RestartScheduled,
     Restored,
     RunEnded,
@@ -33,7 +33,7 @@ _TURNS = (AttemptStarted, Attached, Finished, FinalStateLost, ScriptLeft, Stoppe
 
 
 @dataclass
-class Past:
+class RunRecord:
     """State of a run after the facts that were taken in.
 
     point: where the last fact saw the run. begun: the line that began the present stretch of training. waiting: the
@@ -46,16 +46,16 @@ class Past:
     passed_over: list[Window] = field(default_factory=list)
     advice: dict[str, str] = field(default_factory=dict)
     point: Point | None = None
-    begun: Record | None = None
-    waiting: Record | None = None
+    begun: JournalEntry | None = None
+    waiting: JournalEntry | None = None
     lost: Window | None = None
     began: str | None = None
-    drained: Record | None = None
+    drained: JournalEntry | None = None
     undrained: str | None = None
     _reached: int | None = None
-    _turns: tuple[list[Record], list[Record]] = field(default_factory=lambda: ([], []))
+    _turns: tuple[list[JournalEntry], list[JournalEntry]] = field(default_factory=lambda: ([], []))
 
-    def take_in(self, train: Sequence[Record], supervisor: Sequence[Record]) -> None:
+    def take_in(self, train: Sequence[JournalEntry], supervisor: Sequence[JournalEntry]) -> None:
         """Add what the two journals have got since the last call. Raises JournalDamaged where it does not add up."""
         fold(train, self.history)
         news = merge(train, supervisor)
@@ -67,7 +67,7 @@ class Past:
             turns += [r for r in journal if isinstance(r.fact, _TURNS)]
         self.ending = ending_of(merge(*self._turns))
 
-    def _take(self, record: Record) -> None:
+    def _take(self, record: JournalEntry) -> None:
         match record.fact:
             case Attached() as fact:
                 self._stand_at(fact.step, fact.batch)

@@ -20,14 +20,14 @@ from pydantic import Field
 from rollback.checkpoints.tiers import TierName, locate
 from rollback.errors import RunDirectoryError
 from rollback.facts.history import History
-from rollback.facts.training import Attached, Drained, Record, RestartScheduled, Restored
+from rollback.facts.training import Attached, Drained, JournalEntry, RestartScheduled, Restored
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
 from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
-from rollback.inspect.audit.report import Ending, Entry, LastJudged, Point
+from rollback.inspect.audit.report import Ending, LastJudged, Point, ReportItem
 from rollback.inspect.audit.requests import open_requests
-from rollback.inspect.status.record import Past
+from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
@@ -40,7 +40,7 @@ Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
-class RankStatus(Entry):
+class RankStatus(ReportItem):
     """A rank by its heartbeat."""
 
     rank: int
@@ -53,7 +53,7 @@ class RankStatus(Entry):
     age: float | None = Field(description="seconds since the heartbeat; null for another host")
 
 
-class Holder(Entry):
+class Holder(ReportItem):
     """Who runs the run directory, as holder.json says."""
 
     role: str
@@ -63,7 +63,7 @@ class Holder(Entry):
     alive: Alive
 
 
-class Held(Entry):
+class HeldCheckpoint(ReportItem):
     """A checkpoint that the run could restore."""
 
     checkpoint: str
@@ -72,7 +72,7 @@ class Held(Entry):
     tiers: list[TierName] = Field(description="where it lies, as this host sees it")
 
 
-class Durable(Entry):
+class Durable(ReportItem):
     """The durable ring: a URL, or the run directory's own where it is filled from memory."""
 
     place: str | None = Field(description="null: not known, nothing was copied yet")
@@ -82,7 +82,7 @@ class Durable(Entry):
     trouble: str | None = Field(description="why nothing could be copied since; null: nothing is amiss")
 
 
-class Work(Entry):
+class Work(ReportItem):
     """Something that takes a while, and how far it is."""
 
     what: str
@@ -91,7 +91,7 @@ class Work(Entry):
     unit: Literal["bytes", "seconds", "steps"]
 
 
-class Status(Entry):
+class Status(ReportItem):
     """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -117,7 +117,7 @@ class Status(Entry):
     last_good_checkpoint: str | None
     last_good_age: int | None = Field(description="steps done since it was taken")
     candidates: list[str]
-    ring: list[Held] = Field(description="oldest first")
+    ring: list[HeldCheckpoint] = Field(description="oldest first")
     durable: Durable | None = Field(description="null: nothing was copied to one yet")
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
@@ -159,10 +159,10 @@ class StatusReader:
     def __init__(self, root: Path) -> None:
         self._root = root
         self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
-        self._past = Past()
+        self._past = RunRecord()
         self._seals = 0
         self._tiers: dict[str, list[TierName]] = {}
-        self.news: list[Record] = []
+        self.news: list[JournalEntry] = []
         """What the journals have got since the call before the last one."""
 
     def read(self) -> Status:
@@ -194,7 +194,9 @@ def _tiers(paths: RunPaths) -> dict[str, list[TierName]]:
     return tiers
 
 
-def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierName]], notices: list[str]) -> Status:
+def _status(
+    root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[TierName]], notices: list[str]
+) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
@@ -232,7 +234,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
         last_good_age=max(0, point.step - good.step) if point and good else None,
         candidates=[name for name in held if name not in history.good],
         ring=[
-            Held(
+            HeldCheckpoint(
                 checkpoint=name,
                 step=history.committed[name].step,
                 good=name in history.good,
@@ -254,7 +256,7 @@ def _status(root: Path, paths: RunPaths, past: Past, tiers: dict[str, list[TierN
     )
 
 
-def _durable(paths: RunPaths, past: Past) -> Durable | None:
+def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     if past.drained is None or not isinstance(past.drained.fact, Drained):
         nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
         return nothing if past.undrained else None
@@ -268,7 +270,7 @@ def place_of(paths: RunPaths, recorded: str) -> str:
     return recorded if "://" in recorded else str(paths.ring.absolute())
 
 
-def _work(paths: RunPaths, past: Past, state: State, point: Point | None, now: Now) -> Work | None:
+def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
     """What takes a while at this moment: waiting for another attempt, writing a checkpoint, making up lost steps."""
     if state == "starting" and past.waiting is not None and isinstance(past.waiting.fact, RestartScheduled):
         since, total = seconds_since_epoch(past.waiting.at), past.waiting.fact.delay
@@ -339,7 +341,7 @@ def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | 
     return "died"
 
 
-def _present_point(past: Past, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
+def _present_point(past: RunRecord, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
     """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
     if heartbeats:
         slowest = min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
@@ -350,7 +352,7 @@ def _present_point(past: Past, judged: LastJudged | None, heartbeats: Sequence[H
     return past.point
 
 
-def _rate(begun: Record | None, heartbeat: Heartbeat | None, now: Now) -> float | None:
+def _rate(begun: JournalEntry | None, heartbeat: Heartbeat | None, now: Now) -> float | None:
     """Steps a second from where the present stretch of training began to the heartbeat."""
     if begun is None or heartbeat is None or heartbeat.host != now.host or begun.attempt != heartbeat.attempt:
         return None

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from rollback.inspect.audit.text import print_rows
 from rollback.inspect.why.stacks import groups, ranges
-from rollback.inspect.why.why import Account
+from rollback.inspect.why.why import AttemptAccount
 from rollback.rundir.failures import FailureRecord
 from rollback.terminal.escape import quoted
 
@@ -39,7 +39,7 @@ _IN_WORDS = {
 _MARKERS = re.compile(r"[ ~^]+")  # what Python draws below a line of code
 
 
-def print_account(console: Console, account: Account) -> None:
+def print_account(console: Console, account: AttemptAccount) -> None:
     """Print an account; words from the run are shown and not obeyed."""
     print_rows(console, list(_head(account)), indent=0)
     # What a rank raises after its hang was called is the work of the kill.
@@ -64,7 +64,7 @@ def print_account(console: Console, account: Account) -> None:
         console.print("  --json has the exceptions of all ranks")
 
 
-def _head(account: Account) -> Iterator[tuple[str, str | Text]]:
+def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     if account.attempt is None:
         yield "why", "no attempt of this run has failed"
     elif account.cause is None:
@@ -90,7 +90,7 @@ def _head(account: Account) -> Iterator[tuple[str, str | Text]]:
     yield "run", quoted(f"{account.directory}, now: {account.state}")
 
 
-def _ranks(account: Account) -> Iterator[tuple[str, str | Text]]:
+def _ranks(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
     """With which rank it began and where that was, what followed, and where each stood."""
     if account.rank is not None:
         yield "rank", quoted(str(account.rank) + (f", on host {account.host}" if account.host else ""))

@@ -22,7 +22,7 @@ from rollback.facts.training import (
     Fact,
     Finished,
     Hung,
-    Record,
+    JournalEntry,
     RestartScheduled,
     RunEnded,
     Signalled,
@@ -30,7 +30,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.reading import read_records
-from rollback.inspect.audit.report import Entry
+from rollback.inspect.audit.report import ReportItem
 from rollback.inspect.status.status import read_status
 from rollback.rundir.durable import open_regular
 from rollback.rundir.failures import FailureRecord, read_failures
@@ -42,7 +42,7 @@ _F = TypeVar("_F", bound=Fact)
 _LAST_WORDS = 8 << 10
 
 
-class RankStood(Entry):
+class RankStood(ReportItem):
     """Where a rank stood when it last said so."""
 
     rank: int
@@ -52,7 +52,7 @@ class RankStood(Entry):
     collectives: int | None = Field(description="begun by its default process group; null where there is none")
 
 
-class ProcessStacks(Entry):
+class ProcessStacks(ReportItem):
     """A process of a rank, before it was killed for a hang."""
 
     rank: int
@@ -65,14 +65,14 @@ class ProcessStacks(Entry):
     why_none: str | None
 
 
-class LastWords(Entry):
+class LastOutput(ReportItem):
     """The end of what a process wrote to stderr."""
 
     path: str
     text: str
 
 
-class Blame(Entry):
+class Blame(ReportItem):
     """The data that this failure is blamed on."""
 
     batch: int
@@ -82,7 +82,7 @@ class Blame(Entry):
     answer: str = Field(description="what is done about it, in words")
 
 
-class Account(Entry):
+class AttemptAccount(ReportItem):
     """Schema of `rollback why --json`, version 1; conventions as in the ledger."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
@@ -103,7 +103,7 @@ class Account(Entry):
     decision: str | None = Field(description="what the supervisor did then")
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
-    last_words: LastWords | None = Field(
+    last_words: LastOutput | None = Field(
         description="of that rank, or of torchrun, where it began with that: if it left no exception itself"
     )
     processes: list[ProcessStacks]
@@ -112,7 +112,7 @@ class Account(Entry):
     notices: list[str]
 
 
-def read_account(root: Path, attempt: int | None = None) -> Account:
+def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     """Why `attempt` ended (default: the last one that failed).
 
     Raises UsageError for an attempt that there was not, and as `read_status`.
@@ -120,7 +120,7 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
     status = read_status(root)
     paths, notices = RunPaths(root), list(status.notices)
     records = read_records(paths, [])
-    by_attempt: dict[int, list[Record]] = {}
+    by_attempt: dict[int, list[JournalEntry]] = {}
     for record in records:
         by_attempt.setdefault(record.attempt, []).append(record)
     alive = status.state in ("running", "starting")
@@ -143,7 +143,7 @@ def read_account(root: Path, attempt: int | None = None) -> Account:
     failures = read_failures(paths.failures(number)) if number is not None else {}
     culprit = blamed.fact if blamed and isinstance(blamed.fact, Blamed) else None
     hung = _last(own, Hung)
-    return Account(
+    return AttemptAccount(
         schema=1,
         directory=str(root),
         state=status.state,
@@ -178,7 +178,7 @@ def _blame(fact: Blamed) -> Blame:
     return Blame(**fact.model_dump(include={"batch", "window", "attempts", "samples"}), answer=fact.answer)
 
 
-def _failure(paths: RunPaths, attempt: int, own: Sequence[Record], *, over: bool) -> str | None:
+def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over: bool) -> str | None:
     """In words what ended an attempt that failed; None for one that did not, or that still runs."""
     ended = _last(own, AttemptEnded)
     if ended is not None and isinstance(ended.fact, AttemptEnded):
@@ -194,7 +194,7 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[Record], *, over: bool
     return f"no end is on record: {who}"
 
 
-def _decision(own: Sequence[Record]) -> str | None:
+def _decision(own: Sequence[JournalEntry]) -> str | None:
     """What the supervisor did about the end of an attempt."""
     for record in reversed(own):
         match record.fact:
@@ -210,7 +210,7 @@ def _decision(own: Sequence[Record]) -> str | None:
 
 def _last_words(
     paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
-) -> LastWords | None:
+) -> LastOutput | None:
     """Of who left no exception: what broke below Python, and what the script said before it left."""
     if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
         return None
@@ -221,7 +221,7 @@ def _last_words(
             text = file.read(_LAST_WORDS).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None  # kept elsewhere (--redirects, --log-dir), or nothing was said
-    return LastWords(path=str(path), text=text) if text.strip() else None
+    return LastOutput(path=str(path), text=text) if text.strip() else None
 
 
 def _processes(paths: RunPaths, attempt: int, notices: list[str]) -> list[ProcessStacks]:
@@ -243,5 +243,5 @@ def _with_stacks(path: Path, item: ProcessSeen, notices: list[str]) -> ProcessSt
     return ProcessStacks(**item.model_dump(exclude={"offset", "size"}), stacks=stacks)
 
 
-def _last(records: Sequence[Record], kind: type[_F]) -> Record | None:
+def _last(records: Sequence[JournalEntry], kind: type[_F]) -> JournalEntry | None:
     return next((record for record in reversed(records) if isinstance(record.fact, kind)), None)

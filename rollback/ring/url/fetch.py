@@ -11,7 +11,7 @@ from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import fold
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, Kept, Piece, checkpoint_key, read_indexes
+from rollback.ring.url.index import Index, Kept, RecordPiece, checkpoint_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import files, seal
@@ -151,7 +151,7 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
         with open_regular(local) as file:
             content = file.read(sound)
 
-    def read(key: str, piece: Piece) -> bytes:
+    def read(key: str, piece: RecordPiece) -> bytes:
         return read_piece(store, key, piece)
 
     return record.relate(content, kept, read)

@@ -26,7 +26,7 @@ _PATHS = re.compile(
 )
 
 
-class Piece(BaseModel):
+class RecordPiece(BaseModel):
     """A piece of a file; all but the last of a file have PIECE bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -39,7 +39,7 @@ class Kept(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[RecordPiece, ...]
 
     @field_validator("path")
     @classmethod
@@ -50,7 +50,7 @@ class Kept(BaseModel):
 
     @field_validator("pieces")
     @classmethod
-    def _full_but_the_last(cls, pieces: tuple[Piece, ...]) -> tuple[Piece, ...]:
+    def _full_but_the_last(cls, pieces: tuple[RecordPiece, ...]) -> tuple[RecordPiece, ...]:
         if any(piece.size != PIECE for piece in pieces[:-1]):
             raise ValueError("a piece before the last is not full")
         return pieces
@@ -121,7 +121,7 @@ def index_key(generation: int) -> str:
     return f"index-{generation % 2}.json"
 
 
-def piece_key(path: str, offset: int, piece: Piece) -> str:
+def piece_key(path: str, offset: int, piece: RecordPiece) -> str:
     return f"record/{path}/{offset:012d}-{piece.xxh3_128}"
 
 
@@ -129,8 +129,8 @@ def checkpoint_key(name: str, file: str = MANIFEST) -> str:
     return f"ring/{name}/{file}"
 
 
-def describe(data: bytes) -> Piece:
-    return Piece(size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
+def describe(data: bytes) -> RecordPiece:
+    return RecordPiece(size=len(data), xxh3_128=xxhash.xxh3_128(data).hexdigest())
 
 
 def read_indexes(store: Store) -> list[Index]:

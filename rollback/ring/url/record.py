@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO, Literal
 
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.ring.url.index import PIECE, Index, Kept, Piece, describe, piece_key, record_paths
+from rollback.ring.url.index import PIECE, Index, Kept, RecordPiece, describe, piece_key, record_paths
 from rollback.ring.url.store import Store, require_room
 from rollback.rundir import files
 from rollback.rundir.durable import open_regular, write_file
@@ -44,11 +44,11 @@ def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
     return record
 
 
-def _pieces(path: Path, known: Kept | None) -> list[tuple[Piece, bytes | None]]:
+def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | None]]:
     """The pieces of a file. The full ones of a file that only grows are taken from `known`, without their content."""
     grows = path.suffix == ".jsonl"
     full = [piece for piece in known.pieces if piece.size == PIECE] if known and grows else []
-    pieces: list[tuple[Piece, bytes | None]] = [(piece, None) for piece in full]
+    pieces: list[tuple[RecordPiece, bytes | None]] = [(piece, None) for piece in full]
     with open_regular(path) as file:
         end = _end_of_lines(file) if grows else os.fstat(file.fileno()).st_size
         start = PIECE * len(full)
@@ -72,7 +72,7 @@ def _end_of_lines(file: BinaryIO) -> int:
     return 0
 
 
-def relate(local: bytes, kept: Kept, read: Callable[[str, Piece], bytes]) -> Relation:
+def relate(local: bytes, kept: Kept, read: Callable[[str, RecordPiece], bytes]) -> Relation:
     """How a local file stands to the kept one; `read(key, piece)` is called for one piece at most."""
     position = 0
     for key, piece in zip(kept.keys, kept.pieces, strict=True):
@@ -85,7 +85,7 @@ def relate(local: bytes, kept: Kept, read: Callable[[str, Piece], bytes]) -> Rel
     return "same" if position == len(local) else "ahead"
 
 
-def read_piece(store: Store, key: str, piece: Piece) -> bytes:
+def read_piece(store: Store, key: str, piece: RecordPiece) -> bytes:
     """Content of a piece, verified. Raises CheckpointDamaged or RingUnavailable."""
     data = store.get(key, piece.size)
     if data is None or describe(data) != piece:

@@ -18,13 +18,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollback.facts.training import AttemptEnded, Blamed, Record
+from rollback.facts.training import AttemptEnded, Blamed, JournalEntry
 from rollback.supervisor.diagnosis.classify import FirstCause
 
 SKIPS_THAT_DID_NOT_HELP = 3
 
 
-def blame(first: FirstCause | None, attempt: int, past: Iterable[Record]) -> Blamed | None:
+def blame(first: FirstCause | None, attempt: int, past: Iterable[JournalEntry]) -> Blamed | None:
     """What the failure of `attempt` is blamed on. past: the supervisor's record of all attempts."""
     if first is None or not first.may_blame_the_batch or first.record is None:
         return None

@@ -35,7 +35,7 @@ from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung
 from rollback.rundir.failures import FailureRecord
 from rollback.rundir.records import Heartbeat
-from rollback.supervisor.diagnosis.outcome import Evidence, RankFailure
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
 # What is said of its peers by a rank that is well itself.
 _NOTICED: tuple[Why, ...] = ("timeout", "lost_peer")
@@ -153,7 +153,7 @@ def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
     return "exception"
 
 
-def first_cause(evidence: Evidence, ends: Sequence[RankEnd]) -> FirstCause | None:
+def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCause | None:
     """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
     classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
     classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
@@ -214,14 +214,14 @@ def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
     ]
 
 
-def cause(evidence: Evidence, first: FirstCause | None) -> str:
+def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
     """In words how an attempt ended, and no more than the evidence shows."""
     if first is not None:
         return first.text
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
 
 
-def _of_torchrun(evidence: Evidence) -> str:
+def _of_torchrun(evidence: AttemptEvidence) -> str:
     if evidence.status < 0:
         return f"torchrun was killed by {signal_name(-evidence.status)}"
     if evidence.failures is None:

@@ -16,8 +16,8 @@ from rollback.facts.training import (
     FinalStateLost,
     Finished,
     Hung,
+    JournalEntry,
     LastSaveFailed,
-    Record,
     ScriptLeft,
     Stopped,
 )
@@ -28,7 +28,7 @@ from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.small_json import read_model
 from rollback.supervisor.diagnosis.classify import RankEnd
-from rollback.supervisor.diagnosis.outcome import Evidence, Failures, Left, Refusal
+from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
 
 _Left = TypeVar("_Left", bound=BaseModel)
 _Fact = TypeVar("_Fact", bound=Fact)
@@ -39,9 +39,9 @@ class TrainJournal:
 
     def __init__(self, path: Path) -> None:
         self._tail = JournalTail(path)
-        self._records: list[Record] = []
+        self._records: list[JournalEntry] = []
 
-    def records(self, attempt: int | None = None) -> list[Record]:
+    def records(self, attempt: int | None = None) -> list[JournalEntry]:
         """Facts of the ranks, those of one attempt if it is given. Raises JournalDamaged or RunDirectoryError."""
         self._records += self._tail.new()
         return [record for record in self._records if attempt is None or record.attempt == attempt]
@@ -50,7 +50,7 @@ class TrainJournal:
         return any(isinstance(record.fact, Attached) for record in self.records(attempt))
 
 
-def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | None = None) -> int | None:
+def furthest_step(paths: RunPaths, records: Iterable[JournalEntry], attempt: int | None = None) -> int | None:
     """The furthest step that facts and signs of life know of, of one attempt, with its last words, if it is given."""
     steps = [
         record.fact.step
@@ -63,7 +63,7 @@ def furthest_step(paths: RunPaths, records: Iterable[Record], attempt: int | Non
     return max(steps, default=None)
 
 
-def got_further(records: Iterable[Record], step: int | None, best: int | None) -> bool:
+def got_further(records: Iterable[JournalEntry], step: int | None, best: int | None) -> bool:
     """Whether an attempt made progress, given its facts, the furthest step it reached and that of all before it.
 
     It did where it went past them all, or where it left a checkpoint beyond the one it began with: after a rollback a
@@ -86,10 +86,10 @@ def gather(
     left: Left,
     told_to_stop: bool,
     hung: Hung | None = None,
-) -> Evidence:
+) -> AttemptEvidence:
     """Everything that decides how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
-    return Evidence(
+    return AttemptEvidence(
         status=left.status,
         told_to_stop=told_to_stop,
         attached=any(isinstance(record.fact, Attached) for record in records),
@@ -113,7 +113,7 @@ def _newest_there(paths: RunPaths) -> int | None:
     return max((step for name in names for _, step in [parse_checkpoint_name(name) or (0, 0)]), default=None)
 
 
-def _last(records: Iterable[Record], kind: type[_Fact]) -> _Fact | None:
+def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:
     """The last fact of that kind since ranks attached: one process may train several times."""
     found = None
     for record in records:

@@ -68,7 +68,7 @@ class Silence:
 
 
 @dataclass
-class _Seen:
+class _Progress:
     """A rank as last seen; times are those at which we saw a change, by our own clock."""
 
     beat: Heartbeat
@@ -83,7 +83,7 @@ class HangWatch:
 
     limits: HangLimits
     began: float
-    _ranks: dict[int, _Seen] = field(default_factory=dict)
+    _ranks: dict[int, _Progress] = field(default_factory=dict)
     _steps: deque[float] = field(default_factory=lambda: deque(maxlen=_REMEMBERED_STEPS))
     _last: float | None = None
 
@@ -137,7 +137,7 @@ class HangWatch:
     def _take(self, rank: int, beat: Heartbeat, now: float) -> None:
         seen = self._ranks.get(rank)
         if seen is None:
-            self._ranks[rank] = _Seen(beat, now, now, now)
+            self._ranks[rank] = _Progress(beat, now, now, now)
             return
         if beat.monotonic != seen.beat.monotonic:
             seen.moved = now

@@ -105,7 +105,7 @@ class Left(BaseModel):
 
 
 @dataclass(frozen=True)
-class Evidence:
+class AttemptEvidence:
     """What is known of an attempt once all its processes are gone.
 
     status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
@@ -146,7 +146,7 @@ class Evidence:
         return -signal.SIGKILL in codes or -first in (signal.SIGKILL, signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
 
 
-def ending(evidence: Evidence) -> Ending:
+def ending(evidence: AttemptEvidence) -> Ending:
     """The row of the table above that holds."""
     if evidence.refusal is not None:
         return "refused"
@@ -170,7 +170,7 @@ def ending(evidence: Evidence) -> Ending:
     return "resumable" if evidence.kept is not None or nothing_lost else "ended"
 
 
-def account_of(end: Ending, evidence: Evidence) -> str | None:
+def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
     """For people: how a job ended by itself; None where it did not."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:

@@ -18,8 +18,8 @@ from rollback.supervisor.diagnosis.evidence import TrainJournal
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.host import Host, Running
-from rollback.supervisor.nodes.membership import Place
-from rollback.supervisor.nodes.protocol import Orders, Report, Verdict, followers_move
+from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
 from rollback.supervisor.signals import StopSignals
 
 _POLL = 0.1
@@ -34,11 +34,17 @@ class Follower:
     """This supervisor runs what the leader says. Make it while another process holds the run directory's lock."""
 
     def __init__(
-        self, paths: RunPaths, place: Place, host: Host, grace: float, signals: StopSignals, say: Callable[[str], None]
+        self,
+        paths: RunPaths,
+        place: NodePlace,
+        host: Host,
+        grace: float,
+        signals: StopSignals,
+        say: Callable[[str], None],
     ) -> None:
         self._paths, self._place, self._host, self._grace = paths, place, host, grace
         self._signals, self._say = signals, say
-        self._beacon: Beacon[Report] | None = None
+        self._beacon: Beacon[NodeReport] | None = None
         self._tower = Watchtower(
             paths.nodes, paths.orders.name, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
@@ -47,7 +53,7 @@ class Follower:
         self._next_look = 0.0
         self._leader = ""
 
-    def follow(self, in_use: RunInUse) -> Verdict | None:
+    def follow(self, in_use: RunInUse) -> RunResult | None:
         """Follow whoever leads: how the run ended, or None when the leader is gone.
 
         Raises `in_use`, the reason why we do not lead, where the holder of the run directory is no leader of nodes, and
@@ -59,14 +65,14 @@ class Follower:
         self._leader = orders.leader
         self._host.end_leftovers(self._say)
         self._say(f"{self._place.name}: following {orders.host} (pid {orders.pid})")
-        report = Report(
+        report = NodeReport(
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
             leader=self._leader, attempt=-1, state="ended",
         )  # fmt: skip
         beacon = self._beacon = Beacon(self._paths.node(self._place.name), report, self._say)
         helper = Helper(self._paths, self._place.name, self._say)
         helper.start()
-        verdict: Verdict | None = None
+        verdict: RunResult | None = None
         try:
             verdict = self._obey(beacon)
             return verdict
@@ -95,7 +101,7 @@ class Follower:
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _obey(self, beacon: Beacon[Report]) -> Verdict | None:
+    def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
         while True:
             orders = self._orders()
             if orders is None:
@@ -114,7 +120,7 @@ class Follower:
                 case _:
                     time.sleep(_POLL)
 
-    def _attempt(self, orders: Orders, beacon: Beacon[Report]) -> Left:
+    def _attempt(self, orders: Orders, beacon: Beacon[NodeReport]) -> Left:
         """Torchrun on this node, until it has ended or is to be ended."""
         nodes = len(orders.members) + 1 if self._place.elastic else None
         with self._host.attempt(orders.attempt, nodes) as running:
@@ -122,7 +128,7 @@ class Follower:
         self._host.output.release()
         return self._host.left(status, running)
 
-    def _watch(self, running: Running, beacon: Beacon[Report]) -> int:
+    def _watch(self, running: Running, beacon: Beacon[NodeReport]) -> int:
         deadline: float | None = None
         kept = False
         while (status := running.poll()) is None:
@@ -145,7 +151,7 @@ class Follower:
             time.sleep(_POLL)
         return status
 
-    def _look_at_ranks(self, running: Running, beacon: Beacon[Report], orders: Orders | None) -> None:
+    def _look_at_ranks(self, running: Running, beacon: Beacon[NodeReport], orders: Orders | None) -> None:
         """Tell what the leader cannot see from its host, and have the stacks taken once it asks for them."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
@@ -158,7 +164,7 @@ class Follower:
                 self._say(f"the stacks of the ranks here could not be taken: {error}")
                 beacon.show(stacks=())
 
-    def _tell_of_signals(self, beacon: Beacon[Report]) -> None:
+    def _tell_of_signals(self, beacon: Beacon[NodeReport]) -> None:
         if self._signals.take():
             names = tuple(signum.name for signum in self._signals.received)
             beacon.show(signals=names, insistent=self._signals.insistent)
@@ -172,9 +178,9 @@ class Follower:
             return None
         return orders
 
-    def _without_leader(self) -> Verdict | None:
+    def _without_leader(self) -> RunResult | None:
         if self._signals.received:
-            return Verdict(exit_code=75, reason="told to stop while no node led")
+            return RunResult(exit_code=75, reason="told to stop while no node led")
         self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
         return None
 

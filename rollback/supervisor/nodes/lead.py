@@ -12,12 +12,12 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.rundir.small_json import parse_model
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.membership import Place, file_system_of
+from rollback.supervisor.nodes.membership import NodePlace, file_system_of
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
+    NodeReport,
     Orders,
-    Report,
-    Verdict,
+    RunResult,
     leaders_move,
     merged,
     must_end,
@@ -71,7 +71,7 @@ class Nodes(Protocol):
     def left(self, own: Left) -> Left:
         """What the attempt left on all nodes, once it is settled."""
 
-    def farewell(self, verdict: Verdict) -> None:
+    def farewell(self, verdict: RunResult) -> None:
         """Tell all how the run ended, and wait until they have heard it."""
 
 
@@ -105,20 +105,20 @@ class Alone:
     def left(self, own: Left) -> Left:
         return own
 
-    def farewell(self, verdict: Verdict) -> None:
+    def farewell(self, verdict: RunResult) -> None:
         return
 
 
 class Leader:
     """This supervisor holds the run directory's lock, and the other nodes follow it. Make it while holding the lock."""
 
-    def __init__(self, paths: RunPaths, place: Place, say: Callable[[str], None]) -> None:
+    def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None]) -> None:
         self._paths, self._place, self._say = paths, place, say
-        self._tower = Watchtower(paths.nodes, "node-*.json", Report, blind=lambda: self._beacon.failing)
+        self._tower = Watchtower(paths.nodes, "node-*.json", NodeReport, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
-        self._reports: dict[str, Report] = {}
+        self._reports: dict[str, NodeReport] = {}
         orders = Orders(leader=place.launch, host=place.host, pid=place.pid)
         self._beacon = Beacon(paths.orders, orders, say)
 
@@ -199,7 +199,7 @@ class Leader:
             own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
         )
 
-    def farewell(self, verdict: Verdict) -> None:
+    def farewell(self, verdict: RunResult) -> None:
         self._beacon.show(phase="over", verdict=verdict)
         deadline = time.monotonic() + _FAREWELL
         while self._followers() and time.monotonic() < deadline:
@@ -222,14 +222,14 @@ class Leader:
         self._reports = {report.launch: report for report in self._followers()}
         self._ever |= {report.node for report in self._reports.values()}
 
-    def _followers(self) -> list[Report]:
+    def _followers(self) -> list[NodeReport]:
         return [report for report in self._tower.look().values() if report.leader == self._place.launch]
 
-    def _member_reports(self) -> dict[str, Report | None]:
+    def _member_reports(self) -> dict[str, NodeReport | None]:
         """The members' reports on this attempt; None for one that is silent, or was replaced by another launch."""
         return {launch: self._reports.get(launch) for launch in self._members}
 
-    def _who_is_there(self, there: dict[str, Report]) -> str:
+    def _who_is_there(self, there: dict[str, NodeReport]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
@@ -237,7 +237,7 @@ class Leader:
             f"{file_system_of(self._paths.root)}"
         )
 
-    def _missing(self, there: dict[str, Report], waited: float) -> RollbackError:
+    def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
         lost = sorted(self._ever - {report.node for report in there.values()})
         if lost:
             return NodesMissing(

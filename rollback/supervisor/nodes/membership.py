@@ -22,7 +22,7 @@ _LAST_CALL = 30.0  # torchrun's own
 
 
 @dataclass(frozen=True)
-class Place:
+class NodePlace:
     """This node among those of a job.
 
     least, most: number of nodes; where they differ, an attempt begins with those that are there `last_call` seconds
@@ -44,7 +44,7 @@ class Place:
         return self.least < self.most
 
 
-def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIMEOUT) -> Place | None:
+def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIMEOUT) -> NodePlace | None:
     """This node's place; None for a job on one node. flags: torchrun's, by name.
 
     Raises UsageError for what is no number of nodes and no range.
@@ -57,7 +57,7 @@ def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIM
     own = f"{host}-{pid}" if least < most else host
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
     launch = f"{host}:{name_process(pid)}"
-    return Place(least, most, name, launch, host, pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
+    return NodePlace(least, most, name, launch, host, pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
 
 
 def _range(nnodes: str) -> tuple[int, int]:
@@ -82,7 +82,7 @@ class Membership:
     Raises RunInUse, or RunDirectoryError where the lock cannot be taken, on entering.
     """
 
-    def __init__(self, paths: RunPaths, place: Place) -> None:
+    def __init__(self, paths: RunPaths, place: NodePlace) -> None:
         self._paths, self._place = paths, place
         self._lock = filelock.FileLock(
             paths.node_lock(place.name), timeout=0, mode=files.file_mode(), thread_local=False

@@ -41,7 +41,7 @@ FollowersMove = Literal["wait", "get ready", "start", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
 
-class Verdict(BaseModel):
+class RunResult(BaseModel):
     """How the run ended on all nodes."""
 
     model_config = ConfigDict(frozen=True)
@@ -51,7 +51,7 @@ class Verdict(BaseModel):
     refused: bool = False
 
     @classmethod
-    def of_error(cls, error: RollbackError) -> Verdict:
+    def of_error(cls, error: RollbackError) -> RunResult:
         return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True)
 
     def as_error(self) -> RollbackError:
@@ -74,11 +74,11 @@ class Orders(BaseModel):
     attempt: int = 0
     members: tuple[str, ...] = ()
     stacks: bool = False
-    verdict: Verdict | None = None
+    verdict: RunResult | None = None
     beat: int = 0
 
 
-class Report(BaseModel):
+class NodeReport(BaseModel):
     """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
 
     insistent: it was told to stop twice. states: ranks of the attempt there that are stopped, in an uninterruptible
@@ -119,7 +119,7 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
     return "start" if state == "ready" and member and orders.phase == "run" else "wait"
 
 
-def leaders_move(own: int | None, members: Mapping[str, Report | None]) -> LeadersMove:
+def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:
     """The second table. own: the status of the leader's torchrun. members: their reports; None for one that is lost."""
     pending = [report for report in members.values() if report is not None and report.state != "ended"]
     if own is not None:
@@ -128,14 +128,14 @@ def leaders_move(own: int | None, members: Mapping[str, Report | None]) -> Leade
     return "end" if failed else "wait"
 
 
-def must_end(own: int | None, members: Mapping[str, Report | None]) -> bool:
+def must_end(own: int | None, members: Mapping[str, NodeReport | None]) -> bool:
     """Whether the attempt is to be ended on all nodes, because on one of them it has failed."""
     return bool(own) or any(
         report is None or (report.left is not None and report.left.status != 0) for report in members.values()
     )
 
 
-def ready(reports: Iterable[Report], leader: str, attempt: int) -> dict[str, Report]:
+def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str, NodeReport]:
     """Followers of this leader that are ready for this attempt, by launch."""
     return {
         report.launch: report

@@ -3,7 +3,7 @@
 Everything on which ranks must agree rides on it. The reduced vector is the same on every rank, and ranks act on nothing
 else, so they act alike. Rank-local values never decide anything.
 
-Layout of the vector (float64, summed): `Slot`s, then one code for each rank that says what was not finite there, then,
+Layout of the vector (float64, summed): `PulseField`s, then one code for each rank that says what was not finite there, then,
 on a beat before which all ranks have agreed that each has one to send, a letter of `LETTER` numbers from each rank.
 Non-finite values themselves are left out of the sums: a NaN would blot out who sent it. A rank's own place is zero on
 all others, so a code or a word of a letter arrives exactly: whole numbers below 2**53.
@@ -23,7 +23,7 @@ from torch import Tensor
 from rollback.train.comm.ranks import Handed, Ranks
 
 
-class Slot(IntEnum):
+class PulseField(IntEnum):
     """Places in the vector. Those from STOP to MISSED are known to the host, the others read on the device."""
 
     LOSS = 0
@@ -201,7 +201,7 @@ class Pulse:
         self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
         if not ranks.distributed:
             self._device = device
-        size = len(Slot) + ranks.world_size * (1 + LETTER)
+        size = len(PulseField) + ranks.world_size * (1 + LETTER)
         self._cuda = self._device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
@@ -275,7 +275,7 @@ class Pulse:
         codes[self._ranks.rank] = ailment
         known = signs.row()
         if gauges.found_inf is not None:
-            known[Slot.SCALER_SKIPPED - Slot.STOP] += gauges.found_inf.item() > 0
+            known[PulseField.SCALER_SKIPPED - PulseField.STOP] += gauges.found_inf.item() > 0
         read, there = [0.0] * 3, [0.0] * 3
         for place, gauge in enumerate((gauges.scale, gauges.kept, gauges.measured)):
             if gauge is not None and math.isfinite(gauge.item()):
@@ -295,7 +295,7 @@ class Pulse:
         codes[self._ranks.rank] = ailment
         known = torch.tensor(signs.row(), dtype=torch.float64).to(self._device, non_blocking=True)
         if gauges.found_inf is not None:
-            known[Slot.SCALER_SKIPPED - Slot.STOP] += (_on(self._device, gauges.found_inf) > 0).double()
+            known[PulseField.SCALER_SKIPPED - PulseField.STOP] += (_on(self._device, gauges.found_inf) > 0).double()
         return torch.cat([
             torch.where(finite, values, 0.0),
             present.to(self._device, non_blocking=True) * finite,
@@ -307,33 +307,35 @@ class Pulse:
 
 
 def _beat(vector: list[float], world_size: int) -> Beat:
-    slots, letters = vector[: len(Slot)], list(map(int, vector[len(Slot) + world_size :]))
-    codes = [Ailment(int(code)) for code in vector[len(Slot) : len(Slot) + world_size]]
+    slots, letters = vector[: len(PulseField)], list(map(int, vector[len(PulseField) + world_size :]))
+    codes = [Ailment(int(code)) for code in vector[len(PulseField) : len(PulseField) + world_size]]
     anywhere = Ailment(0)
     for code in codes:
         anywhere |= code
     return Beat(
-        loss=_mean(slots[Slot.LOSS], slots[Slot.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
-        grad_norm=_mean(slots[Slot.GRAD], slots[Slot.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF),
+        loss=_mean(slots[PulseField.LOSS], slots[PulseField.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
+        grad_norm=_mean(
+            slots[PulseField.GRAD], slots[PulseField.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF
+        ),
         ailing=_having(codes, Ailment.LOSS_NAN | Ailment.LOSS_INF) or _having(codes, anywhere),
-        stop=slots[Slot.STOP] > 0,
-        scaler_skipped=slots[Slot.SCALER_SKIPPED] > 0,
-        shards_written=int(slots[Slot.SHARD_WRITTEN]),
-        shards_failed=int(slots[Slot.SHARD_FAILED]),
-        commits=int(slots[Slot.COMMITTED]),
-        announced=slots[Slot.ANNOUNCED] > 0,
-        asked=slots[Slot.ASKED] > 0,
-        torn=int(slots[Slot.TORN]),
-        ready=int(slots[Slot.READY]),
-        tiers_failed=int(slots[Slot.TIER_FAILED]),
-        outgrown=int(slots[Slot.OUTGROWN]),
-        stall=slots[Slot.STALL] / world_size,
-        step_seconds=slots[Slot.STEP_SECONDS] / world_size,
-        missed=int(slots[Slot.MISSED]),
+        stop=slots[PulseField.STOP] > 0,
+        scaler_skipped=slots[PulseField.SCALER_SKIPPED] > 0,
+        shards_written=int(slots[PulseField.SHARD_WRITTEN]),
+        shards_failed=int(slots[PulseField.SHARD_FAILED]),
+        commits=int(slots[PulseField.COMMITTED]),
+        announced=slots[PulseField.ANNOUNCED] > 0,
+        asked=slots[PulseField.ASKED] > 0,
+        torn=int(slots[PulseField.TORN]),
+        ready=int(slots[PulseField.READY]),
+        tiers_failed=int(slots[PulseField.TIER_FAILED]),
+        outgrown=int(slots[PulseField.OUTGROWN]),
+        stall=slots[PulseField.STALL] / world_size,
+        step_seconds=slots[PulseField.STEP_SECONDS] / world_size,
+        missed=int(slots[PulseField.MISSED]),
         letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
-        scale=_over(slots[Slot.SCALE], slots[Slot.SCALE_COUNT]),
-        kept=_over(slots[Slot.KEPT], slots[Slot.KEPT_COUNT]),
-        measured=_over(slots[Slot.MEASURED], slots[Slot.MEASURED_COUNT]),
+        scale=_over(slots[PulseField.SCALE], slots[PulseField.SCALE_COUNT]),
+        kept=_over(slots[PulseField.KEPT], slots[PulseField.KEPT_COUNT]),
+        measured=_over(slots[PulseField.MEASURED], slots[PulseField.MEASURED_COUNT]),
     )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
 from rollback.facts.training import Advice, Fact, Trouble
-from rollback.facts.training import Record as JournalRecord
+from rollback.facts.training import JournalEntry as JournalRecord
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
@@ -41,7 +41,7 @@ def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
         say(f"{doing} failed ({error}); training goes on")
 
 
-class Record:
+class Recorder:
     """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
 
     def __init__(self, paths: RunPaths, attempt: int, *, first: bool, advised: Iterable[str] = ()) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.data.skips import SkipList
@@ -23,7 +23,7 @@ class Batches:
     """
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, cursor: Cursor, skips: SkipList, record: Record, *, afresh: bool
+        self, paths: RunPaths, ranks: Ranks, cursor: Cursor, skips: SkipList, record: Recorder, *, afresh: bool
     ) -> None:
         self._ranks = ranks
         self._cursor = cursor

@@ -66,7 +66,7 @@ def drawn_since(marked: object) -> bool:
     return not _same(marked, _cpu_states())
 
 
-class Stream:
+class RandomStream:
     """CPU random states beside those of the process: what is drawn inside `with stream:` comes from the stream.
 
     The data have such a stream of their own where they are drawn while training goes on, so that batch b is the same
@@ -83,12 +83,12 @@ class Stream:
         """Whether the process has drawn or seeded anything of its own since work in the stream last ended."""
         return self._left is not None and drawn_since(self._left)
 
-    def copy(self) -> Stream:
+    def copy(self) -> RandomStream:
         """Another stream that stands where this one stands."""
-        return Stream(self._states)
+        return RandomStream(self._states)
 
     @classmethod
-    def take_over(cls) -> Stream:
+    def take_over(cls) -> RandomStream:
         """The process's own states become the stream; the process goes on from seeds drawn from a copy of them.
 
         Whatever draws in the stream sees the numbers it would have seen without us, as long as nothing else drew,
@@ -99,7 +99,7 @@ class Stream:
         return stream
 
     @classmethod
-    def split_off(cls) -> Stream:
+    def split_off(cls) -> RandomStream:
         """A stream with seeds drawn from a copy of the process's states, which stay as they are."""
         with preserved():
             _reseed()
@@ -117,7 +117,7 @@ class Stream:
         self._left = self._outside
 
     @classmethod
-    def of_process(cls) -> Stream:
+    def of_process(cls) -> RandomStream:
         """A copy of the process's states, for work that may turn out to have been done too early: see `hand_over`."""
         return cls(_cpu_states())
 
@@ -130,7 +130,7 @@ class Stream:
         return {**_to_tree(self._states), "cuda": []}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> Stream:
+    def from_state_dict(cls, state: dict[str, Any]) -> RandomStream:
         return cls(_from_tree(state))
 
 

@@ -10,7 +10,7 @@ from rollback.facts.history import History, merge_windows
 from rollback.facts.training import PassedOver, SampleQuarantine, Window
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, SkippedBatch
-from rollback.train.comm.recorder import Record, say
+from rollback.train.comm.recorder import Recorder, say
 from rollback.train.data.cursor import Cursor
 
 
@@ -20,7 +20,7 @@ class SkipList:
     quarantine: which samples were left out from where on, in the order of the journal; the same on all ranks.
     """
 
-    def __init__(self, paths: RunPaths, rank: int, history: History, record: Record) -> None:
+    def __init__(self, paths: RunPaths, rank: int, history: History, record: Recorder) -> None:
         self.windows = merge_windows(history.skip_list)
         self.quarantine = list(history.quarantine)
         self._path = paths.skip_record(rank)

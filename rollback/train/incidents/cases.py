@@ -8,10 +8,10 @@ from rollback import policy
 from rollback.config import Settings
 from rollback.facts.history import Case, History, merge_windows
 from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine
-from rollback.policy import Held, Stream
+from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.suspects import quarantine_after, suspects
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
 
 
@@ -22,7 +22,7 @@ class Cases:
     repeat of it.
     """
 
-    def __init__(self, record: Record, settings: Settings, history: History, skips: SkipList | None = None) -> None:
+    def __init__(self, record: Recorder, settings: Settings, history: History, skips: SkipList | None = None) -> None:
         self._record = record
         self._skips = skips
         self._incidents = [case.incident for case in history.cases]
@@ -49,14 +49,14 @@ class Cases:
 
     def called(self, incident: Incident, batches_per_step: int) -> None:
         """Another incident is on record: perhaps the open one's trouble, come back."""
-        previous, stream = self.last_plan, Stream(batches_per_step)
+        previous, stream = self.last_plan, DataStream(batches_per_step)
         self._incidents.append(incident)
         self._suspects = suspects(self._incidents)
         if self._open and previous and policy.repeats(incident, previous, self._settings, batches_per_step):
             back = policy.comes_back(incident, previous, self._settings, stream, self._is_suspected(incident))
             self._conclude(self._open, "repeated" if back else _good_end(self._open), incident.detection_step)
 
-    def plan(self, incident: Incident, held: list[Held], stream: Stream) -> Planned:
+    def plan(self, incident: Incident, held: list[PolicyCheckpoint], stream: DataStream) -> Planned:
         """The answer, in the journal on return, and before it the samples that are left out from behind it on."""
         stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
         suspected = self._is_suspected(incident)
@@ -71,7 +71,15 @@ class Cases:
         return plan
 
     def plan_request(
-        self, name: str, request: Request, target: Held, held: list[Held], *, step: int, batch: int, timeline: int
+        self,
+        name: str,
+        request: Request,
+        target: PolicyCheckpoint,
+        held: list[PolicyCheckpoint],
+        *,
+        step: int,
+        batch: int,
+        timeline: int,
     ) -> tuple[Incident, Planned]:
         """An operator's incident, who wants to go back to `target`, and its plan; both in the journal on return."""
         incident = Incident(

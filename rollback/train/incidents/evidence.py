@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints.shard import Piece, write_shard
+from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.facts.training import Incident
 from rollback.rundir import files
 from rollback.rundir.evidence import (
@@ -53,7 +53,7 @@ _LARGEST_NORM_ELSE = math.sqrt(torch.finfo(torch.float32).max)
 
 
 @dataclass
-class _Part:
+class _BatchTensor:
     """A tensor of a batch as it was handed out."""
 
     name: str
@@ -66,7 +66,7 @@ class _Step:
     step: int
     losses: list[Tensor]
     gradients: GradientNorms | None
-    parts: list[_Part] = field(default_factory=list)
+    parts: list[_BatchTensor] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     nbytes: int = 0
     indices: list[Indices] = field(default_factory=list)
@@ -85,7 +85,7 @@ class _Step:
         self.parts, self.nbytes = [], 0
 
 
-class Evidence:
+class IncidentEvidence:
     """One rank's memory of its last updates. Nothing here is collective, and nothing waits for the device but `write`.
 
     limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
@@ -101,7 +101,7 @@ class Evidence:
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
-        self._parts: list[_Part] = []
+        self._parts: list[_BatchTensor] = []
         self._left_out: list[LeftOut] = []
         self._indices: list[Indices] = []
         self._suspected: int | None = None
@@ -127,7 +127,7 @@ class Evidence:
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
             kept = value.clone() if value.is_shared() and not value.is_cuda else value  # type: ignore[no-untyped-call]
             room -= kept.nbytes
-            self._parts.append(_Part(name, kept, 0 if kept.is_inference() else kept._version))
+            self._parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
         """An update is over; the batches taken since the last one were its own."""
@@ -275,7 +275,7 @@ class Evidence:
             for part in parts:
                 value = part.tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
                 data = value.reshape(-1).view(torch.uint8).numpy().data
-                pieces.append(Piece(part.name, tree.DTYPE_CODE[value.dtype], tuple(value.shape), data))
+                pieces.append(ShardPiece(part.name, tree.DTYPE_CODE[value.dtype], tuple(value.shape), data))
             write_shard(path, pieces, {"incident": str(incident), "rank": str(self._rank), "step": str(step.step)})
         return BatchKept(
             step=step.step,

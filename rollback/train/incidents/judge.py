@@ -19,17 +19,17 @@ from torch import Tensor
 from rollback.config import Settings
 from rollback.facts.history import Case, History
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped
-from rollback.policy import Held, Stream
+from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.suspects import MOST
 from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
-from rollback.train.incidents.evidence import Evidence
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck, agreed
 from rollback.train.updates.advice import Advisor
@@ -75,7 +75,7 @@ class Rewind:
 
     incident: Incident
     plan: Planned
-    stream: Stream
+    stream: DataStream
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ class Attend:
 Decision = Rewind | Halt | Attend
 
 
-class Watch:
+class Judge:
     """Judges every step. Methods are collective unless they say otherwise."""
 
     def __init__(
@@ -104,10 +104,10 @@ class Watch:
         settings: Settings,
         pulse: Pulse,
         sentinel: Sentinel,
-        keeper: Keeper,
+        keeper: CheckpointManager,
         snapshots: Snapshots,
-        record: Record,
-        evidence: Evidence,
+        record: Recorder,
+        evidence: IncidentEvidence,
         history: History,
         batch: int = 0,
         advisor: Advisor | None = None,
@@ -207,12 +207,12 @@ class Watch:
             return Halt(structural=False, account=account, save=False)
         return self._plan(failed.incident, failed.stream)
 
-    def plan_request(self, name: str, request: Request, target: Held, *, step: int, batch: int) -> Rewind:
+    def plan_request(self, name: str, request: Request, target: PolicyCheckpoint, *, step: int, batch: int) -> Rewind:
         """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
         incident, plan = self._cases.plan_request(
             name, request, target, self._keeper.as_held(), step=step, batch=batch, timeline=self.timeline
         )
-        return Rewind(incident, plan, Stream())
+        return Rewind(incident, plan, DataStream())
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
@@ -332,15 +332,15 @@ class Watch:
             told.update(json.loads(text))
         return tuple(sorted(told)) if len(told) <= MOST else ()
 
-    def _stream(self, mark: StepMark) -> Stream:
+    def _stream(self, mark: StepMark) -> DataStream:
         """How the script cuts the data, by the updates that are remembered."""
         per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
         total = max(mark.epoch_end or 0, (self.max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):
-            return Stream(per_step, total=total)
-        return Stream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
+            return DataStream(per_step, total=total)
+        return DataStream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
 
-    def _plan(self, incident: Incident, stream: Stream) -> Decision | None:
+    def _plan(self, incident: Incident, stream: DataStream) -> Decision | None:
         plan = self._cases.plan(incident, self._keeper.as_held(), stream)
         if plan.action == "observe":
             self._observed = True

@@ -13,16 +13,16 @@ from typing import Any
 
 from rollback.facts.history import History, fold
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
-from rollback.policy import Held
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox, Request, read_request
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList
-from rollback.train.incidents.judge import Halt, Rewind, Watch
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.incidents.judge import Halt, Judge, Rewind
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import verify
 
 _REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish must not hold up training
@@ -41,7 +41,7 @@ class Requests:
     """Open requests of a run. history: as at the start of this attempt."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, record: Record, history: History, watch: Watch, keeper: Keeper,
+        self, paths: RunPaths, ranks: Ranks, record: Recorder, history: History, watch: Judge, keeper: CheckpointManager,
         skips: SkipList, cursor: Cursor,
     ) -> None:  # fmt: skip
         self._paths = paths
@@ -201,7 +201,7 @@ class Requests:
             return None
         return self._watch.plan_request(name, request, target, step=step, batch=self._cursor.batch)
 
-    def _target(self, step: int) -> tuple[Held | None, int | None]:
+    def _target(self, step: int) -> tuple[PolicyCheckpoint | None, int | None]:
         """Collective: the newest checkpoint at or before `step` that every rank can read; and the oldest step held."""
         self._keeper.look_into_ring()
         for point in reversed(self._keeper.as_held()):

@@ -9,12 +9,12 @@ from rollback.errors import RollbackError
 from rollback.facts.history import Case
 from rollback.facts.training import Restored
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
+from rollback.train.comm.recorder import Recorder
 from rollback.train.data.passes import Passes
 from rollback.train.data.skips import SkipList
-from rollback.train.incidents.evidence import Evidence
-from rollback.train.incidents.judge import Decision, Rewind, Watch
-from rollback.train.snapshots.manager import Keeper
+from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.incidents.judge import Decision, Judge, Rewind
+from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import restore
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
@@ -30,12 +30,12 @@ class Rewinder:
         self,
         ranks: Ranks,
         state: TrainingState,
-        watch: Watch,
-        keeper: Keeper,
-        evidence: Evidence,
+        watch: Judge,
+        keeper: CheckpointManager,
+        evidence: IncidentEvidence,
         skips: SkipList,
         passes: Passes,
-        record: Record,
+        record: Recorder,
         source: Manifest | None,
     ) -> None:
         self._ranks = ranks

@@ -43,7 +43,7 @@ class Standing:
     whole_step: Window
 
 
-class LastWords:
+class FailureRecorder:
     """From now on an exception that nobody catches is written down before the hook that stood there prints it."""
 
     def __init__(

@@ -26,7 +26,7 @@ from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
-from rollback.train.process.failure_record import LastWords, Standing
+from rollback.train.process.failure_record import FailureRecorder, Standing
 from rollback.train.process.movement import Movement
 
 _EVERY_SECONDS = 0.5
@@ -53,7 +53,7 @@ class SignsOfLife:
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
         self._write()
         failure = paths.failure(attempt, ranks.rank)
-        self._last_words = LastWords(failure, ranks.rank, attempt, lambda: self.standing, cursor)
+        self._last_words = FailureRecorder(failure, ranks.rank, attempt, lambda: self.standing, cursor)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where

@@ -21,7 +21,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import pin, unpin
 
 
-class Room(Protocol):
+class SnapshotBuffer(Protocol):
     """Place for one snapshot after the other. fault: why there can be none, once that is known."""
 
     fault: str | None

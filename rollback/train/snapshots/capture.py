@@ -20,7 +20,7 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollback.checkpoints.layout import Entry, Kind, Layout
+from rollback.checkpoints.layout import Kind, Layout, TensorEntry
 from rollback.checkpoints.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
@@ -178,7 +178,7 @@ class Capture:
             self.fence()  # restless ones: the next kernel may change them
 
 
-def view(region: Region, entry: Entry) -> Tensor:
+def view(region: Region, entry: TensorEntry) -> Tensor:
     """A tensor over a place in the region."""
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])

@@ -10,11 +10,11 @@ from collections.abc import Collection, Iterable
 
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
-from rollback.policy import Held
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import parse_checkpoint_name
 
 
-class Holdings:
+class Catalogue:
     """Committed checkpoints of the present timeline with their status.
 
     probation: healthy verdicts on steps after a checkpoint that make it good.
@@ -102,9 +102,9 @@ class Holdings:
         """The steps after the candidates will be run again: what was counted of them does not count any more."""
         self._healthy = dict.fromkeys(self._healthy, 0)
 
-    def as_held(self) -> list[Held]:
+    def as_held(self) -> list[PolicyCheckpoint]:
         """Oldest first, as the policy wants them."""
-        return [Held(m.name, m.step, m.batch, m.name in self._good) for m in self._in_order()]
+        return [PolicyCheckpoint(m.name, m.step, m.batch, m.name in self._good) for m in self._in_order()]
 
     def manifest(self, name: str) -> Manifest:
         return self._held[name]

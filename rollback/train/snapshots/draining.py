@@ -19,7 +19,7 @@ from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record, say
+from rollback.train.comm.recorder import Recorder, say
 
 _PATIENCE_AT_START = 30.0
 _PATIENCE_AT_THE_END = 60.0
@@ -66,7 +66,7 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
 
 
 def start_draining(
-    paths: RunPaths, settings: Settings, record: Record, ranks: Ranks, environment: Mapping[str, str] = os.environ
+    paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks, environment: Mapping[str, str] = os.environ
 ) -> Drainer | Helper | None:
     """Every rank, once attached. Unless supervisors do, rank 0 fills the ring from a thread, and the first rank of
     each other host does its part in it."""

@@ -27,7 +27,7 @@ from rollback.train.state.nonfinite import NonFiniteKind
 _WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
 
 
-class Stage(Enum):
+class SnapshotStage(Enum):
     WRITING = "writing"
     WRITTEN = "written"
     TELLING = "telling"
@@ -37,7 +37,7 @@ class Stage(Enum):
 
 
 @dataclass
-class Flight:
+class SnapshotInFlight:
     """The snapshot in flight. error: this rank's own, for its log; whether it failed is decided by pulse.
 
     outgrown: the state had no room on this rank. capture: under way, where it overlaps with training, until the fence;
@@ -47,7 +47,7 @@ class Flight:
     manifest: Manifest
     tier: Tier
     began: float
-    stage: Stage = Stage.WRITING
+    stage: SnapshotStage = SnapshotStage.WRITING
     job: Future[None] | None = None
     capture: Capture | None = None
     copied: Future[None] | None = None
@@ -58,7 +58,7 @@ class Flight:
     nonfinite: dict[str, NonFiniteKind] = field(default_factory=dict)
 
     def fail(self, error: str) -> None:
-        self.stage, self.error = Stage.FAILED, error
+        self.stage, self.error = SnapshotStage.FAILED, error
 
 
 @dataclass(frozen=True)

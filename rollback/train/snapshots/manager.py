@@ -1,6 +1,6 @@
 """The checkpoints that a run keeps: snapshots land, are put on probation, become good, leave; and the record says so.
 
-Between `Snapshots`, which knows files, and `Holdings`, which knows what ranks may go back to. Methods are collective.
+Between `Snapshots`, which knows files, and `Catalogue`, which knows what ranks may go back to. Methods are collective.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from rollback.facts.training import (
     Saving,
     Tier,
 )
-from rollback.policy import Held
+from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record, say
-from rollback.train.snapshots.catalogue import Holdings
+from rollback.train.comm.recorder import Recorder, say
+from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import Elsewhere
-from rollback.train.snapshots.restore import Place
+from rollback.train.snapshots.restore import CheckpointPlace
 from rollback.train.state.state import Image
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 
-class Keeper:
+class CheckpointManager:
     """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. elsewhere: the ring at a
     URL, where there is one.
 
@@ -52,8 +52,8 @@ class Keeper:
         paths: RunPaths,
         ranks: Ranks,
         snapshots: Snapshots,
-        holdings: Holdings,
-        record: Record,
+        holdings: Catalogue,
+        record: Recorder,
         keep: int,
         elsewhere: Elsewhere | None = None,
     ) -> None:
@@ -149,7 +149,7 @@ class Keeper:
         """A plan was carried out: candidates have their probation before them again."""
         self._holdings.restart_probation()
 
-    def as_held(self) -> list[Held]:
+    def as_held(self) -> list[PolicyCheckpoint]:
         """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
         if self._snapshots.drained:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
@@ -192,7 +192,7 @@ class Keeper:
         """The newest checkpoint of the present timeline, good or not."""
         return self._holdings.newest()
 
-    def places(self, name: str) -> Sequence[Place]:
+    def places(self, name: str) -> Sequence[CheckpointPlace]:
         """Where to restore a checkpoint from. Nothing is being copied out of the live objects any more."""
         self._snapshots.fence()
         return self._snapshots.places(name)

@@ -14,7 +14,7 @@ _SLACK = 1.1
 _TOO_RARE = 1.5  # measurements vary; a pace that is kept is easier to reason about than one that is just right
 
 
-class Pace:
+class SnapshotPace:
     """every: steps between two snapshots.
 
     overhead: share of the time that snapshots may hold up the loop. floor: never more often than that.

@@ -27,10 +27,10 @@ from rollback.train.comm.pulse import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.buffers import FastTier, Room, Staging
+from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.snapshots.in_flight import Flight, Landing, Letter, Stage
-from rollback.train.snapshots.restore import Place
+from rollback.train.snapshots.in_flight import Landing, Letter, SnapshotInFlight, SnapshotStage
+from rollback.train.snapshots.restore import CheckpointPlace
 from rollback.train.snapshots.ring_evictions import RingEvictions
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
@@ -71,7 +71,7 @@ class Snapshots:
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
         self._all_ready = self._said_ready = False
-        self._flight: Flight | None = None
+        self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
         self._evictions = RingEvictions(paths)  # touched by the thread alone
 
@@ -142,7 +142,7 @@ class Snapshots:
         return (self._job is None or self._job.done()) and self._room.ready()
 
     @property
-    def _room(self) -> Room:
+    def _room(self) -> SnapshotBuffer:
         return self._fast if self._fast is not None and self._fast.count else self._staging
 
     # The flight ----------------------------------------------------------------------------------------------------
@@ -161,7 +161,7 @@ class Snapshots:
             attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(),
         )  # fmt: skip
-        flight = self._flight = Flight(manifest, self.tier, time.monotonic())
+        flight = self._flight = SnapshotInFlight(manifest, self.tier, time.monotonic())
         self._all_ready = self._said_ready = False
         share, region = share_of(image, self._ranks), self._room.take(manifest.name)
         try:
@@ -201,15 +201,15 @@ class Snapshots:
         stage = flight.stage if flight else None
         self._said_ready = True
         return Signs(
-            shard_written=stage is Stage.WRITTEN,
-            shard_failed=stage is Stage.FAILED,
+            shard_written=stage is SnapshotStage.WRITTEN,
+            shard_failed=stage is SnapshotStage.FAILED,
             torn=flight is not None and flight.torn,
-            committed=stage is Stage.COMMITTED,
+            committed=stage is SnapshotStage.COMMITTED,
             ready=self._can_begin(),
             tier_failed=self._room.fault is not None,
             outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
-            letter=flight.letter.words() if flight and flight.letter and stage is Stage.TELLING else None,
+            letter=flight.letter.words() if flight and flight.letter and stage is SnapshotStage.TELLING else None,
         )
 
     def advance(self, beat: Beat) -> Landing | None:
@@ -228,7 +228,7 @@ class Snapshots:
         if beat.commits and beat.commits == self._commits_needed(flight):
             return self._land(True, "")
         if beat.shards_written == self._ranks.world_size:
-            flight.stage = Stage.TELLING
+            flight.stage = SnapshotStage.TELLING
         elif beat.letters:
             return self._read(flight, [Letter.from_words(words) for words in beat.letters])
         return None
@@ -240,7 +240,7 @@ class Snapshots:
             return None
         self.fence()
         self._await_job(flight)
-        if not self._ranks.all_of(flight.stage is not Stage.FAILED):
+        if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
             self.outgrown = not self._ranks.all_of(not flight.outgrown)
             return self._land(False, "a rank could not write")
         if not flight.manifest.shards:
@@ -249,10 +249,10 @@ class Snapshots:
             if (landing := self._read(flight, list(map(Letter.from_words, words)))) is not None:
                 return landing
             self._await_job(flight)
-        committed = self._ranks.all_of(flight.stage is not Stage.FAILED)
+        committed = self._ranks.all_of(flight.stage is not SnapshotStage.FAILED)
         return self._land(committed, "" if committed else "a rank could not write")
 
-    def _read(self, flight: Flight, letters: Sequence[Letter]) -> Landing | None:
+    def _read(self, flight: SnapshotInFlight, letters: Sequence[Letter]) -> Landing | None:
         """All ranks have written, and told each other what: commit, unless their parameters differ."""
         if ranks := drift.differing([letter.digest for letter in letters]):
             return self._land(False, drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
@@ -260,13 +260,13 @@ class Snapshots:
             return self._land(False, "there are new values in it that are not finite", ailing=ailing)
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
         flight.manifest = flight.manifest.model_copy(update={"shards": shards})
-        flight.stage, flight.letter = Stage.TELLING, None
+        flight.stage, flight.letter = SnapshotStage.TELLING, None
         if self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first:
-            flight.stage = Stage.COMMITTING
+            flight.stage = SnapshotStage.COMMITTING
             self._job = flight.job = self._thread.submit(self._commit, flight)
         return None
 
-    def _commits_needed(self, flight: Flight) -> int:
+    def _commits_needed(self, flight: SnapshotInFlight) -> int:
         return self._ranks.host_count if flight.tier == "fast" else 1
 
     def _land(
@@ -292,7 +292,7 @@ class Snapshots:
 
     # In the thread -------------------------------------------------------------------------------------------------
 
-    def _write(self, flight: Flight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
+    def _write(self, flight: SnapshotInFlight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
         if copied is not None:
             copied.result()
         if flight.tier == "fast":
@@ -305,13 +305,13 @@ class Snapshots:
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(written, capture.digest(), len(flight.nonfinite))
 
-    def _commit(self, flight: Flight) -> None:
+    def _commit(self, flight: SnapshotInFlight) -> None:
         if flight.tier == "fast" and self._fast is not None:
             self._fast.commit(flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
-    def _await_job(self, flight: Flight) -> None:
+    def _await_job(self, flight: SnapshotInFlight) -> None:
         if flight.job is not None:
             flight.job.exception()
         self._follow_thread()
@@ -320,11 +320,11 @@ class Snapshots:
         flight = self._flight
         if flight is None or flight.job is None or not flight.job.done():
             return
-        if flight.stage not in (Stage.WRITING, Stage.COMMITTING):
+        if flight.stage not in (SnapshotStage.WRITING, SnapshotStage.COMMITTING):
             return
         error = flight.job.exception()
         if error is None:
-            flight.stage = Stage.WRITTEN if flight.stage is Stage.WRITING else Stage.COMMITTED
+            flight.stage = SnapshotStage.WRITTEN if flight.stage is SnapshotStage.WRITING else SnapshotStage.COMMITTED
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.tier == "fast" and self._fast is not None:
@@ -334,12 +334,12 @@ class Snapshots:
 
     # Checkpoints that there are ------------------------------------------------------------------------------------
 
-    def places(self, name: str) -> list[Place]:
+    def places(self, name: str) -> list[CheckpointPlace]:
         """Where a checkpoint may be found, best first."""
-        found = [Place(self._paths.checkpoint(name))]
+        found = [CheckpointPlace(self._paths.checkpoint(name))]
         if self._fast is not None and (directory := self._fast.place(name)) is not None:
             memory = self._fast.memory(name)
-            found.insert(0, Place(directory, in_slot=True, memory=memory.view if memory else None))
+            found.insert(0, CheckpointPlace(directory, in_slot=True, memory=memory.view if memory else None))
         return found
 
     @property

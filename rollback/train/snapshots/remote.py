@@ -17,14 +17,14 @@ from typing import Any
 from rollback.checkpoints.manifest import Manifest
 from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.facts.training import Fetched, Trouble
-from rollback.policy import Held
+from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record, say
+from rollback.train.comm.recorder import Recorder, say
 
 _PATIENCE = 30.0  # seconds for which a request that fails is tried again
 _STANDSTILL = 120.0  # seconds without a byte after which a download is given up
@@ -37,7 +37,7 @@ class Elsewhere:
     show: told what this rank is doing, for its heartbeat.
     """
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, record: Record, url: str, show: Callable[[str], None]) -> None:
+    def __init__(self, paths: RunPaths, ranks: Ranks, record: Recorder, url: str, show: Callable[[str], None]) -> None:
         self._paths = paths
         self._ranks = ranks
         self._record = record
@@ -46,10 +46,10 @@ class Elsewhere:
         self._tried: set[str] = set()  # rank 0's, as what follows
         self._unreachable: str | None = None
 
-    def held(self) -> list[Held]:
+    def held(self) -> list[PolicyCheckpoint]:
         """The good checkpoints there, oldest first, but for those that were fetched or tried for the present plan."""
         there = [asdict(point) for point in self._told()] if self._ranks.first else None
-        return [Held(**point) for point in self._ranks.from_first(there)]
+        return [PolicyCheckpoint(**point) for point in self._ranks.from_first(there)]
 
     def fetch(self, name: str) -> Manifest | str:
         """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong in words."""
@@ -71,7 +71,7 @@ class Elsewhere:
         self._tried.clear()
         self._unreachable = None
 
-    def _told(self) -> list[Held]:
+    def _told(self) -> list[PolicyCheckpoint]:
         if self._unreachable:
             return []
         try:
@@ -95,7 +95,7 @@ class Elsewhere:
 
 
 def elsewhere_of(
-    paths: RunPaths, ranks: Ranks, record: Record, url: str | None, show: Callable[[str], None]
+    paths: RunPaths, ranks: Ranks, record: Recorder, url: str | None, show: Callable[[str], None]
 ) -> Elsewhere | None:
     """The ring at a URL, where there is one. Not collective."""
     return Elsewhere(paths, ranks, record, url, show) if url else None

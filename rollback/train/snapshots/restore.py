@@ -17,7 +17,7 @@ _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be r
 
 
 @dataclass(frozen=True)
-class Place:
+class CheckpointPlace:
     """Where a checkpoint lies. memory: this rank's own shard of it, where this process has it mapped (fast tier)."""
 
     directory: Path
@@ -30,24 +30,24 @@ class Place:
 
 
 @dataclass
-class Restoration:
+class RestoreOutcome:
     """How it went. place: where the state came from, None where no place was any good. faults: of the others."""
 
-    place: Place | None = None
-    faults: list[tuple[Place, str]] = field(default_factory=list)
+    place: CheckpointPlace | None = None
+    faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
 
     @property
     def fault(self) -> str:
         return "; ".join(text for _, text in self.faults)
 
 
-def restore(name: str, places: Sequence[Place], ranks: Ranks, state: TrainingState) -> Restoration:
+def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: TrainingState) -> RestoreOutcome:
     """Collective: put a checkpoint into the live objects of every rank, from the first place that all can read.
 
     Nothing is touched before all ranks have found a place sound. If reading fails after that, twice, the live objects
     are in no state to train from: the caller must restore another checkpoint, or stop.
     """
-    result = Restoration()
+    result = RestoreOutcome()
     for place in places:
         fault: str | None = None
         for _ in range(_TRIES):
@@ -61,7 +61,7 @@ def restore(name: str, places: Sequence[Place], ranks: Ranks, state: TrainingSta
     return result
 
 
-def verify(name: str, places: Sequence[Place], ranks: Ranks) -> str | None:
+def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
     """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank."""
     faults = []
     for place in places:
@@ -73,7 +73,7 @@ def verify(name: str, places: Sequence[Place], ranks: Ranks) -> str | None:
     return "; ".join(faults)
 
 
-def _verify(name: str, place: Place, ranks: Ranks) -> tuple[Reading | None, str | None]:
+def _verify(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:
     """Collective: open a checkpoint on all ranks; on none, and why, where one finds a fault with it."""
     reading, fault = _open(name, place, ranks)
     fault = ranks.first_fault(fault)
@@ -86,7 +86,7 @@ def _verify(name: str, place: Place, ranks: Ranks) -> tuple[Reading | None, str 
     return None, fault
 
 
-def _open(name: str, place: Place, ranks: Ranks) -> tuple[Reading | None, str | None]:
+def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:
     """What this rank has of it, or what is wrong. Where the disk refuses, and only there, it is tried again."""
     fault = ""
     for _ in range(_TRIES):

@@ -14,9 +14,9 @@ from rollback.config import Settings
 from rollback.facts.training import Paced, Saving
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Record
-from rollback.train.snapshots.manager import Keeper
-from rollback.train.snapshots.pace import Pace
+from rollback.train.comm.recorder import Recorder
+from rollback.train.snapshots.manager import CheckpointManager
+from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import Allotment, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
@@ -37,8 +37,8 @@ class Saver:
         ranks: Ranks,
         state: TrainingState,
         snapshots: Snapshots,
-        keeper: Keeper,
-        record: Record,
+        keeper: CheckpointManager,
+        record: Recorder,
         tier: tuple[SlotPaths | None, str],
         began_at: int | None,
     ) -> None:
@@ -52,7 +52,7 @@ class Saver:
         self.wanted = False
         self._taken_at = self._taken_before_end = began_at
         self._measured = False
-        self._pace = Pace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
+        self._pace = SnapshotPace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
         self._step_began: float | None = None
         self._allotted: Allotment | None = None

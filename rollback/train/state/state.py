@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
-from rollback.rundir.identity import Job
+from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
@@ -92,10 +92,10 @@ class TrainingState:
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
-    def job(self, world_size: int) -> Job:
+    def job(self, world_size: int) -> JobIdentity:
         """What identifies this job, for run.json."""
         state = self.model.state_dict()
-        return Job(
+        return JobIdentity(
             world_size=world_size,
             model=[
                 (name, str(value.dtype).removeprefix("torch."), list(value.shape))

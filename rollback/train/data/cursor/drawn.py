@@ -45,8 +45,8 @@ class DrawnCursor(Cursor):
         self._draw = draw
         self._name = name
         self._once = once
-        self._stream: rng.Stream | None = None
-        self._last: tuple[rng.Stream, Digest] | None = None
+        self._stream: rng.RandomStream | None = None
+        self._last: tuple[rng.RandomStream, Digest] | None = None
         """The stream before the batch last drawn, and what that batch is."""
         self._drew_beside = False
 
@@ -59,7 +59,7 @@ class DrawnCursor(Cursor):
     def _open(self) -> None:
         if self._stream is None:
             self._refuse_hidden_state()
-            self._stream = rng.Stream.take_over()
+            self._stream = rng.RandomStream.take_over()
 
     def _refuse_hidden_state(self) -> None:
         first, second = self._trial(), self._trial()
@@ -113,7 +113,7 @@ class DrawnCursor(Cursor):
 
     def _seek(self, state: dict[str, Any]) -> None:
         fresh, stream, self._last = self._stream is None, state["stream"], None
-        self._stream = rng.Stream.from_state_dict(stream) if stream is not None else None
+        self._stream = rng.RandomStream.from_state_dict(stream) if stream is not None else None
         if fresh and state["last"] is not None and not self.accepts_other_length:
             self._compare_with(state["last"])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import Any
 
-from rollback.train.data.cursor.order import Order
+from rollback.train.data.cursor.order import BatchOrder
 from rollback.train.data.cursor.quarantine import Neighbours
 from rollback.train.data.cursor.workers import Keyed
 
@@ -22,7 +22,7 @@ class Feed:
     """
 
     def __init__(self) -> None:
-        self._order: Order | None = None
+        self._order: BatchOrder | None = None
         self._key: str | None = None
         self._batch = self._offset = 0
         self._pending: deque[Any] = deque()
@@ -33,7 +33,7 @@ class Feed:
         """The batch of indices before the position, as the sampler gave it."""
         self._repeat = False
 
-    def begin(self, order: Order, last: Any, *, batch: int, offset: int, key: str | None) -> None:
+    def begin(self, order: BatchOrder, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
         self._order, self.last = order, last
         self._batch, self._offset, self._key = batch, offset, key

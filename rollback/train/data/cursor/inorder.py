@@ -110,7 +110,7 @@ class _Ahead:
         self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
         self.error: BaseException | None = None
         self.data: Any = None
-        self._stream = rng.Stream.of_process()
+        self._stream = rng.RandomStream.of_process()
         try:
             with self._stream:
                 self.data = cursor.read()

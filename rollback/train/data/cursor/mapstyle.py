@@ -34,7 +34,7 @@ from rollback.train.data.cursor.digest import Digest, digest_of_indices, hex_dig
 from rollback.train.data.cursor.epochs import EpochSetters
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
-from rollback.train.data.cursor.order import Order, order_of, order_of_share, share_of
+from rollback.train.data.cursor.order import BatchOrder, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
 from rollback.train.data.workers import shut_down
 
@@ -242,7 +242,7 @@ class MapStyleCursor(Cursor):
         if self._unfit is not None:
             raise self._unfit
 
-    def _move_to_position(self, order: Order, state: dict[str, Any]) -> Any:
+    def _move_to_position(self, order: BatchOrder, state: dict[str, Any]) -> Any:
         """Move a fresh order to the position; what comes before it there, once that is known to be what came before.
 
         Where the data set is of another length by intent, there is nothing to compare with.
@@ -279,12 +279,12 @@ class MapStyleCursor(Cursor):
             order.seek(self.offset - 1)
             return order.take()
 
-    def _begin(self, order: Order, last: Any) -> None:
+    def _begin(self, order: BatchOrder, last: Any) -> None:
         self._reader = None
         key = f"{self._base_seed}/{self.epoch}" if self._loader.num_workers > 0 else None
         self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
 
-    def _make_order(self) -> Order:
+    def _make_order(self) -> BatchOrder:
         """Draws the epoch's order as the loader does: what it draws, when, and from which generator."""
         loader = self._loader
         lookahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))

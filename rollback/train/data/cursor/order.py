@@ -17,7 +17,7 @@ from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, Se
 from rollback.train.data import rng
 
 
-class Order(Protocol):
+class BatchOrder(Protocol):
     """One epoch's batches of indices. Made, and begun, under the random states of the epoch's opening."""
 
     exact: ClassVar[bool]
@@ -33,7 +33,7 @@ class Order(Protocol):
         """Passes over `offset` batches of full size. Only directly after `begin`; past the end, `take` says so."""
 
 
-def order_of(index_sampler: Iterable[Any], lookahead: int) -> Order:
+def order_of(index_sampler: Iterable[Any], lookahead: int) -> BatchOrder:
     """The order that `index_sampler` (a loader's batch sampler, or its sampler without batching) will give.
 
     `lookahead`: how many batches the loader asks its sampler for before the first one is handed out.
@@ -62,7 +62,7 @@ def share_of(index_sampler: Any) -> list[int | None] | None:
     return [sampler.rank, sampler.num_replicas, batching.batch_size if batching is not None else None]
 
 
-def order_of_share(index_sampler: Any, share: list[int | None] | None) -> Order | None:
+def order_of_share(index_sampler: Any, share: list[int | None] | None) -> BatchOrder | None:
     """The order that another rank, of another number of ranks, has of the same samples; None where it has none."""
     batching, sampler = _taken_apart(index_sampler)
     if type(sampler) is not DistributedSampler or share is None:
@@ -143,7 +143,7 @@ class _Iterated:
         self._iterator: Iterator[Any] = iter(index_sampler)
         self._lookahead = lookahead
         self._ahead: list[Any] = []
-        self._stream: rng.Stream | None = None
+        self._stream: rng.RandomStream | None = None
 
     def begin(self) -> None:
         for _ in range(self._lookahead):
@@ -152,7 +152,7 @@ class _Iterated:
             except StopIteration:
                 break
         self._ahead.reverse()
-        self._stream = rng.Stream.split_off()
+        self._stream = rng.RandomStream.split_off()
 
     def take(self) -> Any:
         if self._ahead:

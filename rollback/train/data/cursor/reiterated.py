@@ -30,7 +30,7 @@ class ReiteratedCursor(InOrderCursor):
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
-        self._stream: rng.Stream | None = None
+        self._stream: rng.RandomStream | None = None
         self._left: Iterator[Any] | None = None
 
     def _open(self) -> None:
@@ -69,7 +69,7 @@ class ReiteratedCursor(InOrderCursor):
         if isinstance(self._loader, DataLoader) and self._loader.persistent_workers:
             self._loader._iterator = None
         self._iterator = iter(self._loader)
-        self._stream = rng.Stream.split_off()
+        self._stream = rng.RandomStream.split_off()
 
     def _read(self) -> Any:
         assert self._iterator is not None
