@@ -43,13 +43,19 @@ TIMES, AT_LEAST = 5.0, 20.0  # a mutant may take so many times what its tests ta
 
 MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "policy": (("policy.py",), ("policy",)),
-    "judge": (("train/cases.py",), ("cases",)),
+    "cases": (("train/incidents/cases.py",), ("train/incidents/cases",)),
     "suspects": (("suspects.py",), ("suspects",)),
-    "catalogue": (("train/holdings.py", "rundir/resume.py"), ("holdings", "resume", "retention")),
-    "retention": (("rundir/retention.py",), ("retention",)),
-    "journal": (("rundir/journal.py", "rundir/history.py"), ("journal", "history")),
-    "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor_claim", "lock")),
-    "tiers": (("rundir/tiers.py", "train/choices.py", "rundir/sizing.py"), ("tiers", "choices", "sizing")),
+    "catalogue": (
+        ("train/snapshots/catalogue.py", "checkpoints/resume.py"),
+        ("train/snapshots/catalogue", "checkpoints/resume", "checkpoints/retention"),
+    ),
+    "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
+    "journal": (("rundir/journal.py", "facts/history.py"), ("rundir/journal", "facts/history")),
+    "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
+    "tiers": (
+        ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/sizing.py"),
+        ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/sizing"),
+    ),
 }
 """What decides: modules of the package, and the files of tests/unit that say what it promises."""
 
@@ -442,7 +448,8 @@ def try_module(mutants: Sequence[Mutant], jobs: int, tell: Callable[[Mutant, str
 
 
 def tests_of(module: str) -> list[str]:
-    return [str(ROOT / "tests" / "unit" / f"test_{name}.py") for name in MODULES[module][1]]
+    named = [ROOT / "tests" / "unit" / name for name in MODULES[module][1]]
+    return [str(path.with_name(f"test_{path.name}.py")) for path in named]
 
 
 def main() -> int:

@@ -22,7 +22,6 @@ import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
 from types import FrameType
@@ -35,39 +34,13 @@ from rollback.agent.fork_server import (
     settle_objects,
     start_ranks_from,
 )
+from rollback.instructions import ENV_PRELOAD, ENV_SPARE, ENV_TORCHRUN, LOGS_SPECS, Instructions
 from rollback.rundir.durable import write_file
 
-# `Instructions` as JSON. Meant for this process, not for the ranks. They are here and not in `rollback.config` because
-# every restart waits for the imports of this module.
-ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
-# Set where ranks are to be forked (`rollback.agent.fork_server`), and where this process is to wait for an order at a
-# descriptor (`rollback.supervisor.standby`).
-ENV_PRELOAD, ENV_SPARE = "ROLLBACK_PRELOAD", "ROLLBACK_SPARE"
-MODULE = "rollback.agent.entry"
-# The value of --logs-specs that means `rollback.agent.streams`.
-LOGS_SPECS = "rollback-streams"
 _PR_SET_PDEATHSIG = 1
 # Seconds that ranks have to end because another one has failed. Under a guard they have nothing to save that the next
 # attempt could use, so they get less than torchrun's 30.
 _PATIENCE_UNDER_A_GUARD = 5
-
-
-@dataclass(frozen=True)
-class Instructions:
-    """What this process is told by its supervisor.
-
-    supervisor: its pid. refusal, failures: files for word of wrong flags and of failed ranks. guard: the file that is
-    there once a rank has a guard. run_id: names the launch, over all its attempts. restarts: how many were before.
-    grace: seconds that ranks have to stop when told to.
-    """
-
-    supervisor: int
-    refusal: str
-    failures: str
-    guard: str
-    run_id: str
-    restarts: int
-    grace: float
 
 
 class WrongUse(Exception):

@@ -3,11 +3,11 @@
 Importing torch and what the first optimizer step pulls in takes seconds, for every rank, at every start. Here it is
 done once, and on a relaunch it has been done ahead (`rollback.supervisor.standby`). Runs in torchrun's process:
 
-    torchrun's process ── forks ──> nursery ── forks, twice ──> rank
+    torchrun's process ── forks ──> fork server ── forks, twice ──> rank
 
-The nursery is forked when everything is imported and before torchrun begins, so it has one Python thread, no sockets,
-and no CUDA context; it does nothing but fork. The rank's intermediate parent ends at once, and torchrun's process, as
-the subreaper, becomes the rank's parent: it waits for it and signals it as if it had started it.
+The fork server is forked when everything is imported and before torchrun begins, so it has one Python thread, no
+sockets, and no CUDA context; it does nothing but fork. The rank's intermediate parent ends at once, and torchrun's
+process, as the subreaper, becomes the rank's parent: it waits for it and signals it as if it had started it.
 
 A rank begins as `python -u SCRIPT` would: its own session, environment, argv, path, `__main__`, streams and random
 states. What an import reads from the environment, it has read before the script could set it: `--no-preload` is for
@@ -36,10 +36,12 @@ from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
 
+import rollback
+from rollback.instructions import FORK_SERVER
+
 _PR_SET_NAME, _PR_SET_CHILD_SUBREAPER = 15, 36
-NURSERY = "nursery"  # what `ps -o comm` shows of it
 # What a rank needs before and in its first step: the last is what torch's optimizers import when they first step.
-AHEAD = ("torch", "torch.distributed", "rollback.train.guard", "torch._dynamo")
+AHEAD = ("torch", "torch.distributed", "torch._dynamo")
 
 
 def import_ahead() -> None:
@@ -52,6 +54,8 @@ def import_ahead() -> None:
     for name in AHEAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
+    with contextlib.suppress(ImportError):
+        _ = rollback.Guard  # its module is imported when it is first asked for
     os.environ.clear()
     os.environ.update(before)
 
@@ -125,8 +129,8 @@ class ForkedRank:
             os.kill(self.pid, number)
 
 
-def start_ranks_from(nursery: ForkServer) -> None:
-    """From now on torchrun starts ranks by `nursery`, where they are Python scripts without wrappers around them."""
+def start_ranks_from(fork_server: ForkServer) -> None:
+    """From now on torchrun starts ranks by it, where they are Python scripts without wrappers around them."""
     handlers: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.subprocess_handler")
 
     class Handler(handlers.SubprocessHandler):  # type: ignore[misc]
@@ -134,7 +138,7 @@ def start_ranks_from(nursery: ForkServer) -> None:
             if not is_plain_script(args):
                 return super()._popen(args, env)
             stdout, stderr = (stream.fileno() if stream else number for stream, number in self._streams())
-            return nursery.start(args[2:], env, stdout, stderr)
+            return fork_server.start(args[2:], env, stdout, stderr)
 
         def _streams(self) -> list[tuple[Any, int]]:
             return [(self._stdout, 1), (self._stderr, 2)]
@@ -155,8 +159,8 @@ def is_plain_script(command: Sequence[str]) -> bool:
 
 
 def _serve(requests: socket.socket) -> None:
-    """The nursery: forks a rank for each request, and ends when the other end is closed."""
-    name_this_process(NURSERY)
+    """The fork server: forks a rank for each request, and ends when the other end is closed."""
+    name_this_process(FORK_SERVER)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
     while True:

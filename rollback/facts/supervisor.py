@@ -1,4 +1,4 @@
-"""The facts of the supervisor's journal: attempts, how they ended, and what was decided. See `rollback.facts.training`."""
+"""The facts of the supervisor's journal: attempts, how they ended, and what was decided."""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """The facts that a run's journals hold, one class for each kind of line.
 
-Those of the ranks are here, those of the supervisor in `rollback.facts.supervisor`, their base in `rollback.facts.fact`.
+Those of the ranks are here, those of the supervisor in `rollback.facts.supervisor`, their base in
+`rollback.facts.fact`.
 
 A fact says what happened; it is never edited or taken back. State is what folding the facts gives
 (`rollback.facts.history`). docs/format.md has the table of all kinds, and a test compares the two.

@@ -1,0 +1,1 @@
+"""Reads runs and writes nothing: a room for each command that does."""

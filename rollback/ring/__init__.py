@@ -1,1 +1,1 @@
-"""From the ring that the ranks write to the durable one: what is copied when, and the thread that copies it."""
+"""The durable ring: what is copied when, the thread that copies it, its helpers on other hosts, and the URL."""

@@ -11,7 +11,7 @@ from rollback.checkpoints.resume import of_present_timeline
 from rollback.facts.history import fold
 from rollback.facts.training import BecameGood, Committed, Drained, JournalEntry, LeftDurableRing
 from rollback.policy import PolicyCheckpoint
-from rollback.ring import schedule as decide
+from rollback.ring import schedule
 
 
 def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[PolicyCheckpoint]:
@@ -26,7 +26,7 @@ def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[J
     good = {fact.checkpoint for fact in facts if isinstance(fact, BecameGood)}
     good |= {fact.checkpoint for fact in facts if isinstance(fact, Committed) and fact.step == 0}
     history = fold(ranks)
-    known = [decide.DrainCandidate(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
+    known = [schedule.DrainCandidate(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
     present = sorted(of_present_timeline(history, known), key=lambda item: item.seq)
     return [
         PolicyCheckpoint(item.name, item.step, history.committed[item.name].batch, True)

@@ -1,1 +1,1 @@
-"""The run directory: paths, journals, manifests, ring. What ranks and supervisor share; see docs/format.md."""
+"""The record of a run on disk: what ranks and supervisor share. See docs/format.md."""

@@ -8,7 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollback.agent.entry import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 from rollback.config import (
     ENV_ATTEMPT,
     ENV_HEARTBEATS,
@@ -18,6 +17,7 @@ from rollback.config import (
     ENV_SUPERVISOR,
     Settings,
 )
+from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 from rollback.supervisor.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}

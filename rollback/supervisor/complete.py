@@ -13,13 +13,13 @@ from pathlib import Path
 
 import xxhash
 
-from rollback.agent.entry import MODULE
 from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.history import fold
 from rollback.facts.training import AttemptStarted, Finished, RunEnded
+from rollback.instructions import MODULE
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts

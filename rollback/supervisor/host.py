@@ -13,8 +13,8 @@ from typing import Any
 
 import psutil
 
-from rollback.agent.entry import Instructions
 from rollback.config import ENV_HOST, Settings, guard_mark
+from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process, state_of, ticks_computed

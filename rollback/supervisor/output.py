@@ -24,7 +24,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from rollback.agent.entry import LOGS_SPECS
+from rollback.instructions import LOGS_SPECS
 from rollback.rundir import files
 from rollback.rundir.durable import write_all
 from rollback.supervisor.command import LaunchedJob

@@ -17,9 +17,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import psutil
 
-from rollback.agent.fork_server import NURSERY
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
+from rollback.instructions import FORK_SERVER
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import is_running, runs
 from rollback.rundir.records import LEAVING, Heartbeat
@@ -68,7 +68,9 @@ def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, p
 def ranks_of(torchrun: int) -> list[psutil.Process]:
     """The living ranks that the process with this pid has started: its children, but for the one that forks them."""
     try:
-        return [child for child in psutil.Process(torchrun).children() if child.name() != NURSERY and _is_alive(child)]
+        return [
+            child for child in psutil.Process(torchrun).children() if child.name() != FORK_SERVER and _is_alive(child)
+        ]
     except psutil.NoSuchProcess:
         return []
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from rollback.agent.entry import ENV_SPARE, MODULE
+from rollback.instructions import ENV_SPARE, MODULE
 
 _LAUNCHER = [sys.executable, "-m", MODULE]
 

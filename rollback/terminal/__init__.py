@@ -1,0 +1,1 @@
+"""What commands share of text, files and terminals."""

@@ -1,0 +1,1 @@
+"""Inside the ranks: the guard, and a room for each of its concerns."""

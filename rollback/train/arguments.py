@@ -71,17 +71,6 @@ def check_trained(model: object, optimizer: object) -> None:
         ) from error
 
 
-def require_even_inputs(*joinable: object) -> None:
-    """Raise UsageError inside of torch's `join`, in which a rank without batches answers the others' collectives."""
-    if any(getattr(getattr(item, "_join_config", None), "enable", False) for item in joinable):
-        raise UsageError(
-            "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a rank "
-            "that has none left would answer the model's collectives and not the guard's",
-            hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
-            "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
-        )
-
-
 def check_run(run: object) -> None:
     """Raises UsageError where a run directory is given that is no path."""
     if not isinstance(run, str | os.PathLike | None):

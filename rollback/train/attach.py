@@ -40,12 +40,12 @@ from rollback.facts.training import (
     Attached,
     Blamed,
     Evicted,
+    JournalEntry,
     Quarantined,
     Restored,
     SkipAdded,
     Tier,
 )
-from rollback.facts.training import JournalEntry as JournalRecord
 from rollback.rundir import files
 from rollback.rundir.identity import (
     Identity,
@@ -174,7 +174,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
     reading = FoundRun(
         attempt=body["attempt"],
-        history=fold(JournalRecord.model_validate(record) for record in body["records"]),
+        history=fold(JournalEntry.model_validate(record) for record in body["records"]),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],

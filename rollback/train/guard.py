@@ -67,8 +67,8 @@ class Guard(ScriptSide):
     and must iterate over it alike. docs/guard.md says more.
 
     model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
-    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Anything else that has `state_dict` and
-    `load_state_dict` can be handed over by a name of its own (scheduler, scaler, ema, ...) and is kept and restored
+    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Anything else that has `state_dict`
+    and `load_state_dict` can be handed over by a name of its own (scheduler, scaler, ema, ...) and is kept and restored
     with the rest; it must be the same on all ranks.
 
     max_steps: end the iteration after so many optimizer updates; default: at the end of the data. run: the run

@@ -27,7 +27,8 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 VICTIMS = {
-    "rank": 6, "all ranks": 3, "worker": 2, "nursery": 1, "torchrun": 3, "spare": 1, "supervisor": 3, "everything": 1,
+    "rank": 6, "all ranks": 3, "worker": 2, "fork server": 1, "torchrun": 3, "spare": 1, "supervisor": 3,
+    "everything": 1,
 }  # fmt: skip
 MOMENTS = {"start-up": 3, "training": 4, "saving": 3}
 """How often each is drawn, relative to the others."""
@@ -47,7 +48,7 @@ JOBS: tuple[tuple[int, Toy], ...] = (
 """Number of ranks and the job. All steps take a millisecond or two, so that a checkpoint is nearly always under way."""
 
 
-_GENERATIONS = ("supervisor", "spare", "torchrun", "nursery", "rank", "worker")
+_GENERATIONS = ("supervisor", "spare", "torchrun", "fork server", "rank", "worker")
 
 
 @dataclass(frozen=True)
@@ -113,8 +114,8 @@ class Undertaking:
         found["torchrun"] = [child for child in children if _children(child)][:1] or children[:1]
         found["spare"] = [child for child in children if child not in found["torchrun"]]
         for child in itertools.chain.from_iterable(map(_children, found["torchrun"])):
-            # A rank that the nursery has forked bears a name.
-            found["rank" if self.warm or _name(child).startswith("rank ") else "nursery"].append(child)
+            # A rank that the fork server has forked bears a name.
+            found["rank" if self.warm or _name(child).startswith("rank ") else "fork server"].append(child)
         found["worker"] = list(itertools.chain.from_iterable(map(_children, found["rank"])))
         return found
 
@@ -169,7 +170,7 @@ class Undertaking:
         else:
             # The next kill belongs to the next attempt: what is killed twice in the same breath dies once.
             before = attempt or tree["torchrun"]
-            ends = name not in ("spare", "nursery")  # the attempt goes on without these
+            ends = name not in ("spare", "fork server")  # the attempt goes on without these
             self.wait(lambda: self.tree()["torchrun"] not in ([], before), LIMIT if ends else 0.0)
         return True
 

@@ -19,7 +19,7 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
-from rollback.train.snapshots import remote as elsewhere
+from rollback.train.snapshots import remote
 from rollback.train.snapshots.remote import Elsewhere
 
 URL = "faulty://bucket/runs/one"
@@ -30,8 +30,8 @@ ORDINARY: tuple[Manner, ...] = ("once", "for ever", "dies")
 @pytest.fixture(autouse=True)
 def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
-    monkeypatch.setattr(elsewhere, "_PATIENCE", 0.05)
-    monkeypatch.setattr(elsewhere, "_MEET_EVERY", 0.01)
+    monkeypatch.setattr(remote, "_PATIENCE", 0.05)
+    monkeypatch.setattr(remote, "_MEET_EVERY", 0.01)
 
 
 @pytest.fixture

@@ -23,7 +23,7 @@ from rollback.facts.training import (
     Restored,
 )
 from rollback.rundir import durable, journal, records
-from rollback.train.snapshots import pipeline as snapshots
+from rollback.train.snapshots import pipeline
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
 
@@ -149,7 +149,7 @@ def full_disk(*_: object, **__: object) -> None:
 
 
 OPERATIONS = [
-    (snapshots, "write_direct"),
+    (pipeline, "write_direct"),
     (ring, "begin_writing"),
     (ring, "commit"),
     (ring, "evict"),
@@ -184,7 +184,7 @@ def test_a_full_disk_stops_no_training(
         committed = {fact.checkpoint for fact in told if isinstance(fact, Committed)}
         assert set(on_disk) <= committed
         assert not committed & {fact.checkpoint for fact in told if isinstance(fact, Dropped)}
-        if owner in (snapshots, direct) or (owner is ring and name not in KEEPS_SAVING):
+        if owner in (pipeline, direct) or (owner is ring and name not in KEEPS_SAVING):
             assert facts(run, Dropped)
             assert {fact.step for fact in told if isinstance(fact, Committed)} == {0, 10, 20}
     again = train(TOY, run)

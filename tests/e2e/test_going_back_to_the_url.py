@@ -20,7 +20,7 @@ from rollback.ring import drainer
 from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process
-from rollback.train.snapshots import remote as elsewhere
+from rollback.train.snapshots import remote
 
 URL = "faulty://bucket/run"
 SETTINGS = {"snapshot_every": 5, "keep": 3, "rewind": 25, "checkpoint_every": "1", "keep_durable": 20}
@@ -35,8 +35,8 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(storing, "_LONGEST_WAIT", 0.001)
     monkeypatch.setattr(drainer, "_FIRST_WAIT", 0.01)
     monkeypatch.setattr(drainer, "_POLL", 0.01)
-    monkeypatch.setattr(elsewhere, "_PATIENCE", 0.05)
-    monkeypatch.setattr(elsewhere, "_MEET_EVERY", 0.02)
+    monkeypatch.setattr(remote, "_PATIENCE", 0.05)
+    monkeypatch.setattr(remote, "_MEET_EVERY", 0.02)
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_a_bucket_from_which_nothing_comes_is_given_up(
     tmp_path: Path, bucket: Bucket, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = tmp_path / "run"
-    monkeypatch.setattr(elsewhere, "_STANDSTILL", 0.2)
+    monkeypatch.setattr(remote, "_STANDSTILL", 0.2)
 
     def tarry(guard: Any, position: int) -> None:
         bucket.delay = 0.0 if facts(run, Restored) else 1.0 if position == 50 else bucket.delay

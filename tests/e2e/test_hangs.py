@@ -74,7 +74,7 @@ def test_the_peers_stacks_are_there_and_the_stopped_rank_s_are_said_to_be_missin
     stacks = rows(job, 1)["stacks"]
     assert "torch/distributed/distributed_c10d.py:" in stacks
     assert " in get_into_trouble\n" in stacks
-    assert "nursery.py" not in stacks, "how ranks are forked says nothing about a hang"
+    assert "fork_server.py" not in stacks, "how ranks are forked says nothing about a hang"
 
 
 def test_a_rank_whose_interpreter_lock_is_held_is_named_with_its_stack(job: Launch) -> None:

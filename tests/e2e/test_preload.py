@@ -32,7 +32,7 @@ def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path)
     assert all(rank["same parent"] for rank in forked), "it was taken for another's child"
     assert len(set(draws)) == len(draws), "ranks that nobody seeded draw alike"
     assert "ValueError: --planned" in output
-    assert "nursery" not in output, "the traceback shows frames that are not the script's"
+    assert "fork_server" not in output, "the traceback shows frames that are not the script's"
 
 
 def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from rollback.facts.training import Committed, Drained, DrainFailed, Dropped
 from rollback.inspect.ring.verify import verify
 from rollback.ring import in_run
 from rollback.rundir.paths import RunPaths
-from rollback.train.snapshots import pipeline as snapshots
+from rollback.train.snapshots import pipeline
 
 TOY = Toy(samples=1200, patient=False)  # 300 steps, a snapshot every 10
 HELD_FROM, STEPS = 15, 40
@@ -69,7 +69,7 @@ def test_training_goes_on_while_the_disk_holds_a_save_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
     run, gate, seen = tmp_path / "run", Gate(), set()
-    owner, name = (snapshots, "write_direct") if operation.startswith("the shard") else (ring, "write_file")
+    owner, name = (pipeline, "write_direct") if operation.startswith("the shard") else (ring, "write_file")
     monkeypatch.setattr(owner, name, gate.before(getattr(owner, name)))
     hook, steps = held_up(gate, lambda: seen.add(tuple(ring.names(RunPaths(run)))))
     ended = train(TOY, run, hook=hook)

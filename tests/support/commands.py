@@ -53,12 +53,12 @@ class Commands:
 
 
 def _serve(seconds: int) -> None:
+    # What commands will import is imported here, once.
     from rollback import cli
-    from rollback.inspect.audit import compile
-    from rollback.inspect.audit import reading as material
-    from rollback.inspect.ring import at_url, verify
-    from rollback.inspect.ring import text as ring_text
-    from rollback.inspect.status import status
+    from rollback.inspect.audit import compile, reading  # noqa: F401
+    from rollback.inspect.ring import at_url, verify  # noqa: F401
+    from rollback.inspect.ring import text as _
+    from rollback.inspect.status import status  # noqa: F401
     from rollback.inspect.why import why  # noqa: F401
     from rollback.report import page  # noqa: F401
 

@@ -8,11 +8,11 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 from hypothesis import strategies as st
 
-from rollback.facts import training as events
+from rollback.facts import training
 from rollback.facts.training import Fact, PassedOver, Window
 from rollback.rundir.paths import checkpoint_name
 
-FACTS: list[type[Fact]] = list(get_args(get_args(events.AnyFact)[0]))
+FACTS: list[type[Fact]] = list(get_args(get_args(training.AnyFact)[0]))
 
 windows = st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)).map(lambda p: Window(first=p[0], last=p[0] + p[1]))
 _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {

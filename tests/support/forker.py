@@ -30,7 +30,7 @@ from toy import Toy, _Loop, train
 
 from rollback.facts.training import Fact
 from rollback.train.comm.recorder import Recorder
-from rollback.train.snapshots import pipeline as snapshots
+from rollback.train.snapshots import pipeline
 
 DIED = 99
 
@@ -98,7 +98,7 @@ def die(when: str, kind: str, count: int) -> None:
 
 def be_told_in(what: str, count: int, number: int) -> None:
     """Send this process a signal in the midst of the `count`-th evaluation, or while that shard is written."""
-    owner, name = {"evaluation": (_Loop, "evaluate"), "save": (snapshots, "write_direct")}[what]
+    owner, name = {"evaluation": (_Loop, "evaluate"), "save": (pipeline, "write_direct")}[what]
     original, seen = getattr(owner, name), itertools.count(1)
 
     def in_the_midst(*arguments: Any, **more: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from unittest import mock
 
 from rollback.checkpoints.manifest import read_manifest
-from rollback.train.snapshots import restore as restoring
+from rollback.train.snapshots import restore
 from rollback.train.snapshots.reader import Reading
 
 _READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
@@ -26,7 +26,7 @@ class Attempts:
 @contextlib.contextmanager
 def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda shard: True) -> Iterator[Attempts]:
     """So many times, reading the tensors of a checkpoint fails in the middle; not of copies elsewhere."""
-    load, attempts = restoring._load, Attempts()
+    load, attempts = restore._load, Attempts()
 
     def load_or_fail(reading: Reading, *rest: Any) -> str | None:
         if is_of(reading, name) and where(reading.shards[0].path):
@@ -36,14 +36,14 @@ def unreadable(name: str, times: int, where: Callable[[Path], bool] = lambda sha
                     return load(reading, *rest)
         return load(reading, *rest)
 
-    with mock.patch.object(restoring, "_load", load_or_fail):
+    with mock.patch.object(restore, "_load", load_or_fail):
         yield attempts
 
 
 @contextlib.contextmanager
 def cut_short(name: str) -> Iterator[None]:
     """The first shard of a checkpoint is cut off when it has just been verified, for good."""
-    load = restoring._load
+    load = restore._load
 
     def cut_and_load(reading: Reading, *rest: Any) -> str | None:
         shard = reading.shards[0]
@@ -51,7 +51,7 @@ def cut_short(name: str) -> Iterator[None]:
             os.truncate(shard.path, sorted(entry.start for entry in shard.entries.values())[_READ])
         return load(reading, *rest)
 
-    with mock.patch.object(restoring, "_load", cut_and_load):
+    with mock.patch.object(restore, "_load", cut_and_load):
         yield
 
 

@@ -2,15 +2,33 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).parents[2]
 MODULES = sorted((ROOT / "rollback").rglob("*.py"))
+
+
+def test_a_class_name_means_one_thing() -> None:
+    defined = Counter(
+        node.name for path in MODULES for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef)
+    )
+    assert [name for name, count in defined.items() if count > 1] == []
+
+
+def test_the_map_in_the_design_is_the_tree() -> None:
+    rows = re.findall(r"^\| `rollback/(.*?)/?` \| .* \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
+    tree: dict[str, list[str]] = {}
+    for path in MODULES:
+        if path.stem not in ("__init__", "__main__"):
+            tree.setdefault(str(path.parent.relative_to(ROOT / "rollback")).removeprefix("."), []).append(path.stem)
+    assert {room: sorted(modules.split(", ")) for room, modules in rows} == tree
 
 
 def test_imports_point_one_way() -> None:

@@ -97,6 +97,15 @@ def test_the_adoption_diff_in_the_readme_is_the_real_one_and_short() -> None:
     assert len(changed) <= 6
 
 
+def test_the_data_are_followed_through_code_that_is_there() -> None:
+    page = (ROOT / "docs/follow-the-data.md").read_text()
+    hops = re.findall(r"\[`([\w.]+)`\]\(\.\./(rollback/[\w/]+\.py)\)", page)
+    assert hops
+    for name, path in hops:
+        for part in name.split("."):
+            assert re.search(rf"(?:class|def) {part}\b", (ROOT / path).read_text()), f"{name} is not in {path}"
+
+
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- adoption:begin -->")

@@ -1,7 +1,7 @@
 """The audit: a run directory in, a ledger out. Writes nothing; safe to use on a running run.
 
-`material` reads, `compile` (a pure function) makes the `AuditReport`, `text` shows it. Whoever wants another view of a run
-(a page, a table for a spreadsheet) starts from the ledger, never from the journals.
+`reading` reads, `compile` (a pure function) makes the `AuditReport`, `text` shows it. Whoever wants another view of a
+run (a page, a table for a spreadsheet) starts from the report, never from the journals.
 """
 
 from __future__ import annotations

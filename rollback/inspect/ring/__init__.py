@@ -1,0 +1,1 @@
+"""`rollback ring`: the checkpoints of a run, listed, proved and exported."""

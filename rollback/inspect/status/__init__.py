@@ -1,0 +1,1 @@
+"""`rollback status`: what a run is doing now."""

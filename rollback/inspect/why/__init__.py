@@ -1,0 +1,1 @@
+"""`rollback why`: what an attempt died of."""

@@ -15,7 +15,7 @@ _STATES = {"T": "stopped", "t": "stopped", "D": "uninterruptible", "Z": "ended",
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARY = re.compile(r".*/(site-packages|dist-packages|python3\.\d+)/")
 # From this frame outwards: how a rank was forked, which its script has not called.
-_BIRTH = re.compile(r"rollback/supervisor/nursery\.py:\d+ in _run$")
+_BIRTH = re.compile(r"rollback/agent/fork_server\.py:\d+ in _run$")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,9 @@
 """Before a hanging job is ended: the stacks of its ranks and loader workers, and the state of each process.
 
-A rank writes its own stacks, on a signal, into its own file (`rollback.train.process.heartbeat`); forked loader workers do so too.
-Which part of a file is whose, and what could not be had and why, is in processes.json beside them, which the supervisor
-of the host writes. A stopped process takes no signal; one without the handler would die of it, so it is not sent any.
+A rank writes its own stacks, on a signal, into its own file (`rollback.train.process.heartbeat`); forked loader
+workers do so too. Which part of a file is whose, and what could not be had and why, is in processes.json beside them,
+which the supervisor of the host writes. A stopped process takes no signal; one without the handler would die of it, so
+it is not sent any.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 Everything on which ranks must agree rides on it. The reduced vector is the same on every rank, and ranks act on nothing
 else, so they act alike. Rank-local values never decide anything.
 
-Layout of the vector (float64, summed): `PulseField`s, then one code for each rank that says what was not finite there, then,
-on a beat before which all ranks have agreed that each has one to send, a letter of `LETTER` numbers from each rank.
+Layout of the vector (float64, summed): `PulseField`s, then one code for each rank that says what was not finite there,
+then, on a beat before which all ranks have agreed that each has one to send, a letter of `LETTER` numbers from each.
 Non-finite values themselves are left out of the sums: a NaN would blot out who sent it. A rank's own place is zero on
 all others, so a code or a word of a letter arrives exactly: whole numbers below 2**53.
 """

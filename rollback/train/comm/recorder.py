@@ -8,8 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from rollback.facts.training import Advice, Fact, Trouble
-from rollback.facts.training import JournalEntry as JournalRecord
+from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, metric_line
@@ -67,7 +66,7 @@ class Recorder:
             self._try("writing the journal", lambda: journal.append(fact))
 
     @property
-    def records(self) -> list[JournalRecord]:
+    def records(self) -> list[JournalEntry]:
         """Rank 0: the ranks' facts of all attempts; elsewhere none."""
         return self._journal.records if self._journal else []
 

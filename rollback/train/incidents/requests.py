@@ -41,8 +41,8 @@ class Requests:
     """Open requests of a run. history: as at the start of this attempt."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, record: Recorder, history: History, watch: Judge, keeper: CheckpointManager,
-        skips: SkipList, cursor: Cursor,
+        self, paths: RunPaths, ranks: Ranks, record: Recorder, history: History, watch: Judge,
+        keeper: CheckpointManager, skips: SkipList, cursor: Cursor,
     ) -> None:  # fmt: skip
         self._paths = paths
         self._ranks = ranks

@@ -1,9 +1,9 @@
 """Signs of life: each rank says twice a second who it is, where it stands, and whether it moves.
 
 It says so in two places: on the supervisor's board, which is memory and by which it is judged
-(`rollback.supervisor.diagnosis.hang`), and in a small file in the run directory, for people and for the next start. A thread
-writes each, so that a rank that is busy is told from one that waits for ever (`rollback.train.process.movement`), and so that a
-disk that holds a write up holds up that one only.
+(`rollback.supervisor.diagnosis.hang`), and in a small file in the run directory, for people and for the next start. A
+thread writes each, so that a rank that is busy is told from one that waits for ever
+(`rollback.train.process.movement`), and so that a disk that holds a write up holds up that one only.
 """
 
 from __future__ import annotations

@@ -1,0 +1,1 @@
+"""What the script does to gradients and optimizer: hooks, norms, habits, advice."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.train.arguments import require_even_inputs
+from rollback.errors import UsageError
 from rollback.train.comm.pulse import Gauges
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
@@ -91,3 +91,14 @@ class Updates:
             return original(optimizer, *args, **kwargs)
 
         scaler.step = step
+
+
+def require_even_inputs(*joinable: object) -> None:
+    """Raise UsageError inside of torch's `join`, in which a rank without batches answers the others' collectives."""
+    if any(getattr(getattr(item, "_join_config", None), "enable", False) for item in joinable):
+        raise UsageError(
+            "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a rank "
+            "that has none left would answer the model's collectives and not the guard's",
+            hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
+            "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
+        )

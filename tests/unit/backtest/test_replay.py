@@ -23,7 +23,7 @@ from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.sentinel import Hint
 
-DATA = Path(__file__).parent / "data"
+DATA = Path(__file__).parents[1] / "data"
 LOSSES = raised(descent(200), 150, 3.0)
 NORMS = norms(200)
 

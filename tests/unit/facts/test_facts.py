@@ -1,6 +1,6 @@
 """Facts survive the journal whatever they hold, and docs/format.md lists them all.
 
-`PYTHONPATH=tests/support python tests/unit/test_events.py` writes the table of facts into docs/format.md.
+`PYTHONPATH=tests/support python tests/unit/facts/test_facts.py` writes the table of facts into docs/format.md.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from facts import FACTS, facts, windows
-from rollback.facts import training as events
+from rollback.facts import training
 from rollback.facts.training import Fact, Window, parse_fact
 
-FORMAT = Path(__file__).parents[2] / "docs" / "format.md"
+FORMAT = Path(__file__).parents[3] / "docs" / "format.md"
 BEGIN, END = "<!-- facts:begin -->\n", "<!-- facts:end -->\n"
 
 # --- round trip -------------------------------------------------------------------------------------------------------
@@ -48,16 +48,16 @@ def test_the_json_of_a_fact_is_standard_json(fact: Fact) -> None:
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
 def test_numbers_that_json_lacks_survive(value: float) -> None:
-    fact = events.Noticed(first_step=1, last_step=2, peak=value, threshold=1.0, rule="r", fate="f")
+    fact = training.Noticed(first_step=1, last_step=2, peak=value, threshold=1.0, rule="r", fate="f")
     assert same(parse_fact.validate_python(json.loads(fact.model_dump_json())), fact)
 
 
 def test_text_that_utf8_cannot_write_is_spelt_out_instead_of_failing_the_journal() -> None:
     undecodable = b"caf\xe9.txt".decode("utf-8", "surrogateescape")
-    fact = events.Trouble(doing="reading", error=f"no such file: {undecodable}")
+    fact = training.Trouble(doing="reading", error=f"no such file: {undecodable}")
     assert fact.error == "no such file: caf\\udce9.txt"
     fact.model_dump_json()
-    nested = events.AttemptStarted(command=("python", undecodable), host="h", pid=1)
+    nested = training.AttemptStarted(command=("python", undecodable), host="h", pid=1)
     assert nested.command == ("python", "caf\\udce9.txt")
 
 
@@ -105,7 +105,7 @@ def facts_table() -> str:
 def test_the_format_document_lists_all_facts() -> None:
     written = FORMAT.read_text().split(BEGIN)[1].split(END)[0]
     assert written == facts_table(), (
-        "run `PYTHONPATH=tests/support python tests/unit/test_events.py` to bring docs/format.md up to date"
+        "run `PYTHONPATH=tests/support python tests/unit/facts/test_facts.py` to bring docs/format.md up to date"
     )
 
 

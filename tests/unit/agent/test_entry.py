@@ -34,7 +34,7 @@ def test_the_table_is_torchruns_command_line() -> None:
 
 
 def test_the_page_on_torchrun_has_every_flag_and_its_variable() -> None:
-    page = (Path(__file__).parents[2] / "docs/torchrun.md").read_text()
+    page = (Path(__file__).parents[3] / "docs/torchrun.md").read_text()
     rows = re.findall(r"^\| `--([a-z-]+)` \| (\S+) \| (.+) \|$", page, re.MULTILINE)
     assert {name: variable for name, variable, _ in rows} == {
         flag.name: f"`{flag.variable}`" if flag.has_variable else "-" for flag in flags_of(get_args_parser())

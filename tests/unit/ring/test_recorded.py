@@ -50,8 +50,10 @@ def test_what_was_drained_and_has_not_left_is_there_wherever_it_was_noted() -> N
     ranks = journal(*committed(4), *good(*NAMES[1:4]), *drained(NAMES[0], NAMES[2]))
     supervisor = journal(*drained(NAMES[1], NAMES[3]), left(NAMES[2]))
     assert good_ones_at(f"{URL}/", ranks, supervisor) == [
-        PolicyCheckpoint(NAMES[0], 0, 0, True), PolicyCheckpoint(NAMES[1], 10, 20, True), PolicyCheckpoint(NAMES[3], 30, 60, True),
-    ]  # fmt: skip
+        PolicyCheckpoint(NAMES[0], 0, 0, True),
+        PolicyCheckpoint(NAMES[1], 10, 20, True),
+        PolicyCheckpoint(NAMES[3], 30, 60, True),
+    ]
 
 
 def test_candidates_and_what_is_at_another_place_are_left_out() -> None:
