@@ -9,6 +9,5 @@ from __future__ import annotations
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, read_material
 from rollback.inspect.audit.report import AuditReport
-from rollback.inspect.status.status import Status, read_status
 
-__all__ = ["AuditReport", "Material", "Status", "compile_ledger", "read_material", "read_status"]
+__all__ = ["AuditReport", "Material", "compile_ledger", "read_material"]

@@ -23,7 +23,7 @@ from recorded_run import RecordedRun, attached
 from rollback.cli import app
 from rollback.control import asking
 from rollback.facts.training import Answered, Drained, Finished, Window
-from rollback.inspect.audit import read_status
+from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.processes import start_of

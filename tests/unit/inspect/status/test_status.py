@@ -17,9 +17,9 @@ from typer.testing import CliRunner
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.facts.training import Drained, Finished
-from rollback.inspect.audit import Status, read_status
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.inspect.status import status as status_module
+from rollback.inspect.status.status import Status, read_status
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import start_of
