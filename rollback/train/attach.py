@@ -23,15 +23,7 @@ from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.checkpoints.slots import SlotPaths
-from rollback.config import (
-    ENV_ATTEMPT,
-    ENV_NO_RUN,
-    ENV_REFUSAL,
-    ENV_RUN,
-    ENV_SUPERVISOR,
-    Settings,
-    guard_mark,
-)
+from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.history import History, fold
 from rollback.facts.training import (

@@ -17,13 +17,7 @@ from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.sentinel import Hint
 from rollback.train import attach as attaching
 from rollback.train import drill
-from rollback.train.arguments import (
-    check_run,
-    check_trained,
-    sentinel_for,
-    settings_and_objects,
-    whole_number,
-)
+from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
 from rollback.train.data.cursor import cursor_for

@@ -18,7 +18,7 @@ TROUBLED = Path(__file__).parent / "jobs" / "troubled.py"
 # The limits that a long job has are minutes; nothing else is different.
 IMPATIENT = """
 from rollback import cli
-from rollback.supervisor import hang
+from rollback.supervisor.diagnosis import hang
 
 hang.FLOOR = hang.SLOW_FLOOR = 4.0
 cli.main()

@@ -289,7 +289,7 @@ def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str
 
 
 def test_ranks_that_are_through_and_do_not_end_are_ended_and_the_run_is_done(rank: Launch) -> None:
-    rank.program[1] = "from rollback.supervisor import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
+    rank.program[1] = "from rollback.supervisor.diagnosis import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
     supervisor = rank.start("be_stuck_at_exit")
     (process,) = rank.wait_for_heartbeats(1)
     output, _ = supervisor.communicate(timeout=60)
@@ -301,7 +301,7 @@ def test_ranks_that_are_through_and_do_not_end_are_ended_and_the_run_is_done(ran
 
 def test_a_rank_that_works_on_behind_its_training_is_left_alone(rank: Launch) -> None:
     """Its guard is closed, and its signs of life go on, in its script and then in what others do at the exit."""
-    rank.program[1] = "from rollback.supervisor import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
+    rank.program[1] = "from rollback.supervisor.diagnosis import hang\nhang.AT_EXIT = 1.0\n" + rank.program[1]
     code, output = rank.finish("work_on")
     assert code == ExitCode.DONE, output
     assert not rank.facts(StuckAtExit)

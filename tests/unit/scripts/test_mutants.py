@@ -67,7 +67,7 @@ def test_lines_may_move_without_a_mutant_becoming_another_one() -> None:
 
 def test_what_stands_does_what_the_mutant_would_whoever_has_imported_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a process of its own: it stays so."""
-    path = "rundir/retention.py"
+    path = "checkpoints/retention.py"
     found = mutants_of("retention", path, Path(retention.__file__).read_bytes())
     place = next(n for n, mutant in enumerate(found) if mutant.after == "while len(staying) >= keep and (name := "
                  "_least_missed(staying, fixed)) is not None:")  # fmt: skip
