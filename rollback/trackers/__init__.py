@@ -4,5 +4,5 @@ story         what a run directory tells, in the order in which a tracker should
 tensorboard   the curve without the discarded steps
 wandb         a run for each stretch of steps, grouped
 follow        reading a run directory to its end, or as it grows
-beside        a process beside the supervisor that does so
+process       a process beside the supervisor that does so
 """

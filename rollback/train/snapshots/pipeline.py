@@ -1,6 +1,6 @@
 """Snapshots on their way to becoming checkpoints: captured at a step's end, written by a thread, committed by pulse.
 
-`flight` has the stages. No rank decides on what it alone knows: `advance` is fed with reduced beats only.
+`in_flight` has the stages. No rank decides on what it alone knows: `advance` is fed with reduced beats only.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
 class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
-    fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `choices`.
+    fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `tier_choice`.
     stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
     the last one, so that `expect` is due on all; the same on all of them.
     """
