@@ -61,7 +61,7 @@ from rollback.train.start_record import leaves_out, left_out_by_order, require_a
 from rollback.train.state.nonfinite import agreed
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.advice import NOT_IN_CHECKPOINT, NOT_KEPT
+from rollback.train.updates.advice import JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
 
 
 def supervised(environment: Mapping[str, str] = os.environ) -> bool:
@@ -267,6 +267,8 @@ def attach(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Rank
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
     _leave_out_what_is_new(history, reading, settings, state.cursor.batch, record)
+    if chosen is not None and not any(isinstance(entry.fact, Attached) for entry in record.records):
+        record.advise_of(JOURNAL_GONE, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
         Attached(

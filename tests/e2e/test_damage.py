@@ -14,6 +14,7 @@ from toy import Toy, facts, files, require_same, same_skips_from_the_start, trai
 from rollback.checkpoints import direct, ring
 from rollback.errors import NoUsableCheckpoint
 from rollback.facts.training import (
+    Advice,
     Attached,
     Committed,
     Dropped,
@@ -23,6 +24,7 @@ from rollback.facts.training import (
     Restored,
 )
 from rollback.rundir import durable, journal, records
+from rollback.rundir.paths import RunPaths
 from rollback.train.snapshots import pipeline
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)
@@ -96,6 +98,15 @@ def test_where_all_are_damaged_the_run_says_so_and_is_left_as_it_was(tmp_path: P
         train(TOY, run)
     assert refused.value.exit_code == 65
     assert files(run) == before
+
+
+def test_a_journal_that_is_gone_is_said_where_a_checkpoint_is_left(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    interrupted(TOY, run, 45)
+    assert not facts(run, Advice)
+    RunPaths(run).train_journal.unlink()
+    train(TOY, run)
+    assert [fact.code for fact in facts(run, Advice)] == ["journal-gone"]
 
 
 def test_a_run_whose_checkpoints_are_gone_does_not_silently_begin_anew(tmp_path: Path) -> None:

@@ -91,6 +91,12 @@ NOT_KEPT = (
     "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
     "with persistent=False where the state_dict is to be without it",
 )
+JOURNAL_GONE = (
+    "journal-gone",
+    "there is the checkpoint {names} and no journal of the attempts that made it: what was skipped before it, and what "
+    "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
+    "was copied, bring its journal/ too",
+)
 NOT_IN_CHECKPOINT = (
     "buffers-not-in-checkpoint",
     "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "
