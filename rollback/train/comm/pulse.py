@@ -95,7 +95,7 @@ class Signs:
     letter: tuple[int, ...] | None = None
 
     def row(self) -> list[float]:
-        """In the order of the slots from STOP on."""
+        """In the order of the fields from STOP on."""
         return [
             float(value)
             for value in (
@@ -139,7 +139,7 @@ class Gauges:
     found_inf: Tensor | None = None
 
     def row(self, device: torch.device) -> Tensor:
-        """In the order of the slots from SCALE on: values, then whether each is there. What is not finite is not."""
+        """In the order of the fields from SCALE on: values, then whether each is there. What is not finite is not."""
         given = (self.scale, self.kept, self.measured)
         values = torch.stack([_on(device, gauge) for gauge in given])
         present = torch.tensor([gauge is not None for gauge in given]).to(device, non_blocking=True)
@@ -307,35 +307,37 @@ class Pulse:
 
 
 def _beat(vector: list[float], world_size: int) -> Beat:
-    slots, letters = vector[: len(PulseField)], list(map(int, vector[len(PulseField) + world_size :]))
+    fields, letters = vector[: len(PulseField)], list(map(int, vector[len(PulseField) + world_size :]))
     codes = [Ailment(int(code)) for code in vector[len(PulseField) : len(PulseField) + world_size]]
     anywhere = Ailment(0)
     for code in codes:
         anywhere |= code
     return Beat(
-        loss=_mean(slots[PulseField.LOSS], slots[PulseField.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
+        loss=_mean(
+            fields[PulseField.LOSS], fields[PulseField.LOSS_COUNT], anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF
+        ),
         grad_norm=_mean(
-            slots[PulseField.GRAD], slots[PulseField.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF
+            fields[PulseField.GRAD], fields[PulseField.GRAD_COUNT], anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF
         ),
         ailing=_having(codes, Ailment.LOSS_NAN | Ailment.LOSS_INF) or _having(codes, anywhere),
-        stop=slots[PulseField.STOP] > 0,
-        scaler_skipped=slots[PulseField.SCALER_SKIPPED] > 0,
-        shards_written=int(slots[PulseField.SHARD_WRITTEN]),
-        shards_failed=int(slots[PulseField.SHARD_FAILED]),
-        commits=int(slots[PulseField.COMMITTED]),
-        announced=slots[PulseField.ANNOUNCED] > 0,
-        asked=slots[PulseField.ASKED] > 0,
-        torn=int(slots[PulseField.TORN]),
-        ready=int(slots[PulseField.READY]),
-        tiers_failed=int(slots[PulseField.TIER_FAILED]),
-        outgrown=int(slots[PulseField.OUTGROWN]),
-        stall=slots[PulseField.STALL] / world_size,
-        step_seconds=slots[PulseField.STEP_SECONDS] / world_size,
-        missed=int(slots[PulseField.MISSED]),
+        stop=fields[PulseField.STOP] > 0,
+        scaler_skipped=fields[PulseField.SCALER_SKIPPED] > 0,
+        shards_written=int(fields[PulseField.SHARD_WRITTEN]),
+        shards_failed=int(fields[PulseField.SHARD_FAILED]),
+        commits=int(fields[PulseField.COMMITTED]),
+        announced=fields[PulseField.ANNOUNCED] > 0,
+        asked=fields[PulseField.ASKED] > 0,
+        torn=int(fields[PulseField.TORN]),
+        ready=int(fields[PulseField.READY]),
+        tiers_failed=int(fields[PulseField.TIER_FAILED]),
+        outgrown=int(fields[PulseField.OUTGROWN]),
+        stall=fields[PulseField.STALL] / world_size,
+        step_seconds=fields[PulseField.STEP_SECONDS] / world_size,
+        missed=int(fields[PulseField.MISSED]),
         letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
-        scale=_over(slots[PulseField.SCALE], slots[PulseField.SCALE_COUNT]),
-        kept=_over(slots[PulseField.KEPT], slots[PulseField.KEPT_COUNT]),
-        measured=_over(slots[PulseField.MEASURED], slots[PulseField.MEASURED_COUNT]),
+        scale=_over(fields[PulseField.SCALE], fields[PulseField.SCALE_COUNT]),
+        kept=_over(fields[PulseField.KEPT], fields[PulseField.KEPT_COUNT]),
+        measured=_over(fields[PulseField.MEASURED], fields[PulseField.MEASURED_COUNT]),
     )
 
 
