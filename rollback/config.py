@@ -1,6 +1,6 @@
-"""Settings of the guard: what they mean, what they default to, and which of them contradict each other.
+"""Settings of the guard: their meaning, their defaults, and which of them contradict each other.
 
-A setting may come from the script (keyword arguments of `Guard`) and from the command line (`rollback launch`, passed
+A setting may come from the script (keyword arguments of `Guard`) or from the command line (`rollback launch`, passed
 down in one environment variable). The command line wins: at three in the morning the operator has no editor open.
 """
 
@@ -24,19 +24,17 @@ PresetName = Literal["balanced", "palm", "surgical"]
 
 
 class Reach(BaseModel):
-    """How far a rollback reaches back and ahead.
-
-    rewind: the restored checkpoint is at least this many steps before the onset.
-    skip_from: where the skip window begins: at the restored checkpoint, or at the onset's first batch.
-    skip_after: batches skipped after the last one of the detection step.
-    skip_min: the window has at least this many batches.
-    """
+    """How far a rollback reaches back and ahead."""
 
     model_config = ConfigDict(frozen=True)
     rewind: int
+    """The restored checkpoint is at least this many steps before the onset."""
     skip_from: Literal["checkpoint", "onset"]
+    """Where the skip window begins: at the restored checkpoint, or at the onset's first batch."""
     skip_after: int
+    """Number of batches to skip after the last batch of the detection step."""
     skip_min: int
+    """The window has at least this many batches."""
 
 
 # palm: Chowdhery et al. 2022, section 5.1: restart about 100 steps before the spike, skip roughly 200-500 batches.
@@ -52,11 +50,12 @@ PRESETS: Mapping[PresetName, Reach] = {
 
 
 FIRST_PACE = 50
-"""Steps between checkpoints where `snapshot_every` is `auto` and nothing has been measured yet."""
+"""Steps between checkpoints where `snapshot_every` is `auto` and no cost has been measured yet."""
 
 
 class Settings(BaseModel):
-    """All settings of a guard, valid together. Steps are optimizer updates, batches positions in the data stream."""
+    """All settings of a guard, valid together. Steps are optimizer updates; batches are positions in the data
+    stream."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -116,12 +115,14 @@ class Settings(BaseModel):
 
     @property
     def trusts_the_batch_in_hand(self) -> bool:
-        """Whether a batch that alone did it is all that is skipped. Who says otherwise by hand, or palm, means it."""
+        """Whether the plan skips a single bad batch alone. `palm`, or a reach set by hand, says no."""
         return self.policy != "palm" and all(getattr(self, name) is None for name in Reach.model_fields)
 
     def decides_otherwise(self, recorded: Mapping[str, Any]) -> bool:
-        """Whether incidents would be called or answered in another way than under `recorded` settings, as a journal has
-        them: without those that were the default."""
+        """Whether incidents would be called or answered differently under the `recorded` settings.
+
+        recorded: as in a journal, without the settings that had the default value.
+        """
         present = self.model_dump(mode="json", exclude_defaults=True)
         return any(present.get(name) != recorded.get(name) for name in DECIDING)
 
@@ -131,7 +132,7 @@ class Settings(BaseModel):
 
     @property
     def reach(self) -> Reach:
-        """The preset with what was set by hand in its place."""
+        """The preset, with the values set by hand in their places."""
         own = {name: value for name in Reach.model_fields if (value := getattr(self, name)) is not None}
         return PRESETS[self.policy].model_copy(update=own)
 
@@ -140,7 +141,7 @@ DECIDING = (
     *Reach.model_fields, "policy", "horizon", "max_rollbacks", "max_skipped", "quarantine", "retry_first",
     "observe_only", "sensitivity", "snapshot_every", "keep", "probation", "accept_data_change", "skip", "skip_samples",
 )  # fmt: skip
-"""Settings on which it depends what is called an incident and what is done about it."""
+"""Settings that decide what is an incident and what is done about it."""
 
 # Down to the ranks: set by the supervisor, read by the guard.
 ENV_RUN = "ROLLBACK_RUN"
@@ -150,24 +151,24 @@ ENV_SUPERVISOR = "ROLLBACK_SUPERVISOR"
 ENV_HEARTBEATS = "ROLLBACK_HEARTBEATS"
 ENV_REFUSAL = "ROLLBACK_REFUSAL"
 ENV_NO_RUN = "ROLLBACK_NO_RUN"
-"""Why there is no run directory for a guard: a refusal as JSON."""
+"""The reason why there is no run directory for a guard: a refusal as JSON."""
 ENV_HOST = "ROLLBACK_HOST"
-"""The host's name when the supervisor started: one that is changed later makes no other host of it."""
+"""The host's name when the supervisor started. The host keeps this name when it is renamed later."""
 
 
 def host_name(environment: Mapping[str, str] = os.environ) -> str:
-    """The name under which ranks are known on this host."""
+    """The name of this host for its ranks."""
     return environment.get(ENV_HOST) or socket.gethostname()
 
 
 def guard_mark(refusal: str | os.PathLike[str]) -> Path:
-    """The file that says that the script has a guard. refusal: where rank 0 leaves word of a refusal."""
+    """The file that says that the script has a guard. refusal: where rank 0 writes a refusal."""
     return Path(refusal).with_name("guard")
 
 
 STACKS_SIGNAL = signal.SIGRTMAX - 3
-"""On this signal a rank writes down its stacks. Scripts and schedulers use the named signals, and the C library and
-debuggers the first real-time ones."""
+"""On this signal a rank writes down its stacks. Scripts and schedulers use the named signals; the C library and
+debuggers use the first real-time signals."""
 
 # For the operator: what `fast_tier: auto` stands for on this machine.
 ENV_FAST_TIER = "ROLLBACK_FAST_TIER"
@@ -177,7 +178,7 @@ _LOOSE = TypeAdapter(dict[str, Any])
 
 
 def settings_from(script: Mapping[str, Any], environment: Mapping[str, str] = os.environ) -> Settings:
-    """Settings of the script overridden by those of the command line. Raises UsageError naming the setting at fault."""
+    """Settings of the script, overridden by those of the command line. Raises UsageError naming the wrong setting."""
     try:
         given = environment.get(ENV_SETTINGS)
         operator = _LOOSE.validate_json(given) if given else {}

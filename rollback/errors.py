@@ -1,7 +1,7 @@
 """Errors that a user can act on, and the exit codes that scripts may rely on.
 
-Every error says what was being done, to what, why it failed and what to do next. A bug of ours is never one of these:
-it surfaces as the ordinary Python exception that it is.
+Every error says what was being done, to which object, why it failed and what to do next. A bug in rollback is never one
+of these errors: it appears as an ordinary Python exception.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """Exit status of `rollback` commands; the numbers follow sysexits.h where it has a word for the case."""
+    """Exit status of `rollback` commands. The numbers follow sysexits.h where it has one for the case."""
 
     DONE = 0
     FAILED = 1
@@ -50,7 +50,7 @@ class RunInUse(RollbackError):
 
 
 class NodesMissing(RollbackError):
-    """Other nodes of the job are not there, or their leader is not, and were waited for long enough."""
+    """Other nodes of the job, or their leader, did not come within the waiting time."""
 
     exit_code = ExitCode.RESUMABLE
 
@@ -62,7 +62,7 @@ class RunDirectoryError(RollbackError):
 
 
 class OutputNotWritten(RollbackError):
-    """A file that a command was asked to make could not be written."""
+    """A command could not write its output file."""
 
     exit_code = ExitCode.IO
 
@@ -74,7 +74,7 @@ class RingUnavailable(RollbackError):
 
 
 class JournalDamaged(RunDirectoryError):
-    """A journal line other than the last is not what was written."""
+    """A journal line other than the last is damaged."""
 
 
 class RunDoesNotFit(RollbackError):
@@ -96,10 +96,10 @@ class NoUsableCheckpoint(RollbackError):
 
 
 class CheckpointDamaged(RollbackError):
-    """A checkpoint fails verification: it is quarantined and an older one is used."""
+    """A checkpoint fails verification: it goes to quarantine, and an older one is used."""
 
     exit_code = ExitCode.NO_CHECKPOINT
 
 
 class CheckpointUnreadable(CheckpointDamaged):
-    """The disk refuses to read a checkpoint. It may be sound, so it is worth another try."""
+    """The disk refuses to read a checkpoint. The checkpoint may be sound, so another try makes sense."""

@@ -1,6 +1,6 @@
-"""What the supervisor tells torchrun's process: names in its environment, on its command line, and its instructions.
+"""The supervisor's instructions to torchrun's process: environment variables, command line, and a JSON text.
 
-Every restart waits for the imports of that process (`rollback.agent`), so this imports next to nothing.
+Every restart waits for the imports of that process (`rollback.agent`), so this module imports next to nothing.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ FORK_SERVER = "fork server"
 
 @dataclass(frozen=True)
 class Instructions:
-    """What this process is told by its supervisor.
-
-    supervisor: its pid. refusal, failures: files for word of wrong flags and of failed ranks. guard: the file that is
-    there once a rank has a guard. run_id: names the launch, over all its attempts. restarts: how many were before.
-    grace: seconds that ranks have to stop when told to.
-    """
+    """The supervisor's instructions to this process."""
 
     supervisor: int
+    """The supervisor's pid."""
     refusal: str
+    """The file for a report about wrong flags."""
     failures: str
+    """The file for a report about failed ranks."""
     guard: str
+    """The file that exists once a rank has a guard."""
     run_id: str
+    """Names the launch, over all its attempts."""
     restarts: int
+    """Number of starts before this one."""
     grace: float
+    """Seconds that ranks have to stop when they are told to."""

@@ -2,24 +2,25 @@
 
 The rules, in order:
 
-1. *Observe only*: plan what would be done, mark it `observe`.
-2. *The batch in hand*: where evidence says that a batch alone did it (its loss was not finite while all before it
-   was), that batch is skipped and nothing else. Another such batch is another occasion, however soon it comes, and so
-   is an incident that a suspected sample explains; but the batch directly behind the window belongs to a stretch, and
-   is answered from its beginning through `skip_after` batches more.
+1. *Observe only*: plan what would be done, and mark the plan `observe`.
+2. *The batch in hand*: the evidence may show that one batch alone is the cause (its loss was not finite, and all losses
+   before it were). Then the plan skips that batch and nothing else. A later batch of this kind is a new occasion,
+   however soon it comes. So is an incident that a suspected sample explains. Only the batch directly after the window
+   belongs to a stretch of bad data: that plan skips from the beginning of the stretch to `skip_after` batches after the
+   detection step.
 3. *Repeat*: the incident begins at most `horizon` steps after the window that the last plan skipped (or replayed).
    A repeat of a retry shows that the trouble comes from data or state: roll back. A repeat of a rollback escalates:
    an older good checkpoint and a window twice as long. After `max_rollbacks` rollbacks for one trouble the cause is
    structural and the run stops: BigScience's 104B run skipped 750, 1,849 and 2,850 iterations in turn and diverged
    all the same.
-4. *Retry first*, where asked for: restore and replay without skipping.
-5. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset, skip through the
-   detection step and `skip_after` batches more.
-6. *Floor*: a window by which incidents would cost more than `max_skipped` of the batches stops the run instead.
+4. *Retry first*, where the setting is on: restore and replay without skipping.
+5. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset; skip through the
+   detection step and `skip_after` more batches.
+6. *Floor*: a window with which incidents would cost more than `max_skipped` of the batches stops the run instead.
 
-A window covers whole optimizer steps, so that gradient accumulation keeps its phase. Where an epoch is no whole number
-of updates, scripts make a shorter one of what is left at its end, and most know that end by counting batches: a count
-that a window puts out. So the window takes that remainder along: what is left of the epoch behind it is whole updates.
+A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
+updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
+changes that count. So the window also takes the remainder: the part of the epoch after the window is whole updates.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ from rollback.config import PRESETS, Reach, Settings
 from rollback.facts.training import Action, Incident, Planned, Window
 
 FIRST_ANSWER = 60
-"""Updates that a first answer takes besides `rewind` and `skip_after`: checkpoints are 50 apart in a run that has just
-begun, and a trouble is a few old when it is called."""
+"""Updates that a first answer may always cost, besides `rewind` and `skip_after`: checkpoints are 50 apart in a run
+that has just begun, and a trouble is a few steps old when it is called."""
 
 
 @dataclass(frozen=True)
@@ -47,21 +48,22 @@ class PolicyCheckpoint:
 
 @dataclass(frozen=True)
 class DataStream:
-    """The data as the script takes it.
-
-    batches_per_step: of a whole update. epoch_end: the batch behind the last one of an epoch, and epoch_batches how
-    many each has; None where epochs have no length, or updates take no notice of them. skipped: what incidents have
-    cost so far, as windows that do not overlap. total: batches that the run will have at least, as far as known.
-    """
+    """The data in the units of the script."""
 
     batches_per_step: int = 1
+    """Batches of a whole update."""
     epoch_end: int | None = None
+    """The batch after the last one of an epoch; None where epochs have no length, or updates ignore the end of an
+    epoch."""
     epoch_batches: int | None = None
+    """Batches of each epoch; None as above."""
     skipped: tuple[Window, ...] = ()
+    """Windows that incidents have cost so far; they do not overlap."""
     total: int = 0
+    """Number of batches that the run will have at least, as far as known."""
 
     def end_of_update(self, first: int, last: int) -> int:
-        """The last batch of the shortest window from `first` through `last` that leaves whole updates behind it."""
+        """The last batch of the shortest window from `first` through `last` that leaves whole updates after it."""
         per_step = self.batches_per_step
         if self.epoch_end is None or not self.epoch_batches:
             return first + -(-(last + 1 - first) // per_step) * per_step - 1
@@ -82,8 +84,8 @@ def plan(
     """Plan the answer to an incident.
 
     previous: the last plan of the run that was carried out, or None. held: checkpoints of the present timeline, oldest
-    first. suspected: a sample that it has in common with an earlier one explains this incident. The result's `timeline`
-    is the one that begins when it is carried out. Same arguments, same plan: every rank may compute it.
+    first. suspected: a sample that this incident shares with an earlier one explains it. The result's `timeline` begins
+    when the plan is carried out. Same arguments, same plan: every rank may compute it.
     """
     back = previous if previous and comes_back(incident, previous, settings, stream, suspected) else None
     escalation = back.escalation + (back.action == "rollback" and not back.in_hand) if back else 0
@@ -128,10 +130,10 @@ def plan(
 def plan_request(
     incident: Incident, target: PolicyCheckpoint, skip: Window | None, held: Sequence[PolicyCheckpoint]
 ) -> Planned:
-    """Plan what an operator asked for: back to `target`, and past the batches of `skip` from there.
+    """Plan an operator's request: restore `target`, and skip the batches of `skip` from there.
 
     incident: the operator's. held: checkpoints of the present timeline, oldest first. Batches before the restored
-    checkpoint are part of the run and stay so: a window is cut to what lies behind it.
+    checkpoint remain part of the run: the window loses what lies before the checkpoint.
     """
     if skip is not None:
         skip = Window(first=max(skip.first, target.batch), last=skip.last) if skip.last >= target.batch else None
@@ -151,17 +153,18 @@ def plan_request(
 
 
 def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int) -> bool:
-    """Whether an incident is the trouble that `previous` answered, come back."""
+    """Whether an incident is the same trouble that `previous` answered."""
     if previous.action not in ("rollback", "retry") or previous.batch is None:
         return False
     return previous.batch <= incident.onset_batch <= horizon_end(previous, settings, batches_per_step)
 
 
 def comes_back(incident: Incident, previous: Planned, settings: Settings, stream: DataStream, suspected: bool) -> bool:
-    """Whether an incident is to be answered harder than `previous`: the same trouble, come back.
+    """Whether an incident is the same trouble again and needs a harder answer than `previous`.
 
-    Where the batch in hand did it, now or then, or a sample explains it, another batch is another occasion, however
-    soon it comes; but the one directly behind the window belongs to the same stretch of bad data.
+    Where the batch in hand is the cause, of this incident or the previous one, or a sample explains this incident,
+    another batch is a new occasion, however soon it comes. But the batch directly after the window belongs to the same
+    stretch of bad data.
     """
     if not repeats(incident, previous, settings, stream.batches_per_step):
         return False
@@ -170,7 +173,7 @@ def comes_back(incident: Incident, previous: Planned, settings: Settings, stream
 
 
 def horizon_end(plan: Planned, settings: Settings, batches_per_step: int) -> int:
-    """The batch up to which an incident would be a repeat; beyond it the planned rollback has proved itself."""
+    """The last batch at which an incident would be a repeat. After that batch the rollback has succeeded."""
     end = plan.skip.last if plan.skip else plan.through
     return end + settings.horizon * batches_per_step
 
@@ -196,7 +199,7 @@ def _reach(in_hand: bool, back: Planned | None, settings: Settings) -> Reach:
 def _target(
     incident: Incident, escalated_from: Planned | None, held: Sequence[PolicyCheckpoint], reach: Reach
 ) -> tuple[PolicyCheckpoint | None, str]:
-    """The checkpoint to restore, and in words why this one."""
+    """The checkpoint to restore, and the reason in words."""
     before = [point for point in held if point.good and point.step <= incident.onset_step]
     if not before:
         return None, "no good checkpoint from before the onset is left"
@@ -228,10 +231,10 @@ def _window(
 
 
 def _excess(window: Window, stream: DataStream, settings: Settings) -> str | None:
-    """In words, where incidents would cost more batches than they may.
+    """The reason in words, where incidents would cost more batches than allowed; else None.
 
-    They may cost `max_skipped` of the batches that the run has, as far as that is known, at least of those through the
-    window; and in any case what one first answer takes.
+    The limit is `max_skipped` of the batches that the run has, as far as known, and at least of those through the
+    window. One first answer is always allowed.
     """
     known = sum(max(0, min(w.last, window.last) - max(w.first, window.first) + 1) for w in stream.skipped)
     skipped = sum(map(len, stream.skipped)) + len(window) - known

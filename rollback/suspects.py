@@ -1,9 +1,10 @@
 """Which samples incidents have in common: a pure function from incidents to suspects.
 
-Incidents that met the same batch say the same thing once: they are one *occasion*. A sample that occasions have in
-common is a *suspect* of them: the one of the most occasions explains these, and only what is left over is explained by
-others. Of equals the one with the later occasion counts, since what was left out meanwhile has not done it. So an
-innocent sample that two batches shared by chance is let go as soon as a better suspect explains one of the two.
+Incidents with the same batch are one *occasion*. A sample that occasions have in common is their *suspect*. The suspect
+with the most occasions explains these; other suspects explain only the occasions that are left. Of two suspects with
+equally many occasions, the one with the later occasion counts: the other one has been left out in the meantime, so it
+cannot be the cause. An innocent sample that two batches share by chance is released as soon as a better suspect
+explains one of the two.
 """
 
 from __future__ import annotations
@@ -31,9 +32,10 @@ def suspects(incidents: Iterable[Incident]) -> dict[int, tuple[int, ...]]:
 
 
 def quarantine_after(facts: Iterable[SampleQuarantine], suspected: Mapping[int, object]) -> tuple[int, ...]:
-    """The samples that are to be left out: suspects, but for those that were let go by order, and those by order.
+    """The samples to leave out: all suspects that no order released, and all samples that an order added.
 
-    facts: of the run so far, in their order. What came of an incident was by suspicion; the rest was ordered.
+    facts: of the run so far, in their order. A fact with an incident came from suspicion; every other fact came from an
+    order.
     """
     ordered: set[int] = set()
     let_go: set[int] = set()
@@ -45,7 +47,7 @@ def quarantine_after(facts: Iterable[SampleQuarantine], suspected: Mapping[int, 
 
 
 def _best(occasions: list[Incident]) -> tuple[tuple[int, ...], list[int]] | None:
-    """The incidents that have a sample in common, as many as possible, and the samples; None where no two have."""
+    """The largest set of incidents that share a sample, and those samples; None where no two incidents share one."""
     seen: defaultdict[int, list[int]] = defaultdict(list)
     for occasion in occasions:
         for sample in occasion.samples:

@@ -1,4 +1,4 @@
-"""How training ended, as the ranks tell it: stopped on the way, at its end, or left by the script."""
+"""How training ended, from the ranks' point of view: stopped on the way, complete, or left by the script."""
 
 from __future__ import annotations
 
@@ -19,14 +19,15 @@ class Stopped(Fact):
 
 
 class LastSaveFailed(Fact):
-    """The ranks were told to stop, and the state that they stop with could not be kept: `steps` updates behind
-    `checkpoint`, the newest that is there (null: none is), are in none. `stopped` follows."""
+    """The ranks were told to stop, and the last save failed. A `stopped` fact follows."""
 
     kind: Literal["last_save_failed"] = "last_save_failed"
     step: int
     batch: int
     checkpoint: str | None
+    """The newest checkpoint that exists; null: there is none."""
     steps: int
+    """Updates after that checkpoint, which no checkpoint has."""
     reason: str
 
     def in_words(self) -> str:
@@ -42,39 +43,41 @@ class LastSaveFailed(Fact):
 
 
 class Finished(Fact):
-    """Training has come to its end, and `checkpoint` is the state at that end (null: no checkpoints are taken).
-
-    `by`: what ended it, in the script's words. `calm`: whether the last step was judged healthy. `left_over`: batches
-    behind the last update, whose gradients are in none. The run is complete until it goes on behind this.
-    """
+    """Training is complete. The run is no longer complete when it goes on after this fact."""
 
     kind: Literal["finished"] = "finished"
     step: int
     batch: int
     checkpoint: str | None = None
+    """The state at the end of training; null: the run takes no checkpoints."""
     by: str = ""
+    """What ended training, in the script's words."""
     calm: bool = True
+    """Whether the last step was judged healthy."""
     left_over: int = 0
+    """Batches after the last update; their gradients are in no update."""
 
 
 class FinalStateLost(Fact):
-    """Training has come to its end, but the state at that end could not be kept: `steps` updates behind `checkpoint`,
-    the newest, are in none."""
+    """Training is complete, but the final state could not be saved."""
 
     kind: Literal["final_state_lost"] = "final_state_lost"
     step: int
     batch: int
     checkpoint: str | None
+    """The newest checkpoint; null: there is none."""
     steps: int
+    """Updates after that checkpoint, which no checkpoint has."""
     reason: str
 
 
 class ScriptLeft(Fact):
-    """The script ended, without an exception, before its loop over the guard did. `unjudged`: updates that no verdict
-    was given on; `checkpoint`: the newest."""
+    """The script ended without an exception before its loop over the guard ended."""
 
     kind: Literal["script_left"] = "script_left"
     step: int
     batch: int
     unjudged: int
+    """Updates without a verdict."""
     checkpoint: str | None
+    """The newest checkpoint; null: there is none."""

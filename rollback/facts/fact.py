@@ -1,4 +1,5 @@
-"""What all facts are, and the ranges of batches that many of them speak of. `rollback.facts.training` has the facts."""
+"""The base class of all facts, and the ranges of batches that many facts hold. The facts themselves are in
+`rollback.facts.training`."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 Writer = Literal["train", "supervisor", "either"]
-"""Which journal a fact belongs to; either: that of the process in which it comes about."""
+"""Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
 
 
 class Window(BaseModel):
@@ -34,7 +35,7 @@ class Window(BaseModel):
 
 
 class SamplesFrom(BaseModel):
-    """The data set samples, and no others, that are to be left out from a batch on."""
+    """The complete list of data set samples to leave out, starting at a batch."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     batch: int = Field(0, ge=0)
@@ -42,11 +43,13 @@ class SamplesFrom(BaseModel):
 
 
 class Fact(BaseModel):
-    """Base of all facts. `kind` names the line, `writer` the journal it belongs to."""
+    """Base of all facts."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
     writer: ClassVar[Writer] = "train"
+    """The journal that the fact belongs to."""
     kind: str
+    """Names the kind of line."""
 
     @model_validator(mode="before")
     @classmethod
@@ -55,7 +58,8 @@ class Fact(BaseModel):
 
 
 def _writable(value: Any) -> Any:
-    """With lone surrogates spelt out: an exception that quotes an undecodable path must not fail the journal."""
+    """The value with lone surrogates escaped: an exception that quotes an undecodable path must not fail the
+    journal."""
     if isinstance(value, str):
         return value.encode("utf-8", "backslashreplace").decode()
     if isinstance(value, dict):

@@ -1,6 +1,7 @@
-"""What the journals amount to: the state of a run as a fold over its facts.
+"""The state of a run as a fold over the facts in its journals.
 
-Pure: records in, a `History` out. Ranks fold the train journal to know what to resume; the audit folds both.
+Pure: journal entries in, a `History` out. Ranks fold the train journal to find out what to resume. The audit folds both
+journals.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from rollback.facts.training import (
 
 @dataclass
 class Case:
-    """An incident with what was planned and done about it, in order."""
+    """An incident with its plan and its outcome."""
 
     incident: Incident
     plan: Planned | None = None
@@ -51,12 +52,13 @@ class Case:
 
     @property
     def pending(self) -> bool:
-        """Planned, and no rank has gone on from it: a crash came in between."""
+        """There is a plan, and no rank has carried it out: a crash came in between."""
         return self.plan is not None and self.plan.action in ("rollback", "retry") and self.restored is None
 
     @property
     def awaits_outcome(self) -> bool:
-        """Planned to be cured, and it is not known yet whether it is. What an operator asked for has no such end."""
+        """The plan is meant to cure the trouble, and the outcome is still unknown. An operator's request has no
+        outcome."""
         planned = self.plan is not None and self.plan.action in ("rollback", "retry")
         return planned and self.outcome is None and self.incident.request is None
 
@@ -76,49 +78,50 @@ class History:
     phases: set[int] = field(default_factory=set)
     """Batches with which announced phases begin."""
     other_data: bool = False
-    """Whether a data set of another length was accepted at some time."""
+    """Whether the run has ever accepted a data set of another length."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
     first_writes: int | None = None
-    """Of the first attempt: see `Attached.writes`."""
+    """`Attached.writes` of the first attempt."""
     finished: Finished | None = None
-    """The end that training has come to, until a checkpoint behind it exists or the run goes back."""
+    """The last `finished` fact, until a later checkpoint exists or the run goes back."""
     timeline: int = 0
     last_attempt: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
-    """Those of the last attempt that attached, as far as they were not the default."""
+    """The settings of the last attempt that attached, without those that had the default value."""
     structural: Stopped | None = None
-    """The structural stop with which the run ended; None where it has gone on since, or has not ended so."""
+    """The structural stop that ended the run; None where the run has gone on since, or did not end so."""
 
     @property
     def pending(self) -> Planned | None:
-        """The plan that a crash interrupted, if any. Only the latest can be: a plan is carried out or superseded."""
+        """The plan that a crash interrupted, if any. Only the latest plan can be pending: earlier ones are carried out
+        or superseded."""
         return self.cases[-1].plan if self.cases and self.cases[-1].pending else None
 
     @property
     def final(self) -> str | None:
-        """The checkpoint that holds the state at the end of a complete run."""
+        """The checkpoint with the final state of a complete run."""
         return self.finished.checkpoint if self.finished is not None else None
 
     @property
     def last_plan(self) -> Planned | None:
-        """The last plan that answered a trouble, in whatever way but by looking on."""
+        """The last plan that answered a trouble and was not `observe`."""
         plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
         return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
 
     @property
     def skipped_by_incidents(self) -> list[Window]:
-        """The windows of all rollbacks that answered a trouble."""
+        """The skip windows of all rollbacks that answered a trouble."""
         plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
         return [plan.skip for plan in plans if plan.action == "rollback" and plan.skip]
 
     def case_of(self, request: str) -> Case | None:
-        """What was planned and done because of a request to rewind."""
+        """The incident, plan and outcome of a request to rewind."""
         return next((case for case in reversed(self.cases) if case.incident.request == request), None)
 
     @property
     def skip_list(self) -> list[Window]:
-        """All windows in force: the user's and those of plans, also of a pending one."""
+        """All windows in force: the user's windows and those of plans, a pending plan included."""
         planned = [
             case.plan.skip for case in self.cases if case.plan and case.plan.action == "rollback" and case.plan.skip
         ]
@@ -126,7 +129,8 @@ class History:
 
 
 def fold(records: Iterable[JournalEntry], history: History | None = None) -> History:
-    """Add records to a history (a new one by default) and return it. Raises JournalDamaged if they do not add up."""
+    """Add journal entries to a history (default: a new one) and return it. Raises JournalDamaged if they contradict
+    each other."""
     history = history or History()
     for record in records:
         history.last_attempt = max(history.last_attempt, record.attempt)
@@ -195,7 +199,7 @@ def _note_checkpoint(
 
 
 def _note_told(history: History, fact: SkipAdded | PhaseAnnounced | Advice | Requested | Answered | Accepted) -> None:
-    """What the run has been told by its script, its settings and its operator, and what it has told them."""
+    """Note what the script, the settings and the operator told the run, and what the run told them."""
     match fact:
         case Requested():
             history.requests[fact.request] = fact

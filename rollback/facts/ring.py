@@ -1,6 +1,7 @@
 """What happens between a run and its durable ring.
 
-The drainer says what it does in the journal of the process in which it runs: the supervisor's, or else the ranks'.
+The drainer writes these facts into the journal of its own process: the supervisor's journal, or the ranks' journal
+where there is no supervisor.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from rollback.facts.fact import Fact, Writer
 
 
 class Drained(Fact):
-    """A checkpoint was copied to the durable ring; `seconds` is how long that took."""
+    """A checkpoint was copied to the durable ring."""
 
     writer: ClassVar[Writer] = "either"
     kind: Literal["drained"] = "drained"
@@ -20,10 +21,12 @@ class Drained(Fact):
     place: str
     bytes: int
     seconds: float
+    """How long the copy took."""
 
 
 class DrainFailed(Fact):
-    """The durable ring took nothing; it is tried again, and the next `drained` ends it. Said once for each trouble."""
+    """A copy to the durable ring failed. The drainer tries again; the next `drained` ends the trouble. Journalled once
+    for each trouble."""
 
     writer: ClassVar[Writer] = "either"
     kind: Literal["drain_failed"] = "drain_failed"
@@ -43,7 +46,7 @@ class LeftDurableRing(Fact):
 
 
 class Fetched(Fact):
-    """A checkpoint that a rollback needs and that was only at the URL was brought into the run directory's ring."""
+    """A rollback needed a checkpoint that was only at the URL: it was copied into the run directory's ring."""
 
     kind: Literal["fetched"] = "fetched"
     checkpoint: str

@@ -1,4 +1,4 @@
-"""The facts of the supervisor's journal: attempts, how they ended, and what was decided."""
+"""The facts of the supervisor's journal: attempts, how they ended, and what the supervisor decided."""
 
 from __future__ import annotations
 
@@ -14,14 +14,7 @@ Why = Literal[
 
 
 class AttemptStarted(Fact):
-    """torchrun was started; where there are many `nodes`, on all of them.
-
-    `arguments` are the script's, `environment` the variables that matter for what is trained, `script` the first 32 hex
-    digits of the SHA-256 of its content (null: it could not be read); what looks like a secret is `***` or left out, in
-    `command` too; in `arguments` 16 bits of its PBKDF2 with `salt`, which is the run's, follow on `***`. `changed` says
-    in words what is not as at the start before. `job`: a hash over the script, its arguments, and the content of the
-    files that these name.
-    """
+    """torchrun was started. What looks like a secret is `***` or left out."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_started"] = "attempt_started"
@@ -29,66 +22,76 @@ class AttemptStarted(Fact):
     host: str
     pid: int
     nodes: tuple[str, ...] = ()
+    """All nodes of the attempt, where there are many."""
     script: str | None = None
+    """The first 32 hex digits of the SHA-256 of the script's content; null: it could not be read."""
     arguments: tuple[str, ...] | None = None
+    """The script's arguments. A secret is `***` and 16 bits of its PBKDF2 with `salt`."""
     environment: dict[str, str] | None = None
+    """The environment variables that matter for what is trained."""
     changed: tuple[str, ...] = ()
+    """What differs from the start before, in words."""
     job: str | None = None
+    """A hash over the script, its arguments, and the content of the files that the arguments name."""
     salt: str | None = None
+    """The salt of the run."""
 
 
 class AttemptEnded(Fact):
-    """torchrun and all its ranks are gone. `cause` is in words, from the evidence in the run directory.
-
-    `why` is its class (null: the attempt ended as it should), `rank` the one with which it began, `batch` what that
-    rank had in hand, `samples` what may have done it in that, `followed` the ranks whose failure is a consequence,
-    `fingerprint` that of the exception, `host` where that rank ran.
-    """
+    """torchrun and all its ranks are gone."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["attempt_ended"] = "attempt_ended"
     status: int
     cause: str
+    """In words, from the evidence in the run directory."""
     step: int | None
     seconds: float
     why: Why | None = None
+    """The class of the cause; null: the attempt ended as it should."""
     rank: int | None = None
+    """The rank that failed first."""
     batch: int | None = None
+    """The batch that this rank was working on."""
     followed: tuple[int, ...] = ()
+    """The ranks whose failure is a consequence."""
     fingerprint: str | None = None
+    """The fingerprint of the exception."""
     host: str | None = None
+    """The host of the rank that failed first."""
     samples: tuple[int, ...] = ()
+    """The samples of the batch that may have caused the failure."""
 
 
 class Hung(Fact):
-    """No rank showed a sign of progress within `limit` seconds: stacks were taken and everything was ended.
-
-    `suspect` is the rank that the others seem to wait for, null where none stands out; `raised` the ranks that had
-    raised and not ended, `died` those whose processes were gone.
-    """
+    """No rank showed progress for `limit` seconds: the supervisor took stacks and ended everything."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["hung"] = "hung"
     suspect: int | None
+    """The rank that the others seem to wait for; null: no rank stands out."""
     reason: str
     silent: float
     limit: float
     stacks: tuple[int, ...]
     raised: tuple[int, ...] = ()
+    """The ranks that had raised an exception and had not ended."""
     died: tuple[int, ...] = ()
+    """The ranks whose processes were gone."""
 
     def in_words(self) -> str:
         return f"hang: {self.reason}; nothing moved for {self.silent:.0f} s; ending all ranks"
 
 
 class StuckAtExit(Fact):
-    """All ranks had closed their guards and were leaving Python, and `ranks` (those of this host that were still
-    there) had not ended `silent` seconds later: they are ended. What they were to do is done."""
+    """All ranks had closed their guards, and some did not exit: the supervisor ends them. Their work is complete."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["stuck_at_exit"] = "stuck_at_exit"
     ranks: tuple[int, ...]
+    """The ranks of this host that still existed."""
     silent: float
+    """Seconds since the last sign of life of any rank."""
 
     def in_words(self) -> str:
         who = f" ({', '.join(map(str, self.ranks))})" if self.ranks else ""
@@ -96,14 +99,12 @@ class StuckAtExit(Fact):
 
 
 class Blamed(Fact):
-    """A rank raised the same exception again, at the same batch or with the same sample in hand.
-
-    The next attempt leaves `samples` out from `window` on; where none are known, it passes over `window`.
-    """
+    """A rank raised the same exception again, at the same batch or with the same sample."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["blamed"] = "blamed"
     window: Window
+    """From this window on, the next attempt leaves `samples` out; where it knows no samples, it skips the window."""
     batch: int
     rank: int
     step: int
@@ -114,7 +115,7 @@ class Blamed(Fact):
 
     @property
     def answer(self) -> str:
-        """What the next attempt does about it (it skips the window where quarantine is off)."""
+        """What the next attempt does about it. (It skips the window where quarantine is off.)"""
         if self.samples:
             return f"the samples {', '.join(map(str, self.samples))} will be left out from batch {self.window.first} on"
         return f"batches {self.window} will be skipped"
@@ -135,18 +136,20 @@ class RestartScheduled(Fact):
 
 
 class Signalled(Fact):
-    """The supervisor, or that of another `node`, was told to stop and passed it on to the ranks."""
+    """The supervisor was told to stop and passed the signal on to the ranks."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["signalled"] = "signalled"
     signal: str
     node: str | None = None
+    """The node whose supervisor was told, if it was another one."""
 
 
 class RunEnded(Fact):
-    """The supervisor is done with this run for now; `exit_code` is what it exited with."""
+    """The supervisor has finished its work on this run for now."""
 
     writer: ClassVar[Writer] = "supervisor"
     kind: Literal["run_ended"] = "run_ended"
     exit_code: int
+    """What it exited with."""
     reason: str

@@ -1,9 +1,9 @@
 """The facts that a run's journals hold, one class for each kind of line.
 
-Those of the ranks are here, those of the supervisor in `rollback.facts.supervisor`, their base in
+The facts of the ranks are here. The facts of the supervisor are in `rollback.facts.supervisor`; the base class is in
 `rollback.facts.fact`.
 
-A fact says what happened; it is never edited or taken back. State is what folding the facts gives
+A fact says what happened. Nobody edits or removes a fact. The state of a run is the fold of its facts
 (`rollback.facts.history`). docs/format.md has the table of all kinds, and a test compares the two.
 """
 
@@ -35,9 +35,7 @@ THE_SUPERVISOR = "the supervisor"  # who added a skip window
 
 
 class Attached(Fact):
-    """The ranks of an attempt have agreed on where to begin. `ranks_before`: how many ranks the checkpoint is of, if
-    it is another number than now. `tier`: where it was read from, in the slots of all hosts or in the ring. `writes`:
-    how often the script had written to the parameters in place when it made the guard, as torch counts it."""
+    """The ranks of an attempt have agreed where to begin."""
 
     kind: Literal["attached"] = "attached"
     world_size: int
@@ -50,16 +48,20 @@ class Attached(Fact):
     torch: str
     settings: dict[str, Any]
     ranks_before: int | None = None
+    """The number of ranks that wrote the checkpoint, if it is another number than now."""
     tier: Tier | None = None
+    """Where the checkpoint was read: from the slots of all hosts, or from the ring."""
     writes: int | None = None
+    """How often the script had written to the parameters in place before it made the guard, as torch counts."""
 
 
 class Accepted(Fact):
-    """The job differs from the recorded one, and the run goes on with it: another number of ranks over the same
-    batches, or, where the operator said so, a data set of another length."""
+    """The job differs from the recorded job, and the run goes on with the difference."""
 
     kind: Literal["accepted"] = "accepted"
     what: Literal["ranks", "data"]
+    """Either `ranks` (another number of ranks, the same batches) or `data` (a data set of another length, which the
+    operator allowed)."""
     before: dict[str, int | None]
     after: dict[str, int | None]
 
@@ -69,7 +71,7 @@ class Accepted(Fact):
 
 
 class Committed(Fact):
-    """A checkpoint exists: all shards and the manifest are there. `tier`: where, in a slot or in the ring."""
+    """A checkpoint exists: all shards and the manifest are there."""
 
     kind: Literal["committed"] = "committed"
     checkpoint: str
@@ -79,10 +81,11 @@ class Committed(Fact):
     bytes: int
     seconds: float
     tier: Tier = "durable"
+    """In a slot (`fast`) or in the ring (`durable`)."""
 
 
 class BecameGood(Fact):
-    """A candidate has survived probation."""
+    """A candidate has passed its probation."""
 
     kind: Literal["good"] = "good"
     checkpoint: str
@@ -90,7 +93,7 @@ class BecameGood(Fact):
 
 
 class Dropped(Fact):
-    """A snapshot did not become a checkpoint; training went on."""
+    """A snapshot was dropped and is no checkpoint; training went on."""
 
     kind: Literal["dropped"] = "dropped"
     checkpoint: str
@@ -108,7 +111,7 @@ class Evicted(Fact):
 
 
 class CheckpointLost(Fact):
-    """A checkpoint of this run is not where it was committed: somebody or something has removed it, or part of it."""
+    """A committed checkpoint is not where it was: somebody or something has removed it, or part of it."""
 
     kind: Literal["checkpoint_lost"] = "checkpoint_lost"
     checkpoint: str
@@ -117,41 +120,38 @@ class CheckpointLost(Fact):
 
 
 class Saving(Fact):
-    """How snapshots are taken from now on, and why so.
-
-    `slots` of `slot_bytes` (on each host) in the fast tier; none: straight to the ring. `capture`: `at_once`,
-    `overlapped` with the next forward and backward, or `held`: the loop waits for the digest of the parameters too.
-    """
+    """How snapshots are taken from now on, and the reason."""
 
     kind: Literal["saving"] = "saving"
     slots: int
+    """Slots of the fast tier, on each host; 0: snapshots go straight to the ring."""
     slot_bytes: int
+    """Size of a slot."""
     capture: Literal["overlapped", "at_once", "held"]
+    """Either `at_once`, or `overlapped` with the next forward and backward, or `held`: the loop also waits for the
+    digest."""
     reason: str
 
 
 class Paced(Fact):
-    """The steps between two snapshots were fitted to what they cost.
-
-    `stall` is how long the loop waited for the last one and `step_seconds` what a step takes, as means over the ranks.
-    """
+    """The number of steps between two snapshots was fitted to their cost."""
 
     kind: Literal["paced"] = "paced"
     every: int
     stall: float
+    """Seconds that the loop waited for the last snapshot, the mean over the ranks."""
     step_seconds: float
+    """Seconds that a step takes, the mean over the ranks."""
 
 
 class Drifted(Fact):
-    """The parameters of the ranks differ, though they are replicas: the snapshot was dropped.
-
-    `ranks` are those that differ from the majority; all, where there is none.
-    """
+    """The parameters of the ranks differ, although the ranks are replicas: the snapshot was dropped."""
 
     kind: Literal["drifted"] = "drifted"
     checkpoint: str
     step: int
     ranks: tuple[int, ...]
+    """The ranks that differ from the majority; all ranks, where there is no majority."""
 
 
 class Quarantined(Fact):
@@ -163,7 +163,7 @@ class Quarantined(Fact):
 
 
 class Noticed(Fact):
-    """Something out of the ordinary that the sentinel saw and left alone."""
+    """An unusual event that the sentinel saw and left alone."""
 
     kind: Literal["noticed"] = "noticed"
     first_step: int
@@ -175,7 +175,7 @@ class Noticed(Fact):
 
 
 class ScalerSkipped(Fact):
-    """The gradient scaler dropped this update because of a non-finite gradient, as it does now and then."""
+    """The gradient scaler dropped this update because of a non-finite gradient. This is routine."""
 
     kind: Literal["scaler_skipped"] = "scaler_skipped"
     step: int
@@ -183,7 +183,7 @@ class ScalerSkipped(Fact):
 
 
 class PhaseAnnounced(Fact):
-    """The script announced a new phase, which begins with this step: the sentinel learns afresh."""
+    """The script announced a new phase, which begins with this step: the sentinel learns anew."""
 
     kind: Literal["announced"] = "announced"
     step: int
@@ -192,21 +192,19 @@ class PhaseAnnounced(Fact):
 
 
 class Incident(Fact):
-    """A verdict that demands action, with its evidence. `requested`: an operator's, who wants to go back.
-
-    `request` names the request file then, `cause` who it was, `explanation` why. `in_hand`: the loss of the detection
-    step was not finite though all before it was, so its batch did it. `samples`: data set indices of the batches that
-    may have done it, on the ranks that may have; empty where they are not known or too many.
-    """
+    """A verdict that demands action, with its evidence."""
 
     kind: Literal["incident"] = "incident"
     incident: int
     verdict: Literal["spike", "nonfinite", "requested"]
+    """What the sentinel said; `requested` where an operator asked for a rewind."""
     cause: str
+    """The witness: `loss` or `grad_norm`; of a request, the operator."""
     rule: str
     value: float | None
     threshold: float | None
     explanation: str
+    """The verdict in words; of a request, the operator's reason."""
     window: tuple[float, ...]
     ranks: tuple[int, ...]
     onset_step: int
@@ -216,20 +214,21 @@ class Incident(Fact):
     step: int
     timeline: int
     request: str | None = None
+    """The name of the request file, where there is a request."""
     in_hand: bool = False
+    """The loss of the detection step was not finite and all losses before were: its batch is the cause."""
     samples: tuple[int, ...] = ()
+    """Data set indices of the batches that may be the cause, on the ranks that may have them; empty where they are
+    unknown or too many."""
 
 
 class Planned(Fact):
-    """What will be (or, for `observe`, would have been) done about an incident. Written before anything is done.
-
-    `repeats` names the incident whose trouble this is, come back. `through` is the last batch of the detection step;
-    `timeline` the one that begins when the plan is carried out. `in_hand`: the answer is to the batch in hand alone.
-    """
+    """What will be done about an incident (for `observe`: would have been done). Journalled before anything is done."""
 
     kind: Literal["plan"] = "plan"
     incident: int
     repeats: int | None = None
+    """The earlier incident that had the same trouble."""
     action: Action
     escalation: int
     checkpoint: str | None
@@ -238,13 +237,16 @@ class Planned(Fact):
     skip: Window | None
     discards: tuple[str, ...]
     through: int
+    """The last batch of the detection step."""
     timeline: int
+    """The timeline that begins when the plan is carried out."""
     reason: str
     in_hand: bool = False
+    """The plan skips the detection step's batch alone."""
 
 
 class Restored(Fact):
-    """The plan was carried out on every rank; `steps_lost` updates will not count. `tier`: as in `attached`."""
+    """Every rank carried out the plan."""
 
     kind: Literal["restored"] = "restored"
     incident: int
@@ -252,9 +254,11 @@ class Restored(Fact):
     step: int
     batch: int
     steps_lost: int
+    """Updates that do not count any more."""
     seconds: float
     route: Literal["in_process", "relaunch"]
     tier: Tier | None = None
+    """As in `attached`."""
 
 
 class Concluded(Fact):
@@ -267,7 +271,8 @@ class Concluded(Fact):
 
 
 class SkipAdded(Fact):
-    """A skip window that no incident gave: the user's, or the supervisor's for a batch on which a rank raised twice."""
+    """A skip window from outside an incident: from the user, or from the supervisor for a batch at which a rank raised
+    twice."""
 
     kind: Literal["skip_added"] = "skip_added"
     window: Window
@@ -281,18 +286,19 @@ class SkipAdded(Fact):
 
 
 class SampleQuarantine(Fact):
-    """From `batch` on, the data set samples `samples`, and no others, are left out of batches: an innocent neighbour
-    takes the place of each.
-
-    `added` and `released` is what has changed. `who` and `why`: of an incident's the suspicion, else who ordered it.
-    """
+    """The samples that are left out of batches from now on. A neighbour takes the place of each."""
 
     kind: Literal["sample_quarantine"] = "sample_quarantine"
     batch: int
+    """The first batch that leaves them out."""
     samples: tuple[int, ...]
+    """All samples that are left out."""
     added: tuple[int, ...]
+    """Samples that were not left out before."""
     released: tuple[int, ...]
+    """Samples that are not left out any more."""
     who: str
+    """Who ordered it; for an incident, the suspicion."""
     why: str
     incident: int | None = None
     request: str | None = None
@@ -303,7 +309,7 @@ class SampleQuarantine(Fact):
 
 
 class Requested(Fact):
-    """The ranks have taken up what an operator asked for; `step` and `batch` are where they stood. `answer` follows."""
+    """The ranks have accepted an operator's request; an `answer` follows."""
 
     kind: Literal["request"] = "request"
     request: str
@@ -313,12 +319,13 @@ class Requested(Fact):
     who: str
     why: str
     step: int
+    """The step at which they accepted it."""
     batch: int
     samples: tuple[int, ...] = ()
 
 
 class Answered(Fact):
-    """What became of a request, in words. One that could not be read has an answer only."""
+    """The result of a request, in words. A request that could not be read has an answer only."""
 
     kind: Literal["answer"] = "answer"
     request: str
@@ -327,7 +334,7 @@ class Answered(Fact):
 
 
 class PassedOver(Fact):
-    """Batches of a skip window were passed over."""
+    """Batches of a skip window were skipped."""
 
     kind: Literal["skipped"] = "skipped"
     first: int
@@ -346,7 +353,7 @@ class PassedOver(Fact):
 
 
 class Advice(Fact):
-    """A likely mistake in how the script uses the guard; said once."""
+    """A likely mistake in the script's use of the guard; journalled once."""
 
     kind: Literal["advice"] = "advice"
     code: str
@@ -354,7 +361,7 @@ class Advice(Fact):
 
 
 class Trouble(Fact):
-    """Something of ours failed and training went on without it."""
+    """A part of rollback failed, and training went on without it."""
 
     kind: Literal["trouble"] = "trouble"
     doing: str

@@ -1,14 +1,14 @@
-"""The thread that fills the durable ring. In the supervisor; where there is none, in rank 0. It holds nothing up.
+"""The thread that fills the durable ring. It runs in the supervisor, or in rank 0 where there is no supervisor.
 
     phase      the thread                                              what moves it on
     FOLLOWING  reads the ranks' journal and copies what is due         `finish`
-    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or it fails
+    FINISHING  copies what is left, the newest checkpoint included     nothing is left, or a copy fails
     FINISHED   waits                                                   `close`
     CLOSING    brings the record up to date a last time                done, or failed
     CLOSED     has ended
 
-A durable ring that cannot be reached costs a line in the journal and one for people; it is tried again, and
-training goes on.
+Training never waits for this thread. If the durable ring cannot be reached, the thread writes one line into the journal
+and one for people, and tries again; training goes on.
 """
 
 from __future__ import annotations
@@ -43,10 +43,11 @@ _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
 
 
 class DurableRing(Protocol):
-    """Where checkpoints go. All methods but `give_up` are called by the drainer's thread alone, `open` first.
+    """The target of the copies. The drainer's thread alone calls the methods, `open` first; any thread may call
+    `give_up`.
 
-    They raise RollbackError or OSError where it cannot be reached or used; CheckpointDamaged is about the one
-    checkpoint, RunDoesNotFit means that this run may not write there any more.
+    The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointDamaged concerns that
+    one checkpoint; RunDoesNotFit means that this run may not write there any more.
     """
 
     @property
@@ -74,9 +75,9 @@ _NEXT = {Phase.FINISHING: Phase.FINISHED, Phase.CLOSING: Phase.CLOSED}  # when t
 def drainer_for(
     paths: RunPaths, settings: Settings, note: Callable[[Fact], None], say: Callable[[str], None]
 ) -> Drainer | None:
-    """The drainer that a run needs, not started yet; None where it needs none. See `Drainer`.
+    """The drainer that a run needs, not started yet; None where the run needs none. See `Drainer`.
 
-    It copies to the URL that the settings name; without one, from the fast tier, where there is one, to RUN/ring.
+    It copies to the URL in the settings. Without a URL it copies from the fast tier, if there is one, to RUN/ring.
     """
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
@@ -88,7 +89,8 @@ def drainer_for(
 
 
 def lower_priority() -> None:
-    """Of the calling thread: the ranks' cores are theirs. On Linux a thread has a priority of its own."""
+    """Lower the priority of the calling thread: the cores belong to the ranks. On Linux each thread has its own
+    priority."""
     with contextlib.suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
 
@@ -96,8 +98,9 @@ def lower_priority() -> None:
 class Drainer:
     """Copies checkpoints of a run to its durable ring, from `start` to `close`.
 
-    keep: capacity of the durable ring. note, say: a fact for the journal, a line for people; called from the thread.
-    in_run: where the final state of a complete run goes as well, if `ring` is another one; None: nowhere.
+    keep: capacity of the durable ring. note, say: take a fact for the journal, a line for people; called from the
+    thread. in_run: a second target for the final state of a complete run, if `ring` is not the run directory's; None:
+    no second target.
     """
 
     def __init__(
@@ -137,11 +140,11 @@ class Drainer:
         self._move(Phase.FINISHED, Phase.CLOSING)
 
     def give_up(self) -> None:
-        """End what is under way, as far as a request in progress lets it."""
+        """Cancel the present operation, as far as a request in progress allows it."""
         self._ring.give_up()
 
     def wait(self, phase: Phase, seconds: float) -> bool:
-        """Wait until a phase is reached, or passed; whether it was, within so many seconds."""
+        """Wait until the thread has reached or passed a phase. False: it has not within so many seconds."""
         order = list(Phase)
         with self._changed:
             return self._changed.wait_for(lambda: order.index(self._phase) >= order.index(phase), seconds)
@@ -216,7 +219,7 @@ class Drainer:
             tiers.release(self._paths, self._ring.held(), self._history.final)
 
     def _bring_home(self) -> None:
-        """The final state of a complete run is to be found in the run directory, wherever else it is."""
+        """Copy the final state of a complete run into the run directory, wherever else it is."""
         final = self._history.final
         if final is None or self._in_run is None or self._paths.checkpoint(final).exists():
             return
@@ -256,7 +259,7 @@ class Drainer:
         self._record_at, self._record_changed = time.monotonic(), False
 
     def _complain(self, checkpoint: str | None, error: Exception) -> None:
-        """Say it once for each trouble; the journal of the trouble's end is the next `drained`."""
+        """Report each trouble once; the next `drained` in the journal ends the trouble."""
         text = error.message if isinstance(error, RollbackError) else str(error)
         if checkpoint is None:
             self._failures += 1

@@ -1,4 +1,4 @@
-"""A host's part in filling the durable ring, where somebody on another host fills it: see `hosts`."""
+"""A host's part in filling the durable ring, where a process on another host fills it: see `hosts`."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ _MOMENT = 5.0
 
 
 class Helper:
-    """A thread that copies what is wanted out of this host's slots. In the supervisor of a node that follows; where
-    there is none, in the first rank of a host other than rank 0's. `close` it.
+    """A thread that copies the wanted shards out of this host's slots. It runs in the supervisor of a following node;
+    without supervisors, in the first rank of each host other than rank 0's. `close` it.
 
-    host: names it among all hosts. say: a line for people, called from the thread.
+    host: the name of this host, unique among all hosts. say: takes a line for people, called from the thread.
     """
 
     def __init__(self, paths: RunPaths, host: str, say: Callable[[str], None]) -> None:
@@ -57,10 +57,10 @@ class Helper:
         self._thread.start()
 
     def linger(self, patience: float) -> None:
-        """Stay for as long as somebody fills the ring, at most so many seconds. The ranks of this host are done.
+        """Stay while another process fills the ring, at most so many seconds. The ranks of this host have finished.
 
-        A rank that was ended by an exception must not keep the others waiting, so without word that all have ended
-        together it stays for a moment only.
+        A rank that an exception ended must not keep the others waiting: without a report that all ranks ended together,
+        the thread stays for a moment only.
         """
         began, tail, ended = time.monotonic(), JournalTail(self._paths.train_journal), False
         if tiers.fast_tier_of(self._paths) is None:
@@ -74,7 +74,8 @@ class Helper:
             time.sleep(_POLL)
 
     def close(self, *, over: bool) -> None:
-        """End. over: the run is, and no rank of this host runs any more: its memory is given back if it may be."""
+        """End the thread. over: the run has ended and no rank of this host runs any more, so the host's memory may be
+        given back."""
         self._ended.set()
         if (store := self._store) is not None:
             store.give_up()
@@ -157,7 +158,7 @@ class Helper:
 
 
 def drained(records: Iterable[JournalEntry]) -> set[str]:
-    """Names of the checkpoints that the durable ring holds, by what the drainers have noted."""
+    """Names of the checkpoints in the durable ring, according to the drainers' facts."""
     names: set[str] = set()
     for record in records:
         if isinstance(record.fact, Drained):

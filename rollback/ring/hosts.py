@@ -1,8 +1,8 @@
-"""A checkpoint in the slots of many hosts, on its way to the durable ring: each host copies the shards of its ranks.
+"""How many hosts copy one checkpoint from their slots to the durable ring: each host copies the shards of its ranks.
 
-Who fills the ring says what is wanted (`nodes/wanted.json`), the others copy it and say what is done
-(`nodes/part-*.json`); docs/format.md, "Slots of many hosts". Every file has one writer. Only who fills the ring makes a
-checkpoint exist there, and only when all shards of it are there.
+The process that fills the ring writes what it wants (`nodes/wanted.json`). The other hosts copy it and report
+(`nodes/part-*.json`); docs/format.md, "Slots of many hosts". Every file has one writer. Only the process that fills the
+ring commits a checkpoint there, and only when all shards are there.
 """
 
 from __future__ import annotations
@@ -28,46 +28,50 @@ PATIENCE = 30.0  # seconds in which some living host must say that it has a shar
 
 
 class Wanted(BaseModel):
-    """nodes/wanted.json. order: names the request as no other; empty: nothing is wanted. ring: None for RUN/ring."""
+    """nodes/wanted.json."""
 
     model_config = ConfigDict(frozen=True)
     order: str = ""
+    """A unique name of this request; empty: nothing is wanted."""
     name: str = ""
     content: str = ""
     shards: tuple[int, ...] = ()
     ring: str | None = None
+    """The URL of the ring; None for RUN/ring."""
     beat: int = 0
 
 
 class HostPart(BaseModel):
-    """nodes/part-NAME.json. shards: of those that are wanted, the ones that this host has. final: trying again is of no
-    use."""
+    """nodes/part-NAME.json."""
 
     model_config = ConfigDict(frozen=True)
     order: str
     shards: tuple[int, ...] = ()
+    """The wanted shards that this host has."""
     done: tuple[int, ...] = ()
+    """The shards that this host has copied."""
     fault: str | None = None
     final: bool = False
+    """Another try is of no use."""
     beat: int = 0
 
 
 def unclaimed(wanted: Collection[int], done: Collection[int], parts: Iterable[HostPart]) -> list[int]:
-    """The shards that are not there, and that no living host has said to have. Empty, and nothing is `under_way`: all
-    are there."""
+    """The shards that are not in the ring and that no living host has claimed. Empty, and nothing `under_way`: all are
+    there."""
     return sorted({*wanted} - {*done} - {number for part in parts for number in part.shards})
 
 
 def under_way(parts: Iterable[HostPart]) -> bool:
-    """Whether a living host has not done yet what it said to have."""
+    """Whether a living host has not yet copied all shards that it claimed."""
     return any(part.fault is None and not {*part.shards} <= {*part.done} for part in parts)
 
 
 class Others:
-    """The hosts that copy their parts of a checkpoint, as who fills the ring sees them.
+    """The other hosts that copy their parts of a checkpoint, seen from the process that fills the ring.
 
-    ring: the URL that is filled, None for RUN/ring. say: a line for people (default: nobody hears). Called from one
-    thread, `give_up` from any. `close` it.
+    ring: the URL that is filled, None for RUN/ring. say: takes a line for people (default: nothing). One thread calls
+    the methods; any thread may call `give_up`. `close` it.
     """
 
     def __init__(
@@ -80,7 +84,7 @@ class Others:
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     def meet(self) -> None:
-        """Show that somebody fills the ring, where there are other hosts. Raises OSError."""
+        """Publish that a process fills the ring, where there are other hosts. Raises OSError."""
         if self._beacon is None and tiers.host_count(self._paths) > 1:
             self._beacon = Beacon(self._paths.wanted, Wanted(), self._say)
 
@@ -88,10 +92,10 @@ class Others:
     def copying(
         self, manifest: Manifest, directory: Path, *, into_run: bool = False
     ) -> Iterator[tuple[ShardRecord, ...]]:
-        """The other hosts copy what they have of a checkpoint while the body copies what it is given: the shards that
-        lie here. Behind the body all of them are where they are to go: the ring that is filled, or that in the run.
+        """The other hosts copy their shards of a checkpoint while the body copies the shards of this host. After the
+        body, all shards are at their target: the ring that is filled, or the run directory's ring.
 
-        Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where that may pass.
+        Raises CheckpointDamaged where a host cannot copy its part, RingUnavailable where another try may succeed.
         """
         self.meet()
         here = {number for number, shard in enumerate(manifest.shards) if (directory / shard.file).exists()}
@@ -112,7 +116,7 @@ class Others:
         self._given_up.set()
 
     def close(self) -> None:
-        """Nothing more will be wanted."""
+        """Publish that nothing more is wanted."""
         beacon, self._beacon = self._beacon, None
         if beacon is not None:
             beacon.put_out()
@@ -141,6 +145,6 @@ class Others:
 
 
 def tidy(paths: RunPaths) -> None:
-    """Remove the directory in which hosts speak, where nobody else does."""
+    """Remove the directory of the hosts' files, where no other process uses it."""
     with contextlib.suppress(OSError):
         paths.nodes.rmdir()

@@ -1,4 +1,4 @@
-"""The run directory's ring as the durable one: it is filled from the fast tier, where there is one."""
+"""The run directory's ring as the durable one, filled from the fast tier where there is one."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class RingInRun:
         return str(self._paths.ring.absolute())
 
     def open(self) -> None:
-        """Remove what an earlier drainer left half written."""
+        """Remove half-written checkpoints of an earlier drainer."""
         files.make_directory(self._paths.ring)
         for path in self._paths.ring.glob(".draining-*"):
             _remove(path)
@@ -43,7 +43,7 @@ class RingInRun:
         return ring.names(self._paths)
 
     def put(self, manifest: Manifest, directory: Path) -> None:
-        """Copy a checkpoint past the page cache, which is the training's, and make it exist by a rename.
+        """Copy a checkpoint past the page cache (the cache is for training), and commit it by a rename.
 
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says.
         """
@@ -72,7 +72,7 @@ class RingInRun:
             ring.evict(self._paths, name)
 
     def keep_record(self) -> None:
-        """Nothing: the record is in the run directory."""
+        """Do nothing: the record is in the run directory."""
 
     def give_up(self) -> None:
         self._given_up.set()
@@ -83,8 +83,8 @@ class RingInRun:
 
 
 def _remove(arriving: Path) -> None:
-    """Remove what is half written. By another name, under which nobody adds to it: another host may be copying its part
-    still, for a drainer that died."""
+    """Remove a half-written checkpoint. First rename it, so that nobody adds to it: another host may still be copying
+    its part for a drainer that died."""
     doomed = arriving.with_name(f".draining-{uuid.uuid4().hex}")
     files.rename(arriving, doomed)
     files.remove_directory(doomed)
@@ -93,7 +93,7 @@ def _remove(arriving: Path) -> None:
 def copy_shard(source: Path, target: Path, shard: ShardRecord) -> None:
     """Copy a shard past the page cache into a new file, and sync it.
 
-    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the file is of no use then.
+    Raises OSError, and CheckpointDamaged where it is not what its manifest says; the new file is then useless.
     """
     try:
         with open_regular(source) as file:

@@ -1,6 +1,6 @@
-"""What a ring at a URL holds by what the run's journals say. Pure: nobody waits for a network to know what to plan.
+"""The contents of a ring at a URL according to the run's journals. Pure: a plan never waits for a network.
 
-It is hearsay. A checkpoint may have left since, or an object been lost: who fetches it finds out.
+The journals may be out of date: a checkpoint may have left since, or an object may be lost. The fetch finds out.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollback.ring import schedule
 def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[PolicyCheckpoint]:
     """The good checkpoints of the present timeline at a URL, oldest first. ranks, supervisor: their journals.
 
-    One that was found damaged in the run directory is among them: its copy need not be.
+    A checkpoint that was found damaged in the run directory is included: its copy may be sound.
     """
     ranks, url = list(ranks), url.rstrip("/")
     facts = [record.fact for record in [*ranks, *supervisor]]

@@ -1,8 +1,8 @@
-"""What goes to the durable ring next, when, and what leaves it. Pure: no clock, no files.
+"""What the drainer copies next, when, and what leaves the durable ring. Pure: no clock, no files.
 
-Newest is not good, so good checkpoints go, the newest first; what lies between two that went is passed over. Three
-kinds go whatever the pace is: the first one ever (until then the ring holds nothing), a pinned one, and, when the run
-ends or is told to stop, the newest of all, from which the next start goes on.
+Only good checkpoints are copied, the newest first; those between two copied ones are passed over. Three kinds are
+copied whatever the pace: the very first checkpoint (until then the ring is empty), a pinned one, and, when the run ends
+or is told to stop, the newest of all, from which the next start goes on.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 @dataclass(frozen=True)
 class DrainPace:
-    """How often: every so many steps, or seconds; where both are None, so that it takes 1/20 of the time."""
+    """How often a checkpoint is copied. Where both are None, copies take 1/20 of the time."""
 
     steps: int | None = None
+    """Steps between two copies."""
     seconds: float | None = None
+    """Seconds between two copies."""
 
     @classmethod
     def parse(cls, text: str) -> DrainPace:
-        """`500` steps, `90s`, `10m`, `2h`, or `auto`; the settings see to it that it is one of these."""
+        """`500` steps, `90s`, `10m`, `2h`, or `auto`; the settings guarantee one of these."""
         if text == "auto":
             return cls()
         number, unit = re.fullmatch(r"(\d+)([smh]?)", text).groups()  # type: ignore[union-attr]
@@ -38,7 +40,7 @@ class DrainPace:
 
 @dataclass(frozen=True)
 class DrainCandidate:
-    """A checkpoint as the journal knows it."""
+    """A checkpoint as the journal describes it."""
 
     name: str
     step: int
@@ -51,26 +53,28 @@ class DrainCandidate:
 
 @dataclass(frozen=True)
 class LastCopy:
-    """The last copy: when it began (monotonic seconds) and how long it took."""
+    """The last copy."""
 
     began: float
+    """When it began, in monotonic seconds."""
     seconds: float
+    """How long it took."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """All that the decisions depend on.
-
-    drained: what the durable ring holds, oldest first. lost: what cannot be copied (damaged, or gone). last: None
-    before the first copy by this process. ending: the run ends, or is told to stop.
-    """
+    """All that the decisions depend on."""
 
     history: History
     drained: Sequence[str]
+    """The checkpoints in the durable ring, oldest first."""
     pinned: Collection[str] = ()
     lost: Collection[str] = ()
+    """Checkpoints that cannot be copied: damaged, or gone."""
     last: LastCopy | None = None
+    """None before the first copy by this process."""
     ending: bool = False
+    """The run ends, or is told to stop."""
 
 
 def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
@@ -102,9 +106,10 @@ def _is_due(item: DrainCandidate, before: DrainCandidate, last: LastCopy | None,
 
 
 def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
-    """What leaves the durable ring of capacity `keep`, with the reason. Pinned ones stay and do not count.
+    """The checkpoints that leave the durable ring of capacity `keep`, with the reasons. Pinned ones stay and do not
+    count.
 
-    Nothing does while a rollback is planned and not carried out: it may still need any of them.
+    Nothing leaves while a rollback is planned and not carried out: it may still need any of them.
     """
     if now.history.pending is not None:
         return []
@@ -115,6 +120,6 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
 
 
 def _present(history: History) -> list[DrainCandidate]:
-    """Checkpoints of the present timeline, oldest first, those included that have left the local ring since."""
+    """Checkpoints of the present timeline, oldest first, including those that have left the local ring since."""
     known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
     return sorted(of_present_timeline(history, known), key=lambda item: item.seq)

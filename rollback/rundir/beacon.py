@@ -1,11 +1,11 @@
-"""Small files that are rewritten every second for other hosts to read: the content is news, the rewriting is life.
+"""Small files that are rewritten every second for other hosts: the content is news, each rewrite is a sign of life.
 
-No clock is compared with another host's. A reader notes when it last saw a file change, by its own clock.
+No clock is compared with another host's clock. A reader notes, by its own clock, when it last saw a file change.
 
-Such a file is written in place, over bytes that it has: a disk that is full holds nobody back. It is opened and closed
-for each write, since only that shows it to others on a network file system, and what is read is believed only where the
-hash behind it fits. Where writing fails all the same, who writes here cannot tell either whether others can, and takes
-nobody for silent until it works again.
+Such a file is written in place, over existing bytes, so a full disk stops nobody. It is opened and closed for each
+write, since on a network file system only that makes the write visible to others. A reader believes the content only if
+the hash after it is right. A host whose own writes fail cannot know whether others can write, so it declares nobody
+silent until its writes succeed again.
 """
 
 from __future__ import annotations
@@ -35,11 +35,12 @@ _Record = TypeVar("_Record", bound=BaseModel)
 
 
 class Beacon(Generic[_Record]):
-    """Shows a record in a file until `put_out`, from a thread: what was said last stays in sight whatever takes time.
+    """Keeps a record visible in a file until `put_out`. Its thread rewrites the file, so the record stays fresh while
+    other work takes time.
 
     Records have a field `beat`, which counts the writes.
 
-    A file that cannot be written is said once and tried again each second; `failing` until then.
+    A failing write is reported once and retried each second; `failing` is true until it succeeds.
     """
 
     def __init__(self, path: Path, record: _Record, say: Callable[[str], None]) -> None:
@@ -58,7 +59,7 @@ class Beacon(Generic[_Record]):
         return self._record
 
     def show(self, **changes: object) -> None:
-        """Say something new, at once."""
+        """Write a new record at once."""
         with self._guard:
             changed = self._record.model_copy(update=changes)
             if changed == self._record:
@@ -67,7 +68,7 @@ class Beacon(Generic[_Record]):
             self._write()
 
     def put_out(self, *, remove: bool = True) -> None:
-        """Write no more; with `remove`, the file goes too."""
+        """Write no more; with `remove`, delete the file too."""
         self._out.set()
         self._thread.join()
         if remove:
@@ -92,7 +93,8 @@ class Beacon(Generic[_Record]):
 
 
 def write_in_place(path: Path, body: bytes) -> None:
-    """Overwrite a file with one line and its hash; what it had behind them stays and means nothing. Raises OSError."""
+    """Overwrite the beginning of a file with one line and its hash; older bytes after them mean nothing. Raises
+    OSError."""
     content = body + b"\n" + xxhash.xxh3_128_hexdigest(body).encode() + b"\n"
     fd = files.open_file(path, os.O_WRONLY | os.O_CREAT)
     try:
@@ -104,7 +106,7 @@ def write_in_place(path: Path, body: bytes) -> None:
 
 
 def read_in_place(path: Path) -> bytes:
-    """What `write_in_place` wrote last. Raises OSError, ValueError where it is not, or not yet, whole."""
+    """Read what `write_in_place` wrote last. Raises OSError, and ValueError where it is not, or not yet, whole."""
     body, check, _ = read_small_file(path, _LIMIT).split(b"\n", 2)
     if xxhash.xxh3_128_hexdigest(body).encode() != check:
         raise ValueError(f"{path} is being written")
@@ -112,9 +114,9 @@ def read_in_place(path: Path) -> bytes:
 
 
 class Watchtower(Generic[_Record]):
-    """Reads the records that match a pattern in a directory and knows which of them still change.
+    """Reads the records that match a pattern in a directory, and knows which of them still change.
 
-    blind: whether it cannot be told now who is silent.
+    blind: whether silence means nothing at present, because this host's own writes fail.
     """
 
     def __init__(
@@ -130,7 +132,7 @@ class Watchtower(Generic[_Record]):
         self._seen: dict[str, tuple[bytes, float]] = {}
 
     def look(self) -> dict[str, _Record]:
-        """The readable records by file name, those that have fallen silent left out."""
+        """The readable records by file name, without those that have fallen silent."""
         found, now, blind = {}, self._clock(), self._blind()
         # Listing the directory makes a network file system ask its server which files there are.
         for path in sorted(self._directory.glob(self._pattern)) if self._directory.is_dir() else []:

@@ -1,4 +1,4 @@
-"""Writing files so that a crash or power loss leaves the old content or the new, never a mixture."""
+"""Writing files so that a crash or power loss leaves either the old content or the new, never a mixture."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def sync_directory(directory: Path) -> None:
 
 
 def write_all(fd: int, data: bytes | memoryview) -> None:
-    """`os.write` until everything is written: a single call may write less than it was given."""
+    """`os.write` until everything is written: a single call may write less than all bytes."""
     view = memoryview(data).cast("B")
     while view:
         view = view[os.write(fd, view) :]
@@ -50,7 +50,7 @@ def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
 def append_line(fd: int, line: bytes) -> None:
     """Append one line to a file opened with O_APPEND, whole or not at all.
 
-    A failed append (disk full) is cut off again, so that the next one does not continue a torn line.
+    A failed append (disk full) is truncated away, so that the next line does not continue a torn one.
     """
     end = os.lseek(fd, 0, os.SEEK_END)
     try:
@@ -63,7 +63,7 @@ def append_line(fd: int, line: bytes) -> None:
 def open_regular(path: Path) -> BinaryIO:
     """Open a file for reading, under the rules of `rollback.rundir.files`.
 
-    Raises OSError where it cannot be opened, ValueError where it is not a file that may be believed.
+    Raises OSError where it cannot be opened, ValueError where it may not be trusted.
     """
     try:
         return os.fdopen(files.open_file(path, os.O_RDONLY), "rb")

@@ -1,4 +1,4 @@
-"""What each rank saw of an incident: the record that it leaves beside the journal. Losing it loses no run."""
+"""What each rank saw of an incident: a record beside the journal. The run does not depend on it."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from rollback.rundir.small_json import read_model
 _LIMIT = 16 << 20
 
 Where = Literal["loss", "gradients", "parameters", "buffers"]
-"""Places where non-finite values are looked for, in this order: what comes first is taken for the beginning."""
+"""Places that are searched for non-finite values, in this order; the first one found counts as the origin."""
 Explosion = Literal["large", "overflow", "nonfinite"]
-"""The kinds of gradient explosion: a large norm; finite elements whose norm overflows; elements that are not finite."""
+"""Kinds of gradient explosion: a large norm; finite elements whose norm overflows; non-finite elements."""
 
 
 class _Part(BaseModel):
@@ -79,7 +79,7 @@ class LeftOut(_Part):
 
 
 class BatchKept(_Part):
-    """What is kept of the data that the suspected step was given."""
+    """What is kept of the batch of the suspected step."""
 
     step: int | None = Field(description="the onset step, or the first one after it that was still held")
     file: str | None = Field(description="beside the record; null where no tensor was kept")
@@ -111,5 +111,5 @@ def write_evidence(path: Path, evidence: RankEvidence) -> None:
 
 
 def read_evidence(path: Path) -> RankEvidence:
-    """A rank's record. Raises OSError, or ValueError (pydantic's included) where it cannot be believed."""
+    """A rank's record. Raises OSError, or ValueError (pydantic's included) where it fails validation."""
     return read_model(path, RankEvidence, _LIMIT)

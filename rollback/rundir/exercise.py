@@ -1,12 +1,12 @@
-"""What `rollback drill` and the ranks of a drilled job say to each other: one folder of small files for each exercise.
+"""What `rollback drill` and the ranks of a drilled job tell each other: one folder of small files for each exercise.
 
-    exercise.json              what is to happen (the drill, before the job starts)
-    injected-00001.json        that it has happened, written just before it does (that rank)
-    samples-00001.jsonl        what was handed out: position in the data stream and a hash of the batch (that rank)
-    end-00001.json             the state at the end, as hashes (that rank)
+    exercise.json              what is to happen (written by the drill, before the job starts)
+    injected-00001.json        that it has happened, written just before it does (by that rank)
+    samples-00001.jsonl        what was handed out: position in the data stream and a hash of the batch (by that rank)
+    end-00001.json             the state at the end, as hashes (by that rank)
 
-The folder lies beside the exercise's run directory, never in it. An exercise names the run directory that it is meant
-for, so that a variable that was left in somebody's environment does nothing to another run.
+The folder lies beside the exercise's run directory, never in it. An exercise names its run directory, so a variable
+left over in an environment does nothing to another run.
 """
 
 from __future__ import annotations
@@ -38,43 +38,48 @@ class _Written(BaseModel):
 
 
 class Exercise(_Written):
-    """One run of a drill.
-
-    run: the run directory it is meant for. steps: optimizer updates after which the job ends. fault: what happens when
-    the first batch of update `step` is handed out, to `rank` where it befalls one rank; None: an undisturbed run.
-    lasts: updates after which a full disk has room again.
-    """
+    """One run of a drill."""
 
     run: str
+    """The run directory that it is meant for."""
     steps: int
+    """The job ends after this many optimizer updates."""
     fault: FaultName | None = None
+    """The fault to inject; None: an undisturbed run."""
     step: int = 0
+    """The fault strikes when the first batch of this update is handed out."""
     rank: int = 0
+    """The rank that the fault strikes, where it strikes one rank."""
     lasts: int = 0
+    """A full disk has room again after this many updates."""
     seed: int = 0
 
 
 class Injected(_Written):
-    """A fault has struck on a rank. at: wall-clock time; batches: positions that it befalls; what: in words."""
+    """A fault has struck on a rank."""
 
     rank: int
     step: int
     at: datetime
+    """Wall-clock time."""
     batches: tuple[int, ...]
+    """The positions that it affects."""
     what: str
+    """The fault in words."""
 
 
 class EndState(_Written):
-    """Where a rank ended, and hashes of its state by part (`model`, `optimizer`, `random`, `data`, ...)."""
+    """Where a rank ended, and hashes of its state."""
 
     rank: int
     step: int
     batch: int
     parts: dict[str, str]
+    """Hashes by part: `model`, `optimizer`, `random`, `data`, ..."""
 
 
 class Folder:
-    """Spells the files of one exercise."""
+    """The paths of one exercise's files."""
 
     def __init__(self, root: Path) -> None:
         self.root = Path(os.path.realpath(root))
@@ -93,7 +98,7 @@ class Folder:
         return self.root / f"end-{rank:05d}.json"
 
     def write(self, path: Path, note: _Written) -> None:
-        """Durable when it returns: the process that says so may be killed the next moment. Raises OSError."""
+        """Write a file, durable on return: the writing process may be killed the next moment. Raises OSError."""
         write_file(path, note.model_dump_json().encode())
 
     def all_injected(self) -> list[Injected]:
@@ -106,7 +111,7 @@ class Folder:
 
 
 def read_note(path: Path, kind: type[_Note]) -> _Note | None:
-    """What a file says, None where there is none or it cannot be read."""
+    """The content of a file; None where there is none or it cannot be read."""
     try:
         return read_model(path, kind, _LIMIT)
     except (OSError, ValueError, ValidationError):

@@ -1,8 +1,9 @@
-"""What a rank leaves when an exception ends it: who, where in the data, and the traceback. One file, one writer.
+"""What a rank records when an exception ends it: the rank, the place in the data, and the traceback. One file, one
+writer.
 
-The fingerprint says whether two exceptions are the same one: type, frames of the user's code, and the message with its
-numbers blanked. Frames of torch and of rollback are left out, because which of their lines a data loader's error comes
-through depends on timing.
+The fingerprint tells whether two exceptions are the same: type, frames of the user's code, and the message with its
+numbers blanked. Frames of torch and of rollback are left out: which of their lines a data loader's error passes through
+depends on timing.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class FailureRecord(BaseModel):
 
 
 def write_failure(path: Path, record: FailureRecord) -> None:
-    """Write a rank's last words, durable on return. Raises OSError."""
+    """Write a rank's failure record, durable on return. Raises OSError."""
     files.make_directory(path.parent)
     write_file(path, record.model_dump_json().encode())
 
@@ -82,7 +83,7 @@ def qualified_name(kind: type[BaseException]) -> str:
 
 
 def formatted(error: BaseException) -> str:
-    """The traceback as Python would print it, its middle left out where it is very long. Runs the error's `__str__`."""
+    """The traceback as Python would print it; the middle of a very long one is left out. Runs the error's `__str__`."""
     text = _encodable("".join(traceback.format_exception(type(error), error, error.__traceback__)))
     if len(text) <= _TEXT_LIMIT:
         return text
@@ -91,7 +92,7 @@ def formatted(error: BaseException) -> str:
 
 
 def message_of(error: BaseException) -> str:
-    """`str(error)`, shortened; what its own `__str__` raises must not hide the error."""
+    """`str(error)`, shortened; an exception in its own `__str__` must not hide the error."""
     try:
         return _encodable(str(error))[:_TEXT_LIMIT]
     except Exception as another:  # noqa: BLE001 - the user's code, at the worst of times
@@ -99,7 +100,7 @@ def message_of(error: BaseException) -> str:
 
 
 def frames_of(error: BaseException, libraries: Sequence[Path]) -> list[Frame]:
-    """The innermost frames that are in none of the `libraries` (folders); all of them where none is outside."""
+    """The innermost frames outside of `libraries` (folders); all frames where none is outside."""
     summary = traceback.extract_tb(error.__traceback__)
     own = [item for item in summary if not _is_in(item.filename, libraries)]
     return [

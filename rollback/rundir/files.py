@@ -1,10 +1,9 @@
 """Every file and directory of a run directory is opened, made and removed here: somebody else may have written it.
 
-No link is followed in any part of a path, so that nothing outside of the run directory is read or changed in its name.
-The place of a run directory itself may be reached over links: `RunPaths` spells it without them. What is opened is a
-regular file, nothing is waited for, and in a directory that everybody may write it belongs to this user, to root or to
-the directory's owner. What is written into has no other name (a hard link) elsewhere. What is removed is removed entry
-by entry, by the names that we write.
+No link is followed in any part of a path, so nothing outside of the run directory is read or changed. The path to the
+run directory itself may contain links: `RunPaths` resolves them. Only regular files are opened, and no open waits. In a
+directory that everybody may write, a file must belong to this user, to root or to the directory's owner. A file that is
+written must have no other name (a hard link) elsewhere. Removal goes entry by entry, by the names that rollback writes.
 
 All functions raise OSError, in words for people where a file is not what it should be.
 """
@@ -27,27 +26,27 @@ _LIBC = ctypes.CDLL(None, use_errno=True)
 _SYS_OPENAT2, _AT_FDCWD, _RESOLVE_NO_SYMLINKS = 437, -100, 0x04  # alike on all architectures
 _WRITING = os.O_WRONLY | os.O_RDWR
 OF_A_CHECKPOINT = re.compile(r"\.?(rank-\d{5,9}\.safetensors|manifest\.json)(\.[\w-]{1,64})?")
-"""Names in a checkpoint's directory, also of files that were still being written."""
+"""Names in a checkpoint's directory, including files that were still being written."""
 WRITES = "rollback.write"
-"""Audit event (`sys.addaudithook`) with the whole path of what is about to be made or opened for writing."""
+"""Audit event (`sys.addaudithook`) with the whole path of a file that is about to be made or opened for writing."""
 
 
 class NotAFileOfOurs(OSError):
-    """What has the name of a file of ours is something else: a link, a pipe, a device, a directory, a stranger's."""
+    """Something else has the name of one of our files: a link, a pipe, a device, a directory, a stranger's file."""
 
 
 def made_for(of_a_file: int, umask: int) -> int:
     """The mode of a new file or directory (`of_a_file`: 0o6, 0o7) under a umask.
 
-    Nobody but the owner, unless the umask lets the group (0o002) or everybody (0o000) write, which nobody has by
-    accident: they then may do what the owner may.
+    Only the owner has access, unless the umask lets the group (0o002) or everybody (0o000) write, which no umask does
+    by accident: they then get the owner's access.
     """
     shared = [of_a_file << shift for shift, bit in ((3, 0o020), (0, 0o002)) if not umask & bit]
     return (of_a_file << 6) | sum(shared)
 
 
 def _umask() -> int:
-    """Read, not set and put back, which another thread would notice."""
+    """The umask, read without setting it: another thread would notice a change."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as status:
             return next(int(line.split()[1], 8) for line in status if line.startswith("Umask:"))
@@ -62,7 +61,7 @@ def file_mode() -> int:
 
 @contextlib.contextmanager
 def directory(path: Path, *, make: bool = False) -> Iterator[int]:
-    """A descriptor of a directory, for paths below it. make: it and those above it, where they are not there."""
+    """A descriptor of a directory, for paths below it. make: make it and its parents, where they are missing."""
     try:
         fd = _open_directory(path)
     except FileNotFoundError:
@@ -80,7 +79,7 @@ def directory(path: Path, *, make: bool = False) -> Iterator[int]:
 
 
 def _open_directory(path: Path) -> int:
-    """By one call of the kernel's where it has that (5.6), else part by part, which also finds what is amiss."""
+    """Open with one kernel call where the kernel has it (5.6), else part by part, which also finds the faulty part."""
     how = struct.pack("QQQ", _DIRECTORY, 0, _RESOLVE_NO_SYMLINKS)
     fd = int(_LIBC.syscall(_SYS_OPENAT2, _AT_FDCWD, os.fsencode(path), how, len(how)))
     if fd >= 0:
@@ -107,20 +106,20 @@ def _walk_to(path: Path) -> int:
 
 
 def make_directory(path: Path) -> None:
-    """Make a directory and those above it, where they are not there."""
+    """Make a directory and its parents, where they are missing."""
     with directory(path, make=True):
         pass
 
 
 def make_new_directory(path: Path) -> None:
-    """Make a directory that must not be there; those above it where they are not."""
+    """Make a directory that must not exist yet; make its parents where they are missing."""
     with directory(path.parent, make=True) as fd:
         sys.audit(WRITES, str(path))
         os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=fd)
 
 
 def open_file(path: Path, flags: int, mode: int | None = None) -> int:
-    """A descriptor of a regular file. mode: of one that is made (default: as `file_mode`)."""
+    """A descriptor of a regular file. mode: of a new file (default: as `file_mode`)."""
     writes = bool(flags & _WRITING)
     truncates, flags = flags & os.O_TRUNC, flags & ~os.O_TRUNC
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
@@ -160,7 +159,7 @@ def _require_ours(status: os.stat_result, folder: os.stat_result, path: Path, *,
 
 
 def require_ours(path: Path) -> None:
-    """Raise unless a file that others open for writing (a lock) may be written to, or is not there yet."""
+    """Raise unless a file that another library opens for writing (a lock) may be written to, or is missing."""
     with contextlib.suppress(FileNotFoundError):
         os.close(open_file(path, os.O_WRONLY))
 
@@ -172,15 +171,15 @@ def rename(source: Path, target: Path) -> None:
 
 
 def unlink(path: Path) -> None:
-    """Remove a file (of a link: the link), which may be missing."""
+    """Remove a file (for a link: the link itself), which may be missing."""
     with contextlib.suppress(FileNotFoundError), directory(path.parent) as folder:
         os.unlink(path.name, dir_fd=folder)
 
 
 def remove_directory(path: Path, ours: re.Pattern[str] = OF_A_CHECKPOINT) -> bool:
-    """Remove a directory with the files in it whose names match. A missing one is removed.
+    """Remove a directory and the files in it whose names match. It may be missing.
 
-    False: something else is in it, which stays, and the directory with it.
+    False: it holds something else, which stays, and so does the directory.
     """
     with contextlib.suppress(FileNotFoundError), directory(path.parent) as folder:
         with directory(path) as fd:

@@ -1,9 +1,9 @@
-"""Heartbeats of one host's ranks in memory: what a supervisor judges their life by needs no disk.
+"""Heartbeats of one host's ranks in memory, so that a supervisor needs no disk to see which ranks are alive.
 
-A supervisor makes the board, an anonymous file in memory, and tells its ranks by environment where it is: a descriptor
-of its own, below /proc. So it has no name that anybody could remove, lies on no file system that could be full, and is
-gone with the last process that has it. Each rank writes a cell of its own, whenever it likes, so a cell carries a hash
-of what is in it, and one that is just being written is read once more:
+A supervisor makes the board, an anonymous file in memory, and passes its path to the ranks by environment: a descriptor
+of the supervisor, below /proc. So the board has no name that anybody could remove, lies on no file system that could be
+full, and is gone with the last process that has it. Each rank writes its own cell at any time, so a cell carries a hash
+of its content. A reader that finds a half-written cell reads it once more:
 
 | bytes | meaning |
 |---|---|
@@ -38,11 +38,11 @@ class HeartbeatBoard:
 
     @property
     def path(self) -> str:
-        """Where ranks find it, for as long as it is not closed."""
+        """The path for the ranks, valid until the board is closed."""
         return f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def clear(self) -> None:
-        """Forget all heartbeats, when no rank writes any more. The memory is there from the first time on."""
+        """Erase all heartbeats, when no rank writes any more. The first call also reserves the memory."""
         os.pwrite(self._fd, bytes(_CELL * _CELLS), 0)
 
     def read(self) -> dict[int, Heartbeat]:
@@ -64,7 +64,7 @@ class HeartbeatBoard:
 
 
 def board_if_possible() -> HeartbeatBoard | None:
-    """A board; None where the system gives no memory for one: then heartbeats are read from the run directory."""
+    """A board; None where the system gives no memory for one: heartbeats then come from the run directory."""
     try:
         return HeartbeatBoard()
     except OSError:
@@ -72,8 +72,8 @@ def board_if_possible() -> HeartbeatBoard | None:
 
 
 class HeartbeatCell:
-    """A rank's side. place: among the ranks of its host, from 0 on. Raises OSError or ValueError where there is no such
-    board, or no place on it."""
+    """A rank's side. place: its number among the ranks of its host, from 0 on. Raises OSError or ValueError where there
+    is no such board, or no such place on it."""
 
     def __init__(self, path: str, rank: int, place: int) -> None:
         if not 0 <= place < _CELLS:
@@ -86,7 +86,7 @@ class HeartbeatCell:
             raise ValueError(f"{path} is no board of heartbeats")
 
     def write(self, heartbeat: Heartbeat) -> None:
-        """Raises OSError, and ValueError for a heartbeat that is too long."""
+        """Write a heartbeat. Raises OSError, and ValueError for a heartbeat that is too long."""
         body = heartbeat.model_dump_json().encode()
         if len(body) > _CELL - _HEAD.size:
             raise ValueError(f"a heartbeat of {len(body)} bytes does not fit its cell")
@@ -94,7 +94,7 @@ class HeartbeatCell:
 
 
 def _read_cell(cell: bytes) -> tuple[int, Heartbeat] | None:
-    """Rank and heartbeat; None where there is none, or not yet a whole one."""
+    """Rank and heartbeat; None where the cell is empty or half written."""
     length, check, rank = _HEAD.unpack_from(cell)
     body = cell[_HEAD.size : _HEAD.size + length]
     if not length or xxhash.xxh3_64_intdigest(body) != check:

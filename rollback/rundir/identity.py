@@ -1,4 +1,4 @@
-"""run.json: which job a run directory belongs to, and whether another job is the same."""
+"""run.json: the job that a run directory belongs to, and the comparison with another job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Identity(BaseModel):
     seal: str | None = None
 
     def canonical(self) -> str:
-        """What is sealed of it."""
+        """The text that the seal covers."""
         return json.dumps(self.model_dump(mode="json", exclude={"seal"}), sort_keys=True, separators=(",", ":"))
 
 
@@ -51,14 +51,14 @@ def new_identity(job: JobIdentity) -> Identity:
 
 
 def write_identity(paths: RunPaths, identity: Identity) -> None:
-    """Sealed, where there is a key. Raises OSError."""
+    """Write run.json, sealed where there is a key. Raises OSError."""
     key = seal.present()
     identity = identity.model_copy(update={"seal": key.of("run", identity.canonical()) if key else None})
     write_file(paths.identity, identity.model_dump_json(indent=1, exclude_none=True).encode())
 
 
 def read_identity(paths: RunPaths) -> Identity | None:
-    """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError if it cannot be believed."""
+    """Identity of a run, or None where run.json does not exist. Raises RunDirectoryError if it fails validation."""
     path = paths.identity
     try:
         body = read_json(path)
@@ -93,16 +93,16 @@ def require_seal(identity: Identity, where: str) -> None:
 
 
 def require_key(paths: RunPaths, sealed_lines: int = 0) -> None:
-    """Raise RunDoesNotFit where a run is sealed and its key is not there: nothing may be restored of it then.
+    """Raise RunDoesNotFit where a run is sealed and the key is missing: nothing may be restored from it then.
 
-    sealed_lines: how many its journals have, where that is known. Raises as `read_identity`, too.
+    sealed_lines: number of sealed lines in its journals, where known. Also raises as `read_identity`.
     """
     identity = read_identity(paths)
     require_key_for(bool(sealed_lines) or (identity is not None and identity.seal is not None), str(paths.root))
 
 
 def require_key_for(is_sealed: bool, where: str) -> None:
-    """As `require_key`, of a run at `where`."""
+    """As `require_key`, for a run at `where`."""
     if is_sealed and seal.present() is None:
         raise RunDoesNotFit(
             f"the run {where} is sealed, and without its key nothing is restored of it",
@@ -115,8 +115,8 @@ def require_same_job(
 ) -> list[Accepted]:
     """Raise RunDoesNotFit, with the differences, unless the run can go on with the present job.
 
-    Returns in what they differ all the same: a number of ranks under which every batch is made of the same samples;
-    with `accept_data_change`, another length of the data set.
+    Returns the accepted differences: another number of ranks with which every batch has the same samples; with
+    `accept_data_change`, another length of the data set.
     """
     accepted, differences = _compare(recorded, present, accept_data_change)
     if not differences:
@@ -132,7 +132,7 @@ def require_same_job(
 
 
 def _compare(recorded: JobIdentity, present: JobIdentity, accept_data_change: bool) -> tuple[list[Accepted], list[str]]:
-    """In what a job differs from the recorded one: what is let in, and what is not, in words."""
+    """The differences between a job and the recorded one: the accepted ones, and the others in words."""
     accepted = []
     if accept_data_change and (change := _change_of_length(recorded, present)):
         accepted.append(change)
@@ -163,7 +163,7 @@ def _change_of_ranks(recorded: JobIdentity, present: JobIdentity) -> Accepted:
 
 
 def _why_batches_would_differ(recorded: JobIdentity, present: JobIdentity) -> str | None:
-    """Why another number of ranks would not train on the same batches; None where it would.
+    """Why another number of ranks would train on other batches; None where the batches stay the same.
 
     torch's DistributedSampler deals one order of the data set out to the ranks in turn. So batch b of all ranks
     together is one stretch of that order, which begins at b times the ranks times the batch size.

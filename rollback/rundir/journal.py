@@ -29,27 +29,30 @@ _LINE_LIMIT = 16 << 20
 
 @dataclass(frozen=True)
 class Damage:
-    """The first line of a journal that is not what was written. line: from 1; byte: where in the file it begins."""
+    """The first damaged line of a journal."""
 
     line: int
+    """Its number, from 1."""
     byte: int
+    """Where in the file it begins."""
     reason: str
 
 
 @dataclass(frozen=True)
 class JournalContent:
-    """What a journal file holds: its records, how many bytes of them, and what a crash left behind them.
-
-    damage: where the sound part ends because of something that no crash explains; None in every journal but a damaged
-    one, which only `examine_journal` returns. seals: how many lines bear one; where the key is there, it is verified.
-    """
+    """The content of a journal file."""
 
     records: list[JournalEntry]
     sound_bytes: int
+    """Size of the sound part."""
     torn_bytes: int
+    """Size of a torn last line, which a crash left."""
     chain: str
     damage: Damage | None = None
+    """Where the sound part ends because of damage that no crash explains. None except in a damaged journal, which only
+    `examine_journal` returns."""
     seals: int = 0
+    """Number of sealed lines; where the key is there, the seals are verified."""
 
 
 def _chain(previous: str, body: dict[str, Any]) -> str:
@@ -58,7 +61,7 @@ def _chain(previous: str, body: dict[str, Any]) -> str:
 
 
 def read_journal(path: Path) -> JournalContent:
-    """All records of a journal; an absent file is an empty journal.
+    """All entries of a journal; an absent file is an empty journal.
 
     Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
     RunDirectoryError where the file cannot be read.
@@ -77,7 +80,7 @@ def require_sealed(content: bytes, what: str) -> None:
 
 
 class JournalTail:
-    """A journal read piece by piece as it grows, by someone who watches it. Each line is read once."""
+    """Reads a journal piece by piece while it grows. Each line is read once."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,17 +89,17 @@ class JournalTail:
 
     @property
     def seals(self) -> int:
-        """How many of the lines that the last call read bear a seal."""
+        """Number of sealed lines among those that the last call read."""
         return self._read.seals
 
     @property
     def torn_bytes(self) -> int:
-        """What stood behind the last whole line: torn by a crash, or being written at that moment."""
+        """Bytes after the last whole line: torn by a crash, or just being written."""
         return self._read.torn_bytes
 
     def new(self) -> list[JournalEntry]:
-        """The records behind those of the last call. Raises as `read_journal`; also where the file has become shorter
-        than what was read of it, which no writer does to it."""
+        """The entries after those of the last call. Raises as `read_journal`; also where the file has become shorter
+        than the part already read, which no writer causes."""
         self._read = _read(self._path, self._read.sound_bytes, self._lines, self._read.chain)
         if self._read.damage is not None:
             raise _damaged(self._path, self._read.damage)
@@ -113,16 +116,16 @@ def _damaged(path: Path, damage: Damage) -> JournalDamaged:
 
 
 def examine_journal(path: Path) -> JournalContent:
-    """As `read_journal`, but a damaged line is described in what is returned, with all that is sound before it.
+    """As `read_journal`, but the result describes a damaged line and holds all entries before it.
 
-    Raises RunDirectoryError where the file cannot be read, JournalDamaged where it is no file that a journal can be.
+    Raises RunDirectoryError where the file cannot be read, JournalDamaged where it cannot be a journal at all.
     """
     return _read(path, 0, 0, _GENESIS)
 
 
 def _read(path: Path, start: int, lines: int, chain: str) -> JournalContent:
-    """What a journal holds from byte `start` on, behind `lines` lines that end with `chain`; an absent file holds
-    nothing. Raises as `examine_journal`."""
+    """The content of a journal from byte `start` on, after `lines` lines that end with `chain`; an absent file is
+    empty. Raises as `examine_journal`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -141,7 +144,7 @@ def _read(path: Path, start: int, lines: int, chain: str) -> JournalContent:
 
 
 def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str) -> JournalContent:
-    """The records from byte `start` up to `size`, line by line. what: which journal it is."""
+    """The entries from byte `start` up to `size`, line by line. what: which journal it is."""
     records: list[JournalEntry] = []
     seals, key = 0, seal.present()
     position = start
@@ -168,7 +171,7 @@ def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: s
 
 
 def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, object]:
-    """What a line says, its chain value and its seal (None: it has none). Raises ValueError."""
+    """The content of a line, its chain value and its seal (None: it has none). Raises ValueError."""
     body = parse_json(line)
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
@@ -192,9 +195,9 @@ def _record(body: dict[str, Any]) -> JournalEntry:
 
 
 class Journal:
-    """The writing end of a journal. One process holds it at a time: the caller's lock sees to that.
+    """The writing end of a journal. One process holds it at a time: the caller's lock guarantees that.
 
-    Opening cuts off a torn last line. Raises JournalDamaged or RunDirectoryError.
+    Opening truncates a torn last line. Raises JournalDamaged or RunDirectoryError.
     """
 
     def __init__(self, path: Path, attempt: int) -> None:
@@ -238,7 +241,7 @@ class Journal:
         self.flush()
 
     def flush(self) -> None:
-        """Write and sync what earlier failures left in memory. Raises OSError."""
+        """Write and sync the facts that earlier failures left in memory. Raises OSError."""
         while self._backlog:
             append_line(self._fd, self._backlog[0])
             del self._backlog[0]

@@ -1,7 +1,7 @@
 """One process at a time runs a run directory.
 
-The kernel's lock on RUN/lock is what counts: it is gone the moment its holder is, however that died. holder.json beside
-it only says to people who the holder is.
+The kernel's lock on RUN/lock decides: it is released the moment its holder dies, however that happens. holder.json
+beside it only tells people who the holder is.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class RunLock:
 
 
 def read_holder(paths: RunPaths) -> dict[str, object] | None:
-    """What holder.json says, or None. It may be out of date: only the lock itself tells whether the holder lives."""
+    """Content of holder.json, or None. It may be out of date: only the lock itself tells whether the holder lives."""
     try:
         body = read_json(paths.holder, HOLDER_LIMIT)
     except (OSError, ValueError):
@@ -79,7 +79,7 @@ def read_holder(paths: RunPaths) -> dict[str, object] | None:
 
 
 def launch_of(paths: RunPaths) -> str | None:
-    """A text that names the launch that holds the run directory, as holder.json says, and no other launch."""
+    """A text that names the launch that holds the run directory, from holder.json, and no other launch."""
     holder = read_holder(paths)
     return f"{holder.get('host')}:{holder.get('pid')}:{holder.get('since')}"[:200] if holder else None
 

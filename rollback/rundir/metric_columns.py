@@ -1,4 +1,4 @@
-"""All judged steps of a run as columns: a million lines are read in seconds, and take 40 bytes each."""
+"""All judged steps of a run as columns: a million lines are read in seconds and take 40 bytes each."""
 
 from __future__ import annotations
 
@@ -25,26 +25,28 @@ Integers = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class MetricColumns:
-    """One row for each line of metrics/train.jsonl, in the order of writing.
-
-    loss and grad_norm are NaN also where a line has null; `no_loss` and `no_grad_norm` tell these apart.
-    """
+    """One row for each line of metrics/train.jsonl, in the order of writing."""
 
     step: Integers
     batch: Integers
     attempt: Integers
     timeline: Integers
     loss: Floats
+    """NaN also where the line has null."""
     grad_norm: Floats
+    """NaN also where the line has null."""
     no_loss: npt.NDArray[np.bool_]
+    """Where the line has null for the loss."""
     no_grad_norm: npt.NDArray[np.bool_]
+    """Where the line has null for the gradient norm."""
 
     def __len__(self) -> int:
         return len(self.step)
 
 
 def read_metric_columns(path: Path, damaged: list[str]) -> MetricColumns:
-    """The sound lines; others are described in `damaged` and passed over. A torn tail is dropped, an absent file empty.
+    """The sound lines. Damaged lines are described in `damaged` and left out; a torn tail is dropped; an absent file is
+    empty.
 
     Raises OSError, or ValueError where `path` is not a regular file.
     """
@@ -113,7 +115,7 @@ def _columns(rows: list[tuple[Any, ...]]) -> tuple[Any, ...]:
 
 
 def last_steps(columns: MetricColumns) -> dict[int, tuple[int, int]]:
-    """By attempt, the timeline and step of its last judged step."""
+    """For each attempt, the timeline and step of its last judged step."""
     found: dict[int, tuple[int, int]] = {}
     for attempt in np.unique(columns.attempt):
         rows = columns.attempt == attempt

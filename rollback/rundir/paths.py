@@ -1,4 +1,4 @@
-"""Every file name in a run directory is spelt here and nowhere else."""
+"""Every file name in a run directory is defined here and nowhere else."""
 
 from __future__ import annotations
 
@@ -34,12 +34,10 @@ WRITING = ".writing-"  # begins the name of a checkpoint in the making
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Paths of one run directory. Making it touches nothing.
-
-    Where the way to it leads over links, `root` is where they lead to: below it none is followed (see `files`).
-    """
+    """Paths of one run directory. The constructor touches nothing on disk."""
 
     root: Path
+    """The run directory with all links resolved: below it no link is followed (see `files`)."""
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone
@@ -94,11 +92,11 @@ class RunPaths:
         return self.stacks(attempt) / f"rank-{rank:05d}.txt"
 
     def processes(self, attempt: int, node: str | None = None) -> Path:
-        """node: of a job on many nodes."""
+        """node: the name of the node, in a job on many nodes."""
         return self.stacks(attempt) / ("processes.json" if node is None else f"processes-{node}.json")
 
     def all_processes(self, attempt: int) -> list[Path]:
-        """Those that there are, of all nodes."""
+        """The existing files of all nodes."""
         return sorted(self.stacks(attempt).glob("processes*.json"))
 
     @property

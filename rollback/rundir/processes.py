@@ -1,9 +1,9 @@
-"""Which process is which. All comparisons of processes are made here.
+"""Identity of processes. All comparisons of processes are made here.
 
-A pid is used again, so what names a process is its pid and when it began. That is compared as the kernel states it: in
-ticks since the machine was booted (`/proc/PID/stat`, field 22), and which boot that was. As a time of day it would hang
-on the time of boot, which the kernel reckons back from the wall clock: when that clock is put right by a second, every
-process seems to be another one.
+The kernel reuses pids, so a process is identified by its pid and its start time. The start time is compared in the
+kernel's own units: ticks since the machine was booted (`/proc/PID/stat`, field 22), together with the boot. A time of
+day would depend on the time of boot, which the kernel computes back from the wall clock: when that clock is corrected
+by a second, every process would seem to be another one.
 """
 
 from __future__ import annotations
@@ -16,20 +16,20 @@ _DEAD = ("Z", "X", "x")
 
 
 def start_of(pid: int) -> str | None:
-    """When a process began, for `==` on one host only; None where there is none, or where it cannot be told."""
+    """When a process began, for `==` on one host only; None where there is no such process, or its start is unknown."""
     fields = _stat(pid)
     return None if fields is None else f"{fields[_START]}@{_boot()}"
 
 
 def name_process(pid: int) -> str:
-    """`pid:start`, which names it as no other on its host. Raises ProcessLookupError where there is no such process."""
+    """`pid:start`, a unique name on its host. Raises ProcessLookupError where there is no such process."""
     if (start := start_of(pid)) is None:
         raise ProcessLookupError(f"there is no process {pid}")
     return f"{pid}:{start}"
 
 
 def runs(pid: int, start: str) -> bool:
-    """Whether the process that began at `start` (see `start_of`) is there and has not ended."""
+    """Whether the process that began at `start` (see `start_of`) still runs."""
     try:
         fields = _read_stat(pid)
     except OSError:
@@ -38,19 +38,19 @@ def runs(pid: int, start: str) -> bool:
 
 
 def is_running(name: str) -> bool:
-    """Whether the process that `name_process` named is there and has not ended."""
+    """Whether the process that `name_process` named still runs."""
     pid, _, start = name.partition(":")
     return pid.isdigit() and runs(int(pid), start)
 
 
 def state_of(pid: int) -> str | None:
-    """The letter that /proc has for a process's state (`T`: stopped); None where it is gone."""
+    """The letter of a process's state in /proc (`T`: stopped); None where the process is gone."""
     fields = _stat(pid)
     return None if fields is None else fields[_STATE]
 
 
 def ticks_computed(pid: int) -> int | None:
-    """For how long a process has computed, in the kernel's ticks; None where it is gone."""
+    """How long a process has computed, in the kernel's ticks; None where it is gone."""
     fields = _stat(pid)
     return None if fields is None else int(fields[_UTIME]) + int(fields[_STIME])
 
@@ -74,7 +74,7 @@ def _read_stat(pid: int) -> list[str] | None:
 
 @functools.cache
 def _boot() -> str:
-    """Names the boot of this machine as no other; nothing where the kernel does not tell."""
+    """A unique name of this boot of the machine; empty where the kernel gives none."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,5 @@
-"""The small files that ranks keep beside the journal: metrics, skip records, heartbeats. Losing them loses no run."""
+"""The small files that ranks keep beside the journal: metrics, skip records, heartbeats. The run does not depend on
+them."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
 
 
 LEAVING = "leaving"
-"""What a rank is doing whose guard is closed and whose interpreter ends."""
+"""`Heartbeat.doing` of a rank whose guard is closed and whose interpreter ends."""
 
 
 class Metric(BaseModel):
@@ -50,11 +51,10 @@ class SkippedBatch(BaseModel):
 
 
 class Heartbeat(BaseModel):
-    """ranks/rank-NNNNN.json. monotonic: when the rank's Python last moved; looked: when the rank last looked.
+    """ranks/rank-NNNNN.json. Times are by the host's monotonic clock.
 
-    Both by the host's monotonic clock. A rank that waits in a collective looks and does not move; one that is stopped,
-    or whose interpreter lock is held, does neither. collectives: how many its default process group has begun. start:
-    when the process began, as `rollback.rundir.processes.start_of` has it; empty where that is not known.
+    A rank that waits in a collective looks and does not move. A rank that is stopped, or whose interpreter lock is
+    held, does neither.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -65,15 +65,19 @@ class Heartbeat(BaseModel):
     batch: int = Field(ge=0, lt=1 << 53)
     doing: str
     monotonic: FiniteFloat
+    """When the rank's Python last moved."""
     start: str = ""
+    """When the process began, as from `rollback.rundir.processes.start_of`; empty where unknown."""
     looked: FiniteFloat = 0.0
+    """When the rank last looked."""
     collectives: int | None = None
+    """Number of collectives that its default process group has begun."""
 
 
 class LineWriter:
-    """Appends JSON lines; buffered, so that a line a step costs microseconds. A torn tail is cut off on opening.
+    """Appends JSON lines; buffered, so that a line a step costs microseconds. Opening truncates a torn tail.
 
-    Raises OSError from the constructor, `write` and `flush`.
+    The constructor, `write` and `flush` raise OSError.
     """
 
     def __init__(self, path: Path) -> None:
@@ -111,7 +115,7 @@ def _cut_torn_tail(path: Path) -> None:
 
 
 def metric_line(metric: Metric) -> str:
-    """The line of a metric, several times faster than pydantic's own dump: it is written at every step."""
+    """The line of a metric, several times faster than pydantic's own dump: one is written at every step."""
     body = {
         "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss),
         "grad_norm": _number(metric.grad_norm), "verdict": metric.verdict,
@@ -129,7 +133,7 @@ def _number(value: float | None) -> float | str | None:
 def _lines(path: Path, model: type[BaseModel], damaged: list[str] | None) -> Iterator[Any]:
     """Sound lines of a file, in order; a last line without its end is a torn tail and dropped.
 
-    Damaged lines are described in `damaged` and passed over; where it is None they raise.
+    Damaged lines are described in `damaged` and left out; where `damaged` is None they raise.
     """
     try:
         file = open_regular(path)
@@ -152,21 +156,21 @@ def _lines(path: Path, model: type[BaseModel], damaged: list[str] | None) -> Ite
 
 
 def first_fault(error: ValueError) -> str:
-    """What is wrong with a line, in words."""
+    """The first fault of a line, in words."""
     return error.errors()[0]["msg"] if isinstance(error, ValidationError) else str(error)
 
 
 def read_metrics(path: Path, damaged: list[str] | None = None) -> Iterator[Metric]:
     """Judged steps in the order of writing; an absent file has none.
 
-    Raises OSError, or ValueError where `path` is not a regular file. A damaged line raises ValueError too, unless a
-    list is given for `damaged`: then it is described there and passed over.
+    Raises OSError, or ValueError where `path` is not a regular file. A damaged line raises ValueError too, unless
+    `damaged` is a list: then the line is described there and left out.
     """
     yield from _lines(path, Metric, damaged)
 
 
 class MetricTail:
-    """Judged steps read piece by piece as they are written. Of what is there already, the last `memory` bytes."""
+    """Judged steps, read piece by piece while they are written. Of the existing lines, only the last `memory` bytes."""
 
     def __init__(self, path: Path, memory: int) -> None:
         self._path = path
@@ -174,7 +178,7 @@ class MetricTail:
         self._position: int | None = None
 
     def new(self) -> list[Metric]:
-        """Sound lines behind those of the last call. A file that cannot be read, or not now, has none."""
+        """Sound lines after those of the last call; none where the file cannot be read at present."""
         try:
             with open_regular(self._path) as file:
                 size = os.fstat(file.fileno()).st_size
@@ -195,17 +199,17 @@ class MetricTail:
 
 
 def read_skipped(path: Path, damaged: list[str] | None = None) -> Iterator[SkippedBatch]:
-    """Batches that a rank passed over. Absent files, damage and errors as in `read_metrics`."""
+    """Batches that a rank skipped. Absent files, damage and errors as in `read_metrics`."""
     yield from _lines(path, SkippedBatch, damaged)
 
 
 def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
-    """Replace a rank's heartbeat. Not synced: it is for the living. Raises OSError."""
+    """Replace a rank's heartbeat. Not synced: it matters only while the processes live. Raises OSError."""
     write_file(path, heartbeat.model_dump_json().encode(), durable=False)
 
 
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
-    """The readable heartbeats by rank; one that is absent, damaged or being replaced is left out."""
+    """The readable heartbeats by rank, without those that are absent, damaged or just being replaced."""
     found: dict[int, Heartbeat] = {}
     for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
         try:

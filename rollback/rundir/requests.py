@@ -1,10 +1,10 @@
-"""Requests: what an operator asks of a run by `rollback rewind`, `skip` and `stop`, one small file for each.
+"""Requests: an operator's orders by `rollback rewind`, `skip` and `stop`, one small file for each.
 
-The command is the one writer of its file, and writes it once; the ranks read it and answer in their journal, which is
-where it is seen whether a request is open. Nobody rewrites or deletes a request, so that the record stays whole.
+The command is the only writer of its file, and writes it once. The ranks read it and answer in their journal, which
+shows whether a request is open. Nobody rewrites or deletes a request, so the record stays complete.
 
-The files come from outside. What is read is bounded in number and size, and one that is not a request is refused like
-any other, by name.
+The files come from outside. Their number and size are bounded. A file that is not a request is refused like any other
+request, by name.
 """
 
 from __future__ import annotations
@@ -39,23 +39,24 @@ _SETTLED_AFTER = 2.0
 
 
 class Request(BaseModel):
-    """Content of a request file.
-
-    order: what is asked for. to: step to go back to (rewind). skip: batches to pass over (skip; may go with a rewind).
-    samples: data set indices to leave out from now on (quarantine), or no longer (release).
-    who, why: for the record. launch: for a stop, the launch that is to stop, as its holder.json says; a stop that comes
-    too late must not end the next one.
-    """
+    """Content of a request file."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     order: Order
+    """The order."""
     to: int | None = Field(None, ge=0, lt=1 << 53)
+    """The step to go back to (rewind)."""
     skip: Window | None = None
+    """The batches to skip (skip; may go with a rewind)."""
     samples: tuple[Annotated[int, Field(ge=0, lt=1 << 53)], ...] = Field((), max_length=1000)
+    """Data set indices to leave out from now on (quarantine), or no longer (release)."""
     who: str = Field(min_length=1, max_length=200)
+    """Who gave the order, for the record."""
     why: str = Field("", max_length=2000)
+    """The reason, for the record."""
     at: str = Field(max_length=40)
     launch: str | None = Field(None, max_length=200)
+    """For a stop: the launch that is to stop, as in its holder.json. A late stop must not end the next launch."""
 
     @model_validator(mode="after")
     def _says_what_its_order_needs(self) -> Request:
@@ -88,7 +89,7 @@ def now() -> str:
 
 
 def submit(paths: RunPaths, request: Request) -> str:
-    """Hand in a request and return its name. Durable on return; no other request is ever overwritten.
+    """Write a request and return its name. Durable on return; no other request is ever overwritten.
 
     Raises RunDirectoryError where the run directory cannot be written.
     """
@@ -119,7 +120,7 @@ def submit(paths: RunPaths, request: Request) -> str:
 
 
 def names(paths: RunPaths) -> list[str]:
-    """Names of all requests, oldest first. Raises OSError, not where there is no directory of requests."""
+    """Names of all requests, oldest first; none where the directory is missing. Raises OSError."""
     try:
         with os.scandir(paths.requests) as entries:
             found = [entry.name[:-5] for entry in islice(entries, _FILES) if entry.name.endswith(".json")]
@@ -129,7 +130,8 @@ def names(paths: RunPaths) -> list[str]:
 
 
 def read_request(paths: RunPaths, name: str) -> Request:
-    """Raises OSError where it cannot be read, ValueError, in words for people, where it is not a request."""
+    """Read a request. Raises OSError where it cannot be read; ValueError, in words for people, where it is not a
+    request."""
     try:
         return read_model(paths.request(name), Request, _LIMIT)
     except ValidationError as error:
@@ -139,7 +141,7 @@ def read_request(paths: RunPaths, name: str) -> Request:
 
 
 class Inbox:
-    """Watches for requests that have no answer yet. A look costs a `stat`, at most four times a second."""
+    """Watches for requests without an answer. A look costs a `stat`, at most four times a second."""
 
     def __init__(self, paths: RunPaths, answered: Collection[str], clock: Callable[[], float] = time.monotonic) -> None:
         self._paths = paths
@@ -154,7 +156,7 @@ class Inbox:
     def open(self, *, now: bool = False) -> list[str]:
         """Names of requests without an answer, oldest first. `now`: look, however short ago the last look was.
 
-        A directory that cannot be read has none: nobody can hand one in.
+        Where the directory cannot be read there are none: nobody can submit one.
         """
         clock = self._clock()
         if now or clock - self._looked >= _LOOK_EVERY:

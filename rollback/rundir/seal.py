@@ -1,8 +1,8 @@
-"""The seal: HMAC-SHA256 over what a start believes of a run, with a key that is in no run directory.
+"""The seal: HMAC-SHA256 over what a start reads of a run, with a key that is in no run directory.
 
-The environment names the key's file (`ROLLBACK_SEAL`), for this process and, through it, the ranks. Where it does,
+The environment names the key's file (`ROLLBACK_SEAL`), for this process and, through it, the ranks. With a key,
 run.json, every line of the journals and every manifest must bear the seal. Without the key a sealed run can be read,
-and nothing is restored of it. docs/format.md, "The seal", has the bytes.
+but nothing is restored from it. docs/format.md, "The seal", has the bytes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _HINT = "head -c 32 /dev/urandom > KEYFILE; chmod 600 KEYFILE"
 
 
 class Seal:
-    """A key. What is sealed differs by what it is, so that nothing passes for something else."""
+    """A key. Each kind of content is sealed differently, so no content passes for another kind."""
 
     def __init__(self, key: bytes) -> None:
         self._key = key
@@ -64,7 +64,7 @@ def _read(path: str) -> Seal:
 
 
 def use(path: Path, run: Path | None = None) -> None:
-    """Seal and verify with this key from now on, in this process and those that it starts.
+    """Seal and verify with this key from now on, in this process and its children.
 
     run: the run directory, in which the key must not lie. Raises UsageError.
     """
@@ -76,7 +76,8 @@ def use(path: Path, run: Path | None = None) -> None:
 
 
 def in_words(seals: int) -> str | None:
-    """What is to be said of a record with so many sealed lines, each of which has passed; None for one without."""
+    """A sentence about a record with so many sealed lines, all of which were verified; None for a record without
+    seals."""
     if not seals:
         return None
     if present() is None:

@@ -1,6 +1,6 @@
 """The one reader for small JSON: somebody else may have written it, so size, number of values and depth are bounded.
 
-What is refused is a ValueError, as any other damage. In memory a document takes at most a few hundred MB.
+It refuses with ValueError, as for any other damage. A document takes at most a few hundred MB of memory.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 
 def parse_json(data: bytes | str, *, depth: int = DEPTH) -> Any:
-    """Raises ValueError where it is no JSON, or beyond the bounds."""
+    """Parse a text. Raises ValueError where it is no JSON, or exceeds the bounds."""
     require_modest(data)
     try:
         body = json.loads(data)
@@ -40,7 +40,7 @@ def _members(item: Any) -> Any:
 
 
 def require_modest(data: bytes | str) -> None:
-    """Raise ValueError where a text, whatever is in its strings, may have more values than are believed."""
+    """Raise ValueError where a text may have more values than allowed, whatever its strings contain."""
     text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
     objects = text.count(b"{")
     if objects > _OBJECTS or objects + text.count(b"[") + text.count(b",") > _VALUES:
@@ -48,16 +48,17 @@ def require_modest(data: bytes | str) -> None:
 
 
 def parse_model(data: bytes, model: type[_Model]) -> _Model:
-    """Raises ValueError (pydantic's is one) where it is not what the model says, or beyond the bounds."""
+    """Parse and validate a text. Raises ValueError (pydantic's is one) where it does not fit the model or exceeds the
+    bounds."""
     require_modest(data)
     return model.model_validate_json(data)
 
 
 def read_json(path: Path, limit: int = SIZE) -> Any:
-    """What a file of at most `limit` bytes holds. Raises OSError, and ValueError as `parse_json`."""
+    """The content of a file of at most `limit` bytes. Raises OSError, and ValueError as `parse_json`."""
     return parse_json(read_small_file(path, limit))
 
 
 def read_model(path: Path, model: type[_Model], limit: int) -> _Model:
-    """As `read_json`, checked by a model."""
+    """As `read_json`, validated by a model."""
     return parse_model(read_small_file(path, limit), model)

@@ -1,4 +1,5 @@
-"""What supervisors saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes*.json, one of each node."""
+"""What supervisors saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes*.json, one file for each
+node."""
 
 from __future__ import annotations
 
@@ -34,13 +35,13 @@ _LIST = TypeAdapter(list[ProcessSeen])
 
 
 def write_processes(path: Path, seen: list[ProcessSeen]) -> None:
-    """Durable on return. Raises OSError."""
+    """Write the records, durable on return. Raises OSError."""
     files.make_directory(path.parent)
     write_file(path, _LIST.dump_json(seen))
 
 
 def read_processes(paths: Iterable[Path]) -> list[ProcessSeen]:
-    """Of all nodes, by rank. Raises OSError or ValueError where one cannot be believed."""
+    """The records of all nodes, by rank. Raises OSError, or ValueError where one fails validation."""
     seen = [item for path in paths for item in _LIST.validate_python(read_json(path, _LIMIT))]
     return sorted(seen, key=lambda item: (item.rank, not item.is_rank, item.pid))
 

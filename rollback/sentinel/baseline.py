@@ -1,4 +1,4 @@
-"""What a witness normally does: its level and its noise, from accepted values only, in constant memory."""
+"""The normal level and noise of a witness, from accepted values only, in constant memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _TAIL_TO_SIGMA = 2.0537  # the normal distribution's 98 % quantile
 
 
 class RollingWindow:
-    """The last `size` values, kept in order of arrival and in order of size, so that quantiles cost one look-up."""
+    """The last `size` values, in order of arrival and in order of size, so that a quantile is one look-up."""
 
     __slots__ = ("_arrived", "_ordered", "_size")
 
@@ -30,7 +30,7 @@ class RollingWindow:
         return len(self._ordered)
 
     def add(self, value: float) -> None:
-        """Take a value in and let the oldest go when full."""
+        """Add a value; a full window drops its oldest value."""
         if len(self._arrived) == self._size:
             del self._ordered[bisect_left(self._ordered, self._arrived[0])]
         self._arrived.append(value)
@@ -41,7 +41,7 @@ class RollingWindow:
         return self._ordered[int(fraction * len(self._ordered))]
 
     def median(self) -> float:
-        """The median, the mean of the middle two where their number is even."""
+        """The median; for an even number of values, the mean of the middle two."""
         half, odd = divmod(len(self._ordered), 2)
         return self._ordered[half] if odd else (self._ordered[half - 1] + self._ordered[half]) / 2
 
@@ -53,10 +53,11 @@ class RollingWindow:
 class Baseline:
     """Level and noise of one witness.
 
-    The level is the median of the last 16 accepted values. The noise is read off the residuals, each accepted value
-    minus the level before it, so that a steep descent does not pass for noise. It is the larger of two estimates that
-    agree on normal noise: the interquartile range (robust) and the upper 98 % quantile (aware of the tail). Bimodal
-    and heavy-tailed losses have a narrow middle and a long upper tail; the middle alone would call their every outing.
+    The level is the median of the last 16 accepted values. The noise comes from the residuals (each accepted value
+    minus the level before it), so a steep descent does not count as noise. It is the larger of two estimates that agree
+    on normal noise: the interquartile range (robust) and the upper 98 % quantile (aware of the tail). Bimodal and
+    heavy-tailed losses have a narrow middle and a long upper tail: with the middle alone, every value in the tail would
+    be called.
     """
 
     __slots__ = ("_level", "_noise", "_tail_aware")
@@ -72,11 +73,11 @@ class Baseline:
 
     @property
     def ready(self) -> bool:
-        """Whether enough was accepted to judge by."""
+        """Whether there are enough accepted values to judge by."""
         return len(self._noise) >= _FEWEST_RESIDUALS
 
     def accept(self, value: float) -> None:
-        """Learn from a value that was held to be healthy."""
+        """Learn from a healthy value."""
         if len(self._level) >= LEVEL_WINDOW // 2:
             self._noise.add(value - self._level.median())
         self._level.add(value)
@@ -94,7 +95,7 @@ class Baseline:
         return max(middle, tail)
 
     def recent(self) -> tuple[float, ...]:
-        """The accepted values that the level is the median of, oldest first."""
+        """The accepted values whose median is the level, oldest first."""
         return self._level.values()
 
     def state_dict(self) -> dict[str, list[float]]:

@@ -1,4 +1,4 @@
-"""A stretch of observations that stand out, and the rules by which it is called."""
+"""A stretch of observations that stand out, and the rules that call it."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import Any
 from rollback.sentinel.presets import Preset
 
 OPENS = 3.5
-"""Height (noise units above the level) at which an excursion begins by the loss alone."""
+"""Height (noise units above the level) at which the loss alone begins an excursion."""
 OPENS_SUPPORTED = 1.8
-"""Height at which it begins when the gradient norm stands out in the same step."""
+"""Height at which the loss begins an excursion when the gradient norm stands out in the same step."""
 LOW = 1.75
-"""Height up to which an observation is no longer part of one."""
+"""An observation of at most this height is not part of an excursion."""
 RELEARN_FROM = 32
-"""Readings that are kept, and that a new level is learned from when it is accepted."""
+"""Number of readings that an excursion keeps; an accepted new level is learned from them."""
 
 _LEAST_NOISE_OF_PROGRESS = 0.003  # on a solved task the noise tends to zero and every ripple would stand out
 _LEAST_NOISE_OF_LEVEL = 0.001
@@ -44,7 +44,7 @@ class MeasuredObservation:
     height: float
     """Loss above its level, in noise units."""
     lost: float
-    """Share of the progress since the first losses that it would undo; 0 while there is little to lose."""
+    """Share of the progress since the first losses that this loss would undo; 0 while there is little to lose."""
     norm_height: float | None
     """Log gradient norm above its level, in its noise units; None where unknown."""
 
@@ -56,15 +56,15 @@ class MeasuredObservation:
 
 @dataclass(frozen=True, slots=True)
 class Scale:
-    """What losses are measured by at this moment."""
+    """The units in which losses are measured at present."""
 
     level: float
     noise: float
-    """Never zero, and never less than what would matter on this loss curve."""
+    """Never zero, and never below what matters on this loss curve."""
     progress: float
     """First losses minus level; 0 if the loss has not come down by much more than its noise."""
     solved: bool
-    """The level is so near zero that ratios to it mean nothing: only a fall back to the start is damage."""
+    """The level is so near zero that ratios to it mean nothing: only a return to the first losses is damage."""
 
     @classmethod
     def of(cls, level: float, noise: float, start: float) -> Scale:
@@ -76,7 +76,7 @@ class Scale:
         return cls(level, noise, progress if measurable else 0.0, measurable and 0 <= level < _SOLVED * start)
 
     def read(self, step: int, loss: float, log_norm: float | None, norm_height: float | None) -> MeasuredObservation:
-        """Measure an observation. Heights are cut to what counts."""
+        """Measure an observation. Heights are limited to the range that counts."""
         above = loss - self.level
         return MeasuredObservation(
             step,
@@ -88,13 +88,13 @@ class Scale:
         )
 
     def loss_at(self, height: float) -> float:
-        """The loss that stands `height` noise units above the level."""
+        """The loss that is `height` noise units above the level."""
         return self.level + height * self.noise
 
 
 @dataclass(frozen=True, slots=True)
 class ExcursionEvidence:
-    """What the last observations of an excursion amount to: means over `count` of them, all high."""
+    """Means over the last `count` observations of an excursion, all of them high."""
 
     count: int
     loss: float
@@ -103,32 +103,33 @@ class ExcursionEvidence:
     support: float | None
     """Mean height of the log gradient norm in the first observations; None where no norm is known."""
     recovering: bool
-    """Three fifths of the height are gone already and the rest still falls fast."""
+    """Three fifths of the height are gone, and the rest still falls fast."""
 
 
 @dataclass(slots=True)
 class Excursion:
-    """Begins with a reading that stands out. Keeps what is needed to judge it and to learn from it, no more."""
+    """An excursion begins with a reading that stands out. It keeps no more than is needed to judge it and to learn from
+    it."""
 
     onset: int
     rule: str
-    """By which it began: `loss-high` or `loss-and-grad-norm-high`."""
+    """The rule that began it: `loss-high` or `loss-and-grad-norm-high`."""
     threshold: float
     """The loss that its first reading exceeded."""
     count: int = 0
     lows: int = 0
-    """Low readings in a row, up to now."""
+    """Number of low readings in a row, up to now."""
     last_high: int = 0
     peak: float = -math.inf
     highest: float = 0.0
     """Height of the highest reading."""
     opening: list[float] = field(default_factory=list)
-    """Norm heights of the first readings: the gradient speaks early, and falls silent while the loss is still high."""
+    """Norm heights of the first readings: the gradient norm rises early, and is back while the loss is still high."""
     recent: deque[MeasuredObservation] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
 
     @classmethod
     def begin(cls, onset: int, reading: MeasuredObservation, scale: Scale, patience: int) -> Excursion:
-        """An excursion whose first reading this is; `onset` may lie a few steps before it."""
+        """An excursion with this first reading; `onset` may be a few steps earlier."""
         alone = reading.height > OPENS
         excursion = cls(
             onset,
@@ -141,7 +142,7 @@ class Excursion:
         return excursion
 
     def add(self, reading: MeasuredObservation, patience: int) -> None:
-        """Take in the next reading, high or low."""
+        """Add the next reading, high or low."""
         self.count += 1
         self.recent.append(reading)
         if len(self.opening) < patience and reading.norm_height is not None:
@@ -155,9 +156,9 @@ class Excursion:
         self.highest = max(self.highest, reading.height)
 
     def evidence(self, patience: int) -> ExcursionEvidence | None:
-        """What the last `patience` readings show if they are all high, else None.
+        """Evidence from the last `patience` readings if all of them are high, else None.
 
-        Patience is in steps: where a log has a line every few steps only, one reading less covers as many.
+        Patience is in steps: in a log with a line every few steps, one reading less covers as many steps.
         """
         if self.lows:
             return None
@@ -204,14 +205,14 @@ class Excursion:
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """The rule that an excursion is called by, and the mean loss from which on it holds."""
+    """The rule that calls an excursion, and the mean loss above which the rule holds."""
 
     rule: str
     threshold: float
 
 
 def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
-    """The rule that holds, or None. excused: a hint explains a rise, so that only the inexcusable is called."""
+    """The rule that holds, or None. excused: a hint explains a rise, so only what no hint can explain is called."""
     if excused:
         return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
     if scale.solved:
@@ -228,7 +229,7 @@ def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, *, excused:
 def _found(
     rule: str, evidence: ExcursionEvidence, scale: Scale, height: float, lost: float | None = None
 ) -> Found | None:
-    """The rule if the evidence is high enough and, where that is asked, undoes enough of the progress."""
+    """The rule if the evidence is high enough and, where `lost` is required, enough of the progress is lost."""
     if evidence.height <= height or (lost is not None and evidence.lost <= lost):
         return None
     threshold = scale.loss_at(height)

@@ -1,4 +1,4 @@
-"""Verdicts in words that a person can check: rule, value, threshold, and what they were measured against."""
+"""Verdicts in words that a person can check: rule, value, threshold, and the values that they were measured against."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def nonfinite(step: int, onset: int, witness: str, value: float, window: tuple[f
 
 
 def watch(kind: Kind, reading: MeasuredObservation, excursion: Excursion, scale: Scale) -> Verdict:
-    """An excursion that is on, called or not."""
+    """An excursion that has begun, called or not."""
     text = (
         f"loss {reading.loss:.6g} at step {reading.step}, normally {scale.level:.6g} with noise {scale.noise:.3g}; "
         f"standing out since step {excursion.onset}, when it exceeded {excursion.threshold:.6g}"
@@ -30,7 +30,7 @@ def watch(kind: Kind, reading: MeasuredObservation, excursion: Excursion, scale:
 def spike(
     step: int, onset: int, found: Found, evidence: ExcursionEvidence, scale: Scale, window: tuple[float, ...]
 ) -> Verdict:
-    """An excursion that is called now. The value is the mean loss over the observations that it was judged by."""
+    """An excursion that is called now. The value is the mean loss over the observations that decided it."""
     above = f"above {found.threshold:.6g}"
     units = f"{(found.threshold - scale.level) / scale.noise:.3g} noise units above the level"
     support = evidence.support if evidence.support is not None else 0.0

@@ -1,4 +1,4 @@
-"""The sentinel's states, the table that moves it between them, and the update that tells which row applies."""
+"""The sentinel's states, the table of transitions, and the update that chooses the row."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
 
 
 class State(str, Enum):
-    """Where the sentinel stands between two observations."""
+    """The sentinel's state between two observations."""
 
     LEARNING = "learning"  # too few accepted values to judge by; non-finite ones are called all the same
     HEALTHY = "healthy"
@@ -25,7 +25,7 @@ class State(str, Enum):
 
 
 class Event(str, Enum):
-    """What a finite observation amounts to in the state that it meets."""
+    """What a finite observation means in the present state."""
 
     CALM = "calm"
     READY = "ready"
@@ -49,19 +49,21 @@ TRANSITIONS: dict[tuple[State, Event], tuple[State, Kind]] = {
     (State.CALLED, Event.RECOVERED): (State.HEALTHY, Kind.HEALTHY),
     (State.CALLED, Event.PERSISTED): (State.HEALTHY, Kind.HEALTHY),
 }
-"""(state, event) -> (next state, kind of the verdict). Non-finite observations are called in any state, change none."""
+"""(state, event) -> (next state, kind of the verdict). Non-finite observations are called in every state and change no
+state."""
 
 LOWS_THAT_END = {State.WATCHING: 2, State.CALLED: 5}
-"""Low observations in a row after which an excursion has recovered."""
+"""Number of low observations in a row after which an excursion has recovered."""
 PERSISTS_AFTER = {State.WATCHING: 80, State.CALLED: 150}
-"""Observations after which its level is the new normal. Longer once called: some divergences decay slowly."""
+"""Number of observations after which the level of an excursion is the new normal. A called one gets more: some
+divergences decay slowly."""
 PERSISTS_WHEN_EXCUSED = 16
 EXCUSED_FOR = {Hint.LR_CHANGED: 100, Hint.RESUMED: 50, Hint.EPOCH: 10, Hint.ANNOUNCED: 150}
-"""Observations for which a hint explains a rise of the loss."""
+"""Number of observations during which a hint explains a rise of the loss."""
 SHORTEST_EPOCH = 100
-"""Epochs of fewer observations explain nothing: the excuse of their ends would cover a good part of the run."""
+"""Shorter epochs excuse nothing: otherwise a large share of the run would be excused."""
 NEW_REFERENCE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
-"""Hints after which the slow rules need a new reference; the end of an epoch is none of them."""
+"""Hints after which the slow rules need a new reference. The end of an epoch is not one of them."""
 
 _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
@@ -71,10 +73,10 @@ _SCHEMA = 1
 
 
 class Sentinel:
-    """Judges one observation a step; the package's docstring has the theory.
+    """Judges one observation a step. The package's docstring has the theory.
 
-    A deterministic function of its state and the observation: every rank computes it from the reduced numbers, and all
-    reach the same verdict.
+    The verdict is a deterministic function of state and observation. Every rank computes it from the same reduced
+    numbers, so all ranks reach the same verdict.
     """
 
     def __init__(self, sensitivity: Sensitivity = "normal") -> None:
@@ -95,7 +97,7 @@ class Sentinel:
 
     @property
     def patience(self) -> int:
-        """Steps that a sudden excursion lasts, its first one counted, when it is called."""
+        """Number of steps, the first included, that a sudden excursion lasts when it is called."""
         return self._preset.patience
 
     def update(self, observation: Observation) -> Verdict:
@@ -135,7 +137,7 @@ class Sentinel:
         return self._calm(reading, scale)
 
     def _calm(self, reading: MeasuredObservation, scale: Scale) -> Verdict:
-        """Nothing stands out: learn from it, and see whether many such steps together do."""
+        """Nothing stands out: learn from the observation, and check the slow rules."""
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
         drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
@@ -144,7 +146,8 @@ class Sentinel:
         return Verdict(self._move(Event.CALM), reading.step)
 
     def _follow(self, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
-        """An excursion is on: it has recovered, is called, has become the new level, or goes on."""
+        """An excursion has begun earlier: decide whether it has recovered, is called, has become the new level, or goes
+        on."""
         excursion.add(reading, self._preset.patience)
         if excursion.lows >= LOWS_THAT_END[self._state]:
             return self._end(Event.RECOVERED, excursion, reading, scale)
@@ -169,7 +172,7 @@ class Sentinel:
         return verdict
 
     def _end(self, event: Event, excursion: Excursion, reading: MeasuredObservation, scale: Scale) -> Verdict:
-        """The excursion is over. What was called is not reported again; what was left alone is, as a blip."""
+        """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
         if event is Event.PERSISTED:
@@ -179,7 +182,7 @@ class Sentinel:
         return Verdict(self._move(event), reading.step, ended=ended)
 
     def _relearn(self, excursion: Excursion) -> None:
-        """Take the level that an excursion has settled on for the new baseline."""
+        """Make the level of the excursion the new baseline."""
         self._loss.restart()
         self._norm.restart()
         self._drift.restart()
@@ -205,7 +208,7 @@ class Sentinel:
             self._begin_phase()
 
     def _begin_phase(self) -> None:
-        """Another loss or other data may have any level: learn everything afresh, the first losses included."""
+        """Another loss or other data may have any level: learn everything anew, the first losses included."""
         self._loss.restart()
         self._norm.restart()
         self._first_losses.clear()
@@ -217,7 +220,7 @@ class Sentinel:
         return kind
 
     def _onset(self, step: int) -> int:
-        """Where trouble seen at `step` began, as far as it shows."""
+        """The step at which a trouble seen at `step` began, as far as the observations show."""
         if self._excursion is not None:
             return self._excursion.onset
         return step if self._rising_since is None else self._rising_since
@@ -251,9 +254,9 @@ class Sentinel:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state`, as `state_dict` gave it. The sensitivity is not part of it and may differ.
+        """Go on from `state`, which `state_dict` returned. The sensitivity is not part of it and may differ.
 
-        Raises RunDoesNotFit if `state` was written by a version that keeps other things.
+        Raises RunDoesNotFit if another version wrote `state` with other contents.
         """
         if state.get("schema") != _SCHEMA:
             raise RunDoesNotFit(

@@ -1,4 +1,4 @@
-"""The one knob: three presets of the thresholds that everything else follows from."""
+"""The three presets of the thresholds. The sensitivity is the sentinel's only setting."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ class Preset:
     """Thresholds of one sensitivity. Losses are measured in noise units above the level."""
 
     patience: int
-    """Steps that an excursion must last before it can be called."""
+    """Number of steps that an excursion must last before it can be called."""
     alone: float
-    """Mean height over the patience at which the loss needs no second witness."""
+    """Mean height over the patience at which the loss is called without a second witness."""
     only: float
-    """The same where no gradient norm is known: without a second witness the first must be believed sooner."""
+    """The same where no gradient norm is known. It is lower, since there can be no second witness."""
     supported: float
-    """Mean height that suffices when the gradient norm or the progress lost supports it."""
+    """Mean height that suffices when the gradient norm or the lost progress supports it."""
     support: float
     """Mean height of the log gradient norm, in its noise units, that counts as support."""
     drift: float
-    """Height at which a slow rise is called, in noise units of the time when the loss was lowest."""
+    """Height at which a slow rise is called, in the noise units of the time when the loss was lowest."""
 
 
 PRESETS: dict[Sensitivity, Preset] = {

@@ -1,7 +1,6 @@
-"""Two ways to fail that no single step shows: a slow rise of the loss, and a loss that is stuck with no gradient left.
+"""Two failures that no single step shows: a slow rise of the loss, and a loss that is stuck without a gradient.
 
-Both compare the present with an older reference rather than with the level, which follows a slow change and so never
-sees it.
+Both rules compare the present with an older reference. The level is no use here: it follows a slow change.
 """
 
 from __future__ import annotations
@@ -27,24 +26,23 @@ _MAD_TO_SIGMA = 1.4826
 
 @dataclass(frozen=True, slots=True)
 class Slow:
-    """A finding of this module: since when, and the numbers that it rests on.
-
-    reference: the lowest block for a drift, the rise of the loss for a collapse. window: the medians of the blocks so
-    far, or the gradient norms that were compared.
-    """
+    """A finding of this module."""
 
     onset: int
+    """The step at which the change began."""
     value: float
     threshold: float
     reference: float
+    """For a drift, the lowest block; for a collapse, the rise of the loss."""
     window: tuple[float, ...]
+    """For a drift, the medians of the blocks so far; for a collapse, the gradient norms that were compared."""
 
 
 class Drift:
-    """Watches medians of 16 accepted losses against the lowest such median so far.
+    """Compares medians of 16 accepted losses with the lowest such median so far.
 
-    Called when three blocks in a row stand above the lowest by a margin that would be called at once had it come at
-    once, *and* they still rise. A healthy shift steps up and decays, so it fails the second test.
+    A drift is called when three blocks in a row are above the lowest by a margin that would be called in a single jump,
+    *and* they still rise. A healthy shift steps up and decays, so it fails the second test.
     """
 
     def __init__(self, margin: float) -> None:
@@ -55,16 +53,16 @@ class Drift:
         self.restart()
 
     def restart(self) -> None:
-        """Forget the lowest block: what comes next is a new phase."""
+        """Forget the lowest block: a new phase begins."""
         self._lowest: float | None = None
         self._noise_at_lowest = 0.0
         self._medians.clear()
         self._block.clear()
 
     def update(self, step: int, loss: float, noise: float, progress: float) -> Slow | None:
-        """Take in an accepted loss; say so when it completes a block that makes a drift.
+        """Add an accepted loss; return a finding when it completes a block that makes a drift.
 
-        noise: of the loss now. progress: what training has achieved, first loss minus level, zero if it rose.
+        noise: of the loss now. progress: the first loss minus the level, zero if the loss rose.
         """
         if not self._block:
             self._block_began = step
@@ -115,11 +113,11 @@ class Drift:
 
 
 class Collapse:
-    """Watches for a loss that stays up while the gradient norm falls to less than half of what it was.
+    """Finds a loss that stays up while the gradient norm falls to less than half of its earlier value.
 
-    A network that has died (saturated units, all-constant output) sits on a plateau: the loss is not remarkably high,
-    but nothing is left that would bring it down. Healthy training does not do both at once: a harder mix of data raises
-    the gradient norm, a lower learning rate lowers the loss.
+    A network that has died (saturated units, all-constant output) is on a plateau: the loss is not remarkably high, but
+    no gradient is left that would lower it. Healthy training does not do both at once: a harder mix of data raises the
+    gradient norm, a lower learning rate lowers the loss.
     """
 
     def __init__(self) -> None:
@@ -130,7 +128,7 @@ class Collapse:
         self._recent.clear()
 
     def update(self, step: int, loss: float, log_norm: float, norm_is_low: bool) -> Slow | None:
-        """Take in an observation, accepted or not. norm_is_low: cheap test that spares the medians on most steps."""
+        """Add an observation, accepted or not. norm_is_low: a cheap test that saves the medians on most steps."""
         self._recent.append((step, loss, log_norm))
         if not norm_is_low or len(self._recent) < _BEFORE + _NOW:
             return None

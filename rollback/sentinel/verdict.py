@@ -1,4 +1,4 @@
-"""What goes into the sentinel and what comes out: observations with hints, verdicts with blips."""
+"""Input and output of the sentinel: observations with hints, verdicts with blips."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Hint(Flag):
     EPOCH = auto()
     """An epoch begins with this step."""
     SCALER_SKIPPED = auto()
-    """GradScaler skipped this update: an Inf norm is routine."""
+    """GradScaler skipped this update: an infinite norm is routine."""
     ANNOUNCED = auto()
     """The user announced a new phase: other data, another loss."""
 
@@ -25,8 +25,8 @@ class Hint(Flag):
 def learning_rate_hint(previous: float | None, now: float | None, highest: float | None) -> Hint:
     """`LR_CHANGED` if the learning rate rose at once, by half or more, to a value that this run has seen before.
 
-    That is a warm restart or the warm-up after a resume, and the loss may go up a little with it. A rate above
-    everything seen so far excuses nothing: it is a common cause of divergence. highest: the largest rate before `now`.
+    Such a rise is a warm restart, or the warm-up after a resume; the loss may go up a little with it. A rate above all
+    earlier rates excuses nothing: it is a common cause of divergence. highest: the largest rate before `now`.
     """
     if previous is None or now is None or highest is None:
         return Hint.NONE
@@ -38,16 +38,16 @@ class Observation:
     """One optimizer step as all ranks saw it."""
 
     step: int
-    """The step's number. May jump by a stride (sparse logs); the sentinel counts observations."""
+    """The step's number. It may jump by a stride (sparse logs); the sentinel counts observations."""
     loss: float | None
-    """Mean over ranks; NaN or Inf when any rank's was not finite; None if the script never gave one."""
+    """Mean over ranks; NaN or Inf when any rank's loss was not finite; None if the script did not report one."""
     grad_norm: float | None
     """Global norm, before clipping where known; NaN or Inf when not finite; None if not measured."""
     hints: Hint = Hint.NONE
 
 
 class Kind(str, Enum):
-    """What the sentinel says of a step. `SPIKE` and `NONFINITE` demand action."""
+    """The verdict on a step. `SPIKE` and `NONFINITE` demand action."""
 
     HEALTHY = "healthy"
     WATCH = "watch"
@@ -68,26 +68,26 @@ class Blip:
     threshold: float
     rule: str
     fate: str
-    """`recovered`: went back by itself; `accepted`: the level persisted and is the baseline now."""
+    """`recovered`: the loss returned by itself; `accepted`: the level persisted and is the baseline now."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What the sentinel says of one observation, and why."""
+    """The verdict on one observation, and its reason."""
 
     kind: Kind
     step: int
     onset: int | None = None
-    """First step held to be part of it (watch, spike, nonfinite)."""
+    """First step that belongs to the excursion (watch, spike, nonfinite)."""
     rule: str = ""
     """Short stable identifier such as `loss-spike`."""
     witness: str = ""
-    """`loss` or `grad_norm`: whose value is quoted."""
+    """`loss` or `grad_norm`: the one whose value is quoted."""
     value: float | None = None
     threshold: float | None = None
     explanation: str = ""
     window: tuple[float, ...] = ()
-    """What it was judged against, oldest first (spike and nonfinite only): the recent accepted losses, or what the
-    explanation of a slow rule names."""
+    """The values that the observation was compared with, oldest first (spike and nonfinite only): the recent accepted
+    losses, or what the explanation of a slow rule names."""
     ended: Blip | None = None
-    """Set on the step at which an excursion ended without action being due."""
+    """Set on the step at which an excursion ended without a call."""

@@ -1,4 +1,5 @@
-"""From a URL into a run directory: what a start needs of the record and the checkpoints, verified on the way."""
+"""From a URL into a run directory: the parts of the record and the checkpoints that a start needs, verified on the
+way."""
 
 from __future__ import annotations
 
@@ -27,13 +28,14 @@ Say = Callable[[str], None]
 
 
 def fetch(store: Store, paths: RunPaths, say: Say) -> None:
-    """Make a run directory as new as the URL, and see that it holds the checkpoint with which the run goes on.
+    """Make a run directory as new as the URL, and make sure that it holds the checkpoint with which the run goes on.
 
-    Call it while holding the run directory, which may be empty. What is newer in it stays. Where there is nothing at
-    the URL, nothing is done.
+    The caller holds the run directory, which may be empty. Where the run directory is newer, it stays. Where the URL is
+    empty, nothing is done.
 
-    Raises RunDoesNotFit where the URL belongs to another run or both have gone on differently; RingUnavailable where it
-    cannot be read; RunDirectoryError where the run directory cannot be written. Nothing is changed by the first.
+    Raises RunDoesNotFit where the URL belongs to another run, or where both have gone on differently; nothing is
+    changed then. Raises RingUnavailable where the URL cannot be read; RunDirectoryError where the run directory cannot
+    be written.
     """
     indexes = read_indexes(store)
     if not indexes:
@@ -54,9 +56,9 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
 
 
 def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
-    """Fetch what the run directory lacks of the record, but for run.json, and return the index that it came from.
+    """Fetch the missing parts of the record, except run.json, and return the index that they came from.
 
-    The older index serves where a piece that the newer one names cannot be believed.
+    The older index is used where a piece that the newer one names fails verification.
     """
     for index, last in ((index, index is indexes[-1]) for index in indexes):
         try:
@@ -107,7 +109,7 @@ def _complete_record(store: Store, index: Index, paths: RunPaths, say: Say) -> N
 
 
 def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -> None:
-    """Before one of them takes the place of ours. Raises CheckpointDamaged."""
+    """Verify the seals before a fetched journal replaces a local one. Raises CheckpointDamaged."""
     if seal.present() is None:
         return
     for path in paths:
@@ -119,7 +121,7 @@ def _require_sealed_journals(store: Store, index: Index, paths: Iterable[str]) -
 
 
 def is_abandoned(store: Store, index: Index, identity: Identity | None) -> bool:
-    """Whether a ring belongs to nobody: another run began it, and was lost before its first checkpoint."""
+    """Whether a ring belongs to no run: another run began it, and was lost before its first checkpoint."""
     another = identity is None or identity.run_id != index.run_id
     return another and all(store.size(checkpoint_key(name)) is None for name in index.checkpoints)
 
@@ -133,7 +135,7 @@ def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> No
 
 
 def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
-    """How the journals of a run directory stand to those at the URL, taken together. Raises RingUnavailable."""
+    """How the journals of a run directory compare with those at the URL, taken together. Raises RingUnavailable."""
     try:
         found = {_relation(store, index, paths, path) for path in _JOURNALS}
     except CheckpointDamaged as error:
@@ -172,9 +174,9 @@ def read_manifest_at(store: Store, name: str) -> Manifest | None:
 
 
 def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) -> None:
-    """See that the checkpoint which the ranks will restore is here and sound, and the newest good ones with it.
+    """Make sure that the checkpoint which the ranks will restore is here and sound, and the newest good ones too.
 
-    What is here is read once for that: a damaged file costs a fetch then, not the way back to an older checkpoint.
+    This reads the local checkpoints once: a damaged file then costs a fetch, not a return to an older checkpoint.
     """
     there: dict[str, Manifest] = {}
     for name in index.checkpoints:
@@ -201,7 +203,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
 
 
 def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
-    """Whether a checkpoint can be restored from this machine alone. One in the ring that cannot is put aside."""
+    """Whether a checkpoint can be restored from this machine alone. One in the ring that fails is put aside."""
     for place in tiers.locate(paths):
         if place.name != name or not tiers.is_whole(place):
             continue
@@ -220,7 +222,7 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
 
 
 def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> bool:
-    """Fetch one checkpoint into the local ring; False, said aloud, where it is not what its manifest says.
+    """Fetch one checkpoint into the local ring. False, with a message: it is not what its manifest says.
 
     Raises RingUnavailable, and OSError where the run directory cannot be written.
     """
@@ -237,7 +239,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
     """Fetch one checkpoint into the local ring, where it exists on return, verified and synced.
 
     Raises CheckpointDamaged where it is not what its manifest says, RingUnavailable, and OSError where the run
-    directory cannot be written; it then does not exist.
+    directory cannot be written; the checkpoint then does not exist there.
     """
     directory = paths.writing(manifest.name)
     files.remove_directory(directory)
@@ -253,7 +255,7 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
 
 
 def download_checkpoint(store: Store, manifest: Manifest, directory: Path) -> None:
-    """All files of a checkpoint into a directory, the manifest last. Raises CheckpointDamaged, OSError."""
+    """Download all files of a checkpoint into a directory, the manifest last. Raises CheckpointDamaged, OSError."""
     for shard in manifest.shards:
         store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
     write_file(directory / MANIFEST, manifest.to_json())

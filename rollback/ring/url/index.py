@@ -1,4 +1,4 @@
-"""index-N.json: which checkpoints a ring at a URL holds, and of which pieces the run's record is made."""
+"""index-N.json: the checkpoints of a ring at a URL, and the pieces of the run's record."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PATHS = re.compile(
 
 
 class RecordPiece(BaseModel):
-    """A piece of a file; all but the last of a file have PIECE bytes."""
+    """A piece of a file; every piece of a file except the last has PIECE bytes."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     size: int = Field(ge=1, le=PIECE)
@@ -99,7 +99,7 @@ class Index(BaseModel):
 
 
 def first_index(run_id: str, writer: str) -> Index:
-    """The index of a ring that has none, to be followed by generation 1."""
+    """The index of a ring that has none; generation 1 follows it."""
     return Index.model_construct(
         format=FORMAT, generation=0, writer=writer, run_id=run_id, written="", checkpoints=(), record=()
     )
@@ -136,7 +136,7 @@ def describe(data: bytes) -> RecordPiece:
 def read_indexes(store: Store) -> list[Index]:
     """The sound indexes at a URL, newest first; none where there is no ring yet.
 
-    Raises RingUnavailable where the URL cannot be read, or where what is there cannot be believed; RunDoesNotFit where
+    Raises RingUnavailable where the URL cannot be read, or where its content fails verification; RunDoesNotFit where
     another version of the format wrote it.
     """
     found, faults = [], []
@@ -177,7 +177,7 @@ def _check(body: dict[str, Any]) -> str:
 
 
 def record_paths(paths: RunPaths) -> list[str]:
-    """The files of a run directory that make up its record, as paths below it. Raises OSError."""
+    """The files of a run directory that are its record, as relative paths. Raises OSError."""
     patterns = ("run.json", "journal/*", "metrics/*", "skips/*", "pins/*", "incidents/*/*")
     found = (path for pattern in patterns for path in paths.root.glob(pattern) if path.is_file())
     return sorted(name for path in found if _PATHS.fullmatch(name := path.relative_to(paths.root).as_posix()))

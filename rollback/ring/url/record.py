@@ -1,4 +1,4 @@
-"""The run's record at a URL: what is new of it goes up in pieces, and all of it comes down."""
+"""The run's record at a URL: new parts are uploaded in pieces, and the whole record is downloaded."""
 
 from __future__ import annotations
 
@@ -17,14 +17,15 @@ from rollback.rundir.paths import RunPaths
 _BLOCK = 1 << 16
 
 Relation = Literal["same", "ahead", "behind", "diverged"]
-"""How a local file stands to the one at the URL: longer with all that the other has, shorter, or neither."""
+"""How a local file compares with the one at the URL: the same, longer with the whole other file as its beginning,
+shorter, or diverged."""
 
 
 def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
-    """Put what `before` does not know of the record, and return what the next index says of it.
+    """Upload the parts of the record that `before` does not have, and return their entries for the next index.
 
-    Lines are taken whole. A file that cannot be read, or that vanishes meanwhile (a pin), is as in `before` or left
-    out. Raises RingUnavailable.
+    Only whole lines are uploaded. A file that cannot be read, or that disappears meanwhile (a pin), stays as in
+    `before` or is left out. Raises RingUnavailable.
     """
     known = {kept.path: kept for kept in before.record}
     record = []
@@ -45,7 +46,8 @@ def upload(store: Store, paths: RunPaths, before: Index) -> list[Kept]:
 
 
 def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | None]]:
-    """The pieces of a file. The full ones of a file that only grows are taken from `known`, without their content."""
+    """The pieces of a file. The full pieces of a file that only grows come from `known`, without reading their
+    content."""
     grows = path.suffix == ".jsonl"
     full = [piece for piece in known.pieces if piece.size == PIECE] if known and grows else []
     pieces: list[tuple[RecordPiece, bytes | None]] = [(piece, None) for piece in full]
@@ -61,7 +63,7 @@ def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | N
 
 
 def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last whole line ends: what follows is torn, or being written."""
+    """Where the last whole line ends: the rest is torn, or being written."""
     end = file.seek(0, os.SEEK_END)
     while end:
         start = max(0, end - _BLOCK)
@@ -73,7 +75,7 @@ def _end_of_lines(file: BinaryIO) -> int:
 
 
 def relate(local: bytes, kept: Kept, read: Callable[[str, RecordPiece], bytes]) -> Relation:
-    """How a local file stands to the kept one; `read(key, piece)` is called for one piece at most."""
+    """Compare a local file with the one at the URL; calls `read(key, piece)` for one piece at most."""
     position = 0
     for key, piece in zip(kept.keys, kept.pieces, strict=True):
         own = local[position : position + piece.size]
@@ -102,7 +104,7 @@ def read_kept(store: Store, kept: Kept, limit: int) -> bytes:
 
 
 def download(store: Store, kept: Kept, root: Path) -> None:
-    """Put a file of the record into its place below `root`, durable. Raises as `read_piece`, and OSError.
+    """Write a file of the record to its place below `root`, durable. Raises as `read_piece`, and OSError.
 
     Its path was checked when the index was read.
     """

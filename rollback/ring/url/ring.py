@@ -1,4 +1,4 @@
-"""The writing end of a ring at a URL. One process holds it at a time; see docs/format.md for the order of writes."""
+"""The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from rollback.rundir.paths import RunPaths, parse_checkpoint_name, shard_name
 
 
 class RingAtUrl:
-    """Checkpoints and record of a run at a URL. `open` before anything else; every method may raise RingUnavailable.
+    """Checkpoints and record of a run at a URL. Call `open` first; every method may raise RingUnavailable.
 
-    RunDoesNotFit, from any method, means that the URL is somebody else's: stop writing there.
+    RunDoesNotFit, from any method, means that the URL belongs to another run: stop writing there.
     """
 
     def __init__(self, paths: RunPaths, store: Store, others: Others | None = None) -> None:
@@ -46,7 +46,8 @@ class RingAtUrl:
         return self._store.url
 
     def open(self) -> None:
-        """Read what is there. Raises RunDoesNotFit unless the record there is a prefix of the run directory's."""
+        """Read what is there. Raises RunDoesNotFit unless the record there is a prefix of the run directory's
+        record."""
         identity = read_identity(self._paths)
         assert identity is not None  # written before any rank attaches
         indexes = read_indexes(self._store)
@@ -72,7 +73,7 @@ class RingAtUrl:
         return tuple(self._held)
 
     def put(self, manifest: Manifest, directory: Path) -> None:
-        """Add a checkpoint that lies in a local directory, and the record with it.
+        """Add a checkpoint from a local directory, and the record with it.
 
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
         """
@@ -105,7 +106,7 @@ class RingAtUrl:
         self._write_index(self._held)
 
     def give_up(self) -> None:
-        """End what is under way; from any thread."""
+        """Cancel the present operation; any thread may call this."""
         self._store.give_up()
         self._others.give_up()
 
@@ -125,7 +126,7 @@ class RingAtUrl:
             self._store.delete(key)
 
     def _require_ours(self) -> None:
-        """Raise RunDoesNotFit where another process has written an index since: this one must not undo what it did."""
+        """Raise RunDoesNotFit where another process has written an index since: this process must not overwrite it."""
         for index in read_indexes(self._store):
             assert self._index is not None
             newer = index.generation > self._index.generation and index.writer != self._writer
@@ -134,7 +135,7 @@ class RingAtUrl:
                 raise _another_goes_on(self._store.url)
 
     def _is_whole(self, name: str) -> bool:
-        """Whether the checkpoint exists, as far as can be told without reading its shards."""
+        """Whether the checkpoint exists, as far as a look without reading its shards can tell."""
         try:
             manifest = read_manifest_at(self._store, name)
         except CheckpointDamaged:
@@ -144,7 +145,8 @@ class RingAtUrl:
         )
 
     def _clear_away(self) -> None:
-        """Delete what crashes left of checkpoints, where a newer one exists: what cannot be seen may yet be there."""
+        """Delete leftovers of crashes, where a newer checkpoint exists: an object that cannot be seen may yet be
+        there."""
         for name in [name for name in self._remains if self._held and _order(name) < _order(self._held[-1])]:
             self._store.delete(checkpoint_key(name))
             self._delete_shards(name, self._world_size)

@@ -1,7 +1,7 @@
-"""Objects below a URL, by key: written and read in parts, hashed on the way, tried again where that may help.
+"""Objects below a URL, by key: written and read in parts, hashed on the way, retried where that may help.
 
-fsspec promises no more about errors than that they are exceptions, so they are sorted here, once. Credentials and
-endpoints are fsspec's business: environment variables, its configuration files, the cloud's own.
+fsspec promises no more about errors than that they are exceptions, so they are sorted into classes here, once. fsspec
+handles credentials and endpoints: environment variables, its configuration files, the cloud's own.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WITH_DIRECTORIES = {"file", "local", "sftp", "ssh", "smb"}
 
 
 class _Transient(Exception):
-    """May go away by itself."""
+    """An error that may go away by itself."""
 
 
 class _Missing(Exception):
@@ -53,7 +53,7 @@ class _Missing(Exception):
 
 
 def require_url(url: str) -> None:
-    """Raise UsageError unless `url` may be a ring's: a protocol that fsspec knows, no credentials inside."""
+    """Raise UsageError unless `url` can be a ring: a protocol that fsspec knows, and no credentials inside."""
     import fsspec
 
     require_no_credentials(url)
@@ -80,9 +80,9 @@ def require_url(url: str) -> None:
 
 
 def require_no_credentials(url: str) -> None:
-    """Raise UsageError where a URL, or one of a chain (`one::other://...`), names credentials or has a place for them.
+    """Raise UsageError where a URL, or one of a chain (`one::other://...`), contains credentials or a place for them.
 
-    The error does not repeat what it found.
+    The error does not repeat them.
     """
     protocol = ""
     for part in re.split(r"::|://", url):
@@ -110,10 +110,10 @@ def _names_credentials(url: str) -> UsageError:
 
 
 class Store:
-    """Objects below a URL. `patience`: seconds for which an operation that fails is tried again (default: PATIENCE).
+    """Objects below a URL. `patience`: seconds for which a failing operation is retried (default: PATIENCE).
 
-    Every method raises RingUnavailable where the URL cannot be reached or used, and after `give_up`. Safe to use from
-    one thread at a time, `give_up` from any.
+    Every method raises RingUnavailable where the URL cannot be reached or used, and after `give_up`. Use it from one
+    thread at a time; any thread may call `give_up`.
     """
 
     def __init__(self, url: str, *, patience: float | None = None) -> None:
@@ -136,13 +136,13 @@ class Store:
         _leave_random_numbers_alone()
 
     def give_up(self) -> None:
-        """End what is under way, as soon as its present request has ended, and everything after it."""
+        """Cancel the present operation as soon as its current request has ended, and refuse all later ones."""
         self._given_up.set()
 
     def probe(self, *, writing: bool = True) -> None:
-        """Raise RingUnavailable unless objects can be read there, and written and deleted too.
+        """Raise RingUnavailable unless objects can be read, written and deleted there.
 
-        Each call has a key of its own: several nodes of a job ask at the same moment.
+        Each call has a key of its own: several nodes of a job probe at the same moment.
         """
         body = os.urandom(16).hex().encode()
         key = f"rollback-probe-{body.decode()}"
@@ -164,10 +164,10 @@ class Store:
         self._attempt("writing", key, write)
 
     def put_file(self, key: str, path: Path, expected: Written) -> None:
-        """Write a file that nobody changes, in parts.
+        """Write a file in parts; nobody may change the file meanwhile.
 
-        Raises CheckpointDamaged where it cannot be read, or where what was read is not what `expected` says: the file
-        was damaged, or its place taken by another. The object is then deleted again.
+        Raises CheckpointDamaged where the file cannot be read, or where its content is not `expected`: it was damaged,
+        or another file has taken its place. The object is then deleted again.
         """
 
         def write() -> None:
@@ -205,10 +205,10 @@ class Store:
             return None
 
     def get_file(self, key: str, path: Path, expected: Written) -> None:
-        """Read an object into a new file, in parts, and sync it. A part that fails is tried again by itself.
+        """Read an object into a new file, in parts, and sync it. A part that fails is retried by itself.
 
-        Raises CheckpointDamaged unless size and hash are as expected; size is asked for first, before any room is
-        taken. Raises OSError where the file cannot be written.
+        Raises CheckpointDamaged unless size and hash are as expected; the size is compared before any disk space is
+        used. Raises OSError where the file cannot be written.
         """
         size = self.size(key)
         if size != expected.size:
@@ -239,7 +239,7 @@ class Store:
         return part
 
     def delete(self, key: str) -> None:
-        """Delete an object, which may be missing."""
+        """Delete an object; it may be missing."""
         try:
             self._attempt("deleting", key, lambda: self._fs.rm_file(self._path(key)))
         except _Missing:
@@ -259,7 +259,7 @@ class Store:
             raise RingUnavailable(f"using the ring {self.url}: its time was up")
 
     def _attempt(self, doing: str, key: str, act: Callable[[], _T]) -> _T:
-        """Do it, again and again with growing, random pauses while it fails in a way that may pass."""
+        """Do it, and retry with growing, random pauses while the error may go away."""
 
         def once() -> _T:
             self._require_not_given_up()
@@ -301,14 +301,14 @@ class Store:
 
 
 def _pause(state: tenacity.RetryCallState) -> float:
-    """Random, up to twice as long each time. tenacity's own draws from the script's random numbers."""
+    """Random, up to twice as long each time. tenacity's own pauses would use the script's random numbers."""
     return _dice.uniform(0, min(_LONGEST_WAIT, _FIRST_WAIT * 2.0 ** min(state.attempt_number, 20)))
 
 
 def _leave_random_numbers_alone() -> None:
-    """Let the libraries draw the pauses between their own tries from other random numbers than the script's.
+    """Make the libraries draw the pauses between their retries from random numbers of our own.
 
-    In rank 0 they would change what the script draws. They take them from their module's `random`.
+    In rank 0 they would otherwise change what the script draws. They take the numbers from their module's `random`.
     """
     for name in _DRAWS_PAUSES:
         if (module := sys.modules.get(name)) is not None:
@@ -316,7 +316,8 @@ def _leave_random_numbers_alone() -> None:
 
 
 class _Synced:
-    """A file being written that is synced before it is closed, where it has a descriptor: fsspec's own are not."""
+    """An output file that is synced before it is closed, where it has a descriptor: fsspec's own files are not
+    synced."""
 
     def __init__(self, file: Any, path: str) -> None:
         self._file, self._path = file, path
@@ -339,7 +340,7 @@ class _Synced:
 
 
 def read_verified(path: Path, expected: Written) -> Iterator[bytes]:
-    """A file in parts, hashed on the way. Raises CheckpointDamaged, at the latest behind the last part."""
+    """Read a file in parts, hashed on the way. Raises CheckpointDamaged, at the latest after the last part."""
     digest = ShardHash()
     left = expected.size
     try:
@@ -357,7 +358,7 @@ def read_verified(path: Path, expected: Written) -> Iterator[bytes]:
 
 
 def require_room(directory: Path, size: int) -> None:
-    """Raise RingUnavailable unless `size` bytes fit onto the disk of `directory`: what states its size may lie."""
+    """Raise RingUnavailable unless `size` bytes fit onto the disk of `directory`: the stated size may be wrong."""
     free = shutil.disk_usage(directory).free
     if size > free:
         raise RingUnavailable(

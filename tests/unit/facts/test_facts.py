@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
+import itertools
 import json
 import math
 import typing
@@ -86,6 +88,16 @@ def test_a_window_that_ends_before_it_begins_or_begins_before_0_is_refused(first
 # --- the table in the format document ---------------------------------------------------------------------------------
 
 
+def meanings(kind: type) -> dict[str, str]:
+    """The strings under a class's attributes, by attribute, as they stand behind a colon."""
+    body = ast.parse(inspect.getsource(kind)).body[0].body  # type: ignore[attr-defined]
+    return {
+        field.target.id: meaning.value.value[0].lower() + meaning.value.value[1:]
+        for field, meaning in itertools.pairwise(body)
+        if isinstance(field, ast.AnnAssign) and isinstance(meaning, ast.Expr)
+    }
+
+
 def facts_table() -> str:
     """The table of facts as docs/format.md must have it."""
     rows = ["A field with `?` may be null.", "", "| `kind` | journal | fields | says |", "|---|---|---|---|"]
@@ -96,9 +108,9 @@ def facts_table() -> str:
             for field, hint in typing.get_type_hints(kind).items()
             if field in kind.model_fields and field != "kind"
         )
-        says = " ".join((inspect.getdoc(kind) or "").split())
+        says = " ".join([inspect.getdoc(kind) or "", *(f"`{field}`: {text}" for field, text in meanings(kind).items())])
         writer = {"either": "train or supervisor"}.get(kind.writer, kind.writer)
-        rows.append(f"| `{name}` | {writer} | {fields} | {says} |")
+        rows.append(f"| `{name}` | {writer} | {fields} | {' '.join(says.split())} |")
     return "\n".join(rows) + "\n"
 
 
