@@ -106,6 +106,27 @@ def test_the_data_are_followed_through_code_that_is_there() -> None:
             assert re.search(rf"(?:class|def) {part}\b", (ROOT / path).read_text()), f"{name} is not in {path}"
 
 
+def glossary() -> list[tuple[str, str]]:
+    """The terms of docs/glossary.md, with the module of each."""
+    rows = re.findall(r"^\| (.*?) \| .* \| `(.*?)` \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    return [(term, module) for terms, module in rows for term in terms.split(" (")[0].split(", ")]
+
+
+def test_each_term_of_the_glossary_lives_in_a_module_and_is_used() -> None:
+    others = [path for path in DOCUMENTS if path.name != "glossary.md"]
+    used = " ".join(path.read_text() for path in [*others, *(ROOT / "rollback").rglob("*.py")])
+    words = " ".join(re.sub(r"[\W_]+|(?<=[a-z])(?=[A-Z])", " ", used).lower().split())
+    assert len(glossary()) > 90
+    for term, module in glossary():
+        assert (ROOT / module).is_file(), f"the glossary's {term} lives in {module}, which does not exist"
+        assert re.search(rf"\b{term.lower()}", words), f"nobody uses the glossary's {term}"
+
+
+def test_a_term_of_the_glossary_is_explained_once() -> None:
+    terms = re.findall(r"^\| (.*?) \| .* \| `.*?` \|$", (ROOT / "docs/glossary.md").read_text(), re.MULTILINE)
+    assert sorted(terms) == sorted(set(terms))
+
+
 if __name__ == "__main__":
     readme = ROOT / "README.md"
     before, rest = readme.read_text().split("<!-- adoption:begin -->")
