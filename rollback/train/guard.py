@@ -48,7 +48,7 @@ from rollback.train.updates.optimizer import Updates
 
 
 class Guard(ScriptSide):
-    """Iterate over it instead of the loader; tell it the loss. It resumes, rewinds, skips and records.
+    """Iterate over the guard instead of the loader; report the loss to it. It resumes, rewinds, skips and records.
 
         guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, scheduler=scheduler)
         for batch in guard:
@@ -61,16 +61,16 @@ class Guard(ScriptSide):
     and must iterate over it alike. docs/guard.md says more.
 
     model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
-    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Anything else that has `state_dict`
-    and `load_state_dict` can be handed over by a name of its own (scheduler, scaler, ema, ...) and is kept and restored
-    with the rest; it must be the same on all ranks.
+    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Pass any other object with
+    `state_dict` and `load_state_dict` by a name of its own (scheduler, scaler, ema, ...): the guard keeps and restores
+    it too. It must be the same on all ranks.
 
-    max_steps: end the iteration after so many optimizer updates; default: at the end of the data. run: the run
+    max_steps: end the iteration after this many optimizer updates; default: at the end of the data. run: the run
     directory (default `runs/<script name>`; `rollback launch --run` takes precedence). All settings of
     `rollback.config.Settings` are accepted as keyword arguments; those of the command line take precedence.
 
-    Raises UsageError for what cannot be guarded, RunDoesNotFit for a run directory of another job, RunInUse,
-    RunDirectoryError, NoUsableCheckpoint; in all these cases nothing has been changed.
+    Raises UsageError for objects that cannot be guarded, RunDoesNotFit for a run directory of another job, RunInUse,
+    RunDirectoryError, NoUsableCheckpoint; in all these cases nothing has changed.
     """
 
     def __init__(
@@ -171,18 +171,18 @@ class Guard(ScriptSide):
     # What the script uses ------------------------------------------------------------------------------------------
 
     def epochs(self, count: int) -> Iterator[int]:
-        """The epochs from where the run stands up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
+        """The epochs from the run's position up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
         All ranks alike. Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an
-        epoch's start goes back to that epoch's body, so that what the script does between epochs is done again as well.
-        Raises UsageError where `count` is no whole number, and where a body did not iterate over the guard.
+        epoch's start goes back to that epoch's body, so that the script's work between epochs is repeated too.
+        Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
         return self._passes.epochs(whole_number(count, "guard.epochs got count"), self._end_epochs)
 
     def __iter__(self) -> Iterator[Any]:
-        """Begin a pass: the batches of one epoch, from where the run stands. All ranks alike.
+        """Begin a pass: the batches of one epoch, from the run's position. All ranks alike.
 
-        What it returns is an iterator like any other: it can be taken from in several places of the loop's body.
+        The result is an ordinary iterator: several places of the loop's body may take from it.
         """
         match self._passes.begin():
             case Again.RANDOM_STATES:
@@ -197,7 +197,7 @@ class Guard(ScriptSide):
     def __next__(self) -> Any:
         """The next batch. Between two batches the guard does its work: it judges, saves, goes back, stops.
 
-        Collective. StopIteration: the epoch is over, or all is. SystemExit: the ranks stop together, as they were told.
+        Collective. StopIteration: the epoch or the training is over. SystemExit: the ranks stop together, on request.
         """
         try:
             return self._next()
@@ -231,7 +231,7 @@ class Guard(ScriptSide):
         raise StopIteration
 
     def close(self) -> None:
-        """End the guard: wait for the disk, say how the last incident ended. Not collective; called at exit anyway."""
+        """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
         if self._closed or os.getpid() != self._process:
             return  # a loader worker, forked with all that is to be done at exit, is not the rank that ends
         self._closed = True

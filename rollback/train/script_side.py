@@ -1,4 +1,4 @@
-"""The script's side of the guard: what it may ask, and what it tells, in the body of its loop and elsewhere."""
+"""The script's side of the guard: its methods for the body of the loop and elsewhere."""
 
 from __future__ import annotations
 
@@ -26,34 +26,34 @@ class ScriptSide:
     # What it tells -------------------------------------------------------------------------------------------------
 
     def observe(self, loss: Tensor | float, *, grad_norm: Tensor | float | None = None) -> None:
-        """Tell the guard the loss of this batch and, if known, the norm of the update's gradient before clipping.
+        """Report the loss of this batch and, if known, the norm of the update's gradient before clipping.
 
-        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. Nothing is waited for.
-        loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
-        accumulation steps may stay so.
+        Call it for every batch, or once for each optimizer update, anywhere in the loop's body. The call does not wait.
+        loss: scalar, of this rank. The losses of an update's batches are averaged; they may be divided by the number of
+        accumulation steps.
         """
         self._hand.observe(loss, grad_norm)
 
     def keep(self, **first: Any) -> KeptValues:
-        """Have values of the script kept in each checkpoint, and brought back by a resume and by a rollback.
+        """Keep values of the script in each checkpoint; a resume and a rollback restore them.
 
             kept = guard.keep(best=float("inf"), tokens=0)
             ...
             kept.tokens += x.numel()
 
-        Call it before the loop, for each name once. `first`: the values that a fresh run begins with; a resumed run
-        finds those of its checkpoint at once, or these where the checkpoint is from before the script asked. Returns
-        the one object that has them all as attributes. Values are numbers, texts, None, and lists, tuples and dicts of
-        these; a tensor of one number becomes that number. Each rank has its own, so rank 0 may use one that others do
-        not. Raises UsageError for anything else, and for a name that is kept already.
+        Call it before the loop, once for each name. `first`: the values of a fresh run. A resumed run has the values of
+        its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all
+        values as attributes. Values are numbers, texts, None, and lists, tuples and dicts of these; a tensor of one
+        number becomes that number. Each rank has its own values, so rank 0 may use a name that others do not. Raises
+        UsageError for any other value, and for a name that is already kept.
         """
         return self._state.memory.add(first)
 
     def announce(self, phase: str) -> None:
-        """Tell the guard that a new phase begins: other data, another loss. Its level is learned afresh.
+        """Announce a new phase: other data, another loss. The sentinel learns the new level.
 
-        It begins with the update in progress, or with the next one if that update is done. All ranks should say so; one
-        suffices. After a rollback to before it, it need not be said again.
+        The phase begins with the update in progress, or with the next one if that update is complete. All ranks should
+        announce it; one suffices. After a rollback to before the phase, no new announcement is needed.
         """
         updated = self._updates.happened or self._updates.dropped_by_scaler
         setattr(self._hand, "next_phase" if updated else "phase", phase)
@@ -67,7 +67,7 @@ class ScriptSide:
 
     @property
     def batch(self) -> int:
-        """The position in the data stream of the batch in hand (of the next one, where none is).
+        """The position in the data stream of the batch in hand (of the next batch, if there is none).
 
         Batches count from 0 over the whole run; micro-batches of an accumulation count one by one.
         """
@@ -75,9 +75,9 @@ class ScriptSide:
 
     @property
     def batch_in_epoch(self) -> int:
-        """The position in its epoch of the batch in hand (of the next one, where none is): 0 for an epoch's first.
+        """The position in its epoch of the batch in hand (of the next batch, if there is none): 0 for an epoch's first.
 
-        What `enumerate(loader)` gives in a script without a guard. `enumerate(guard)` begins at 0 also where a resumed
+        The number from `enumerate(loader)` in a script without a guard. `enumerate(guard)` begins at 0 even if a resumed
         run goes on in the middle of an epoch, and does not go back in a rollback.
         """
         return max(0, self._state.cursor.offset - self._state.batch_in_hand)

@@ -17,9 +17,9 @@ from rollback.errors import UsageError
 
 
 class KeptValues:
-    """Attributes that checkpoints keep: `kept.best`. Those that were asked for, and no others.
+    """Attributes that checkpoints keep: `kept.best`. Only the names given to `guard.keep` exist.
 
-    Setting one to what cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
+    An assignment of a value that cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
