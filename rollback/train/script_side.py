@@ -77,8 +77,8 @@ class ScriptSide:
     def batch_in_epoch(self) -> int:
         """The position in its epoch of the batch in hand (of the next batch, if there is none): 0 for an epoch's first.
 
-        The number from `enumerate(loader)` in a script without a guard. `enumerate(guard)` begins at 0 even if a resumed
-        run goes on in the middle of an epoch, and does not go back in a rollback.
+        The number from `enumerate(loader)` in a script without a guard. `enumerate(guard)` begins at 0 even if a
+        resumed run goes on in the middle of an epoch, and does not go back in a rollback.
         """
         return max(0, self._state.cursor.offset - self._state.batch_in_hand)
 

@@ -19,7 +19,7 @@ from rollback.errors import UsageError
 class KeptValues:
     """Attributes that checkpoints keep: `kept.best`. Only the names given to `guard.keep` exist.
 
-    An assignment of a value that cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
+    To set a value that cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
