@@ -17,7 +17,7 @@ from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.facts.training import Fact, Finished, PassedOver, Trouble
 from rollback.rundir import durable, seal
 from rollback.rundir import journal as journal_module
-from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal
+from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal, require_sealed
 
 FACTS: list[Fact] = [
     PassedOver(first=4, last=9, step=2, timeline=1),
@@ -57,7 +57,8 @@ def test_what_was_appended_is_read(path: Path, written: bytes) -> None:
 
 
 def test_an_absent_journal_is_an_empty_one(path: Path) -> None:
-    assert read_journal(path).records == []
+    reading = read_journal(path)
+    assert (reading.records, reading.sound_bytes, reading.torn_bytes) == ([], 0, 0)
 
 
 def test_a_later_attempt_goes_on_with_the_sequence_and_the_chain(path: Path, written: bytes) -> None:
@@ -329,11 +330,15 @@ def test_an_opened_journal_is_on_disk_with_the_directories_that_were_made_for_it
     assert {str(path), str(path.parent), str(path.parent.parent)} <= set(synced)
 
 
-def test_a_journal_whose_directory_cannot_be_made_is_refused_with_what_to_do(path: Path) -> None:
-    path.parent.write_text("a file")
-    with pytest.raises(RunDirectoryError, match=r"train\.jsonl") as refusal:
+def test_a_journal_that_cannot_be_opened_for_writing_is_refused_with_what_to_do(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunDirectoryError, match=r"opening the journal .*train\.jsonl: Input/output error"):
         Journal(path, 1)
-    assert refusal.value.hint or "Not a directory" in refusal.value.message
 
 
 def test_a_writer_knows_what_it_has_appended(path: Path) -> None:
@@ -376,3 +381,39 @@ def test_seals_are_counted_without_the_key_too(path: Path, key: Path, monkeypatc
     monkeypatch.delenv(seal.ENV_SEAL)
     write(path, FACTS[:1], attempt=2)
     assert read_journal(path).seals == 4
+
+
+def test_a_journal_that_was_fetched_is_believed_where_every_line_is_sealed(
+    path: Path, written: bytes, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = path.with_name("sealed") / "train.jsonl"
+    write(sealed, FACTS)
+    content = sealed.read_bytes()
+    require_sealed(content, "train")
+    for doubtful in (written, content[:-1], content[:50], content.replace(b'"step":2', b'"step":3', 1)):
+        with pytest.raises(JournalDamaged, match="the train journal is not what was written and sealed"):
+            require_sealed(doubtful, "train")
+    with pytest.raises(JournalDamaged):
+        require_sealed(content, "supervisor")
+    monkeypatch.delenv(seal.ENV_SEAL)
+    require_sealed(content[:50], "train")  # without a key a torn or damaged journal is the reader's affair
+
+
+def test_a_tail_tells_how_many_of_the_new_lines_are_sealed(path: Path, key: Path) -> None:
+    write(path, FACTS[:3])
+    tail = JournalTail(path)
+    tail.new()
+    assert tail.seals == 3
+    write(path, FACTS[3:], attempt=2)
+    tail.new()
+    assert tail.seals == 1
+
+
+def test_a_journal_beyond_the_limit_is_refused_and_one_at_it_is_read(
+    path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_LIMIT", len(written))
+    assert facts_of(path) == FACTS
+    monkeypatch.setattr(journal_module, "_LIMIT", len(written) - 1)
+    with pytest.raises(JournalDamaged, match=f"{len(written)} bytes; at least 0 and at most {len(written) - 1}"):
+        read_journal(path)
