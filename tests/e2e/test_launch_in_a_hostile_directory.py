@@ -82,3 +82,22 @@ def test_a_sealed_run_goes_on_with_its_key_only(job: Launch, tmp_path: Path) -> 
     key.chmod(0o644)
     code, output = job.finish("finish", "--seal", str(key))
     assert code == 2, output
+
+
+READ_BY_A_LAUNCH = {
+    "run.json": (lambda paths: paths.identity, 74),
+    "supervisor.jsonl": (lambda paths: paths.supervisor_journal, 0),  # a torn last line, as a crash leaves it
+    "heartbeat": (lambda paths: paths.heartbeat(0), 0),
+    "fast tier": (lambda paths: paths.fast_pointer, 0),
+    "request": (lambda paths: paths.request("000000-5d0c6f1a"), 0),
+}
+
+
+@pytest.mark.parametrize("file", READ_BY_A_LAUNCH)
+def test_no_content_of_a_file_is_a_traceback_of_a_launch(job: Launch, file: str) -> None:
+    place, expected = READ_BY_A_LAUNCH[file]
+    place(job.paths).parent.mkdir(parents=True, exist_ok=True)
+    place(job.paths).write_bytes(b"[" * 60_000)
+    code, output = job.finish("finish")
+    assert code == expected, output
+    assert "Traceback" not in output

@@ -7,8 +7,10 @@ import re
 import subprocess
 import sys
 from collections import Counter
+from graphlib import TopologicalSorter
 from pathlib import Path
 
+import grimp
 import pytest
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +37,12 @@ def test_imports_point_one_way() -> None:
     command = [sys.executable, "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()"]
     found = subprocess.run([*command, "--no-cache"], cwd=ROOT, capture_output=True, text=True, check=False)
     assert found.returncode == 0, found.stdout + found.stderr
+
+
+def test_no_modules_import_each_other_in_a_circle() -> None:
+    graph = grimp.build_graph("rollback", cache_dir=None)
+    order = TopologicalSorter({name: graph.find_modules_directly_imported_by(name) for name in graph.modules})
+    order.prepare()  # CycleError names the circle
 
 
 @pytest.mark.parametrize("module", ["rollback", "rollback.cli", "rollback.supervisor.supervise"])

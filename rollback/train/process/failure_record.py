@@ -14,7 +14,6 @@ from types import TracebackType
 
 import torch
 
-import rollback
 from rollback.config import host_name
 from rollback.facts.training import Window
 from rollback.rundir.failures import (
@@ -29,7 +28,8 @@ from rollback.rundir.failures import (
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
 
-_LIBRARIES = [Path(module.__file__).parent for module in (torch, rollback, threading) if module.__file__]
+_OURS = Path(__file__).parents[2]
+_LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
 """Frames in here do not tell one error from another: the last is Python's own library."""
 
 

@@ -6,15 +6,18 @@ import errno
 import hashlib
 import json
 import os
+import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.facts.training import Fact, Finished, PassedOver, Trouble
-from rollback.rundir import durable
-from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal
+from rollback.rundir import durable, seal
+from rollback.rundir import journal as journal_module
+from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal, require_sealed
 
 FACTS: list[Fact] = [
     PassedOver(first=4, last=9, step=2, timeline=1),
@@ -54,7 +57,8 @@ def test_what_was_appended_is_read(path: Path, written: bytes) -> None:
 
 
 def test_an_absent_journal_is_an_empty_one(path: Path) -> None:
-    assert read_journal(path).records == []
+    reading = read_journal(path)
+    assert (reading.records, reading.sound_bytes, reading.torn_bytes) == ([], 0, 0)
 
 
 def test_a_later_attempt_goes_on_with_the_sequence_and_the_chain(path: Path, written: bytes) -> None:
@@ -279,3 +283,137 @@ def test_a_journal_that_vanishes_while_it_is_read_is_told(path: Path, written: b
     path.unlink()
     with pytest.raises(RunDirectoryError, match="it is gone"):
         tail.new()
+
+
+def test_what_is_appended_while_a_journal_is_read_is_left_to_the_next_reading(
+    path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size_then = written.index(b"\n") + 11
+    monkeypatch.setattr(journal_module, "os", SimpleNamespace(fstat=lambda fd: SimpleNamespace(st_size=size_then)))
+    reading = read_journal(path)
+    assert [record.fact for record in reading.records] == FACTS[:1]
+    assert reading.torn_bytes == 10
+
+
+def test_a_line_that_is_too_long_is_named_as_such(path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines = written.splitlines(keepends=True)
+    path.write_bytes(lines[0] + b"7" * 2000 + b"\n" + lines[1])
+    monkeypatch.setattr(journal_module, "_LINE_LIMIT", 1000)
+    damage = examine_journal(path).damage
+    assert damage == Damage(2, len(lines[0]), "it has more than 1000 bytes")
+
+
+def test_a_fact_whose_values_cannot_be_is_damage_that_names_the_first_of_them(path: Path) -> None:
+    journal = Journal(path, 1)
+    with warnings.catch_warnings(action="ignore"):  # pydantic's, of the values
+        journal.append(Finished(step=1, batch=1).model_copy(update={"step": "many", "batch": "few"}))
+    journal.append(FACTS[0])
+    journal.close()
+    damage = examine_journal(path).damage
+    assert damage is not None
+    assert "step" in damage.reason
+    assert "valid integer" in damage.reason
+
+
+def test_an_opened_journal_is_on_disk_with_the_directories_that_were_made_for_it(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[str] = []
+    really_sync = os.fsync
+
+    def note_and_sync(fd: int) -> None:
+        synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+        really_sync(fd)
+
+    monkeypatch.setattr(os, "fsync", note_and_sync)
+    Journal(path, 1).close()
+    assert {str(path), str(path.parent), str(path.parent.parent)} <= set(synced)
+
+
+def test_a_journal_that_cannot_be_opened_for_writing_is_refused_with_what_to_do(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(fd: int) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(RunDirectoryError, match=r"opening the journal .*train\.jsonl: Input/output error"):
+        Journal(path, 1)
+
+
+def test_a_writer_knows_what_it_has_appended(path: Path) -> None:
+    journal = Journal(path, 1)
+    for fact in FACTS:
+        journal.append(fact)
+    journal.close()
+    assert [record.fact for record in journal.records] == FACTS
+    assert [record.seq for record in journal.records] == list(range(len(FACTS)))
+
+
+@pytest.fixture
+def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The file of a key that seals from now on."""
+    file = tmp_path / "key"
+    file.write_bytes(bytes(range(32)))
+    file.chmod(0o600)
+    monkeypatch.setenv(seal.ENV_SEAL, str(file))
+    return file
+
+
+def test_each_line_that_is_written_with_a_key_bears_a_seal_of_its_journal(path: Path, key: Path) -> None:
+    write(path, FACTS)
+    reading = read_journal(path)
+    assert (reading.seals, len(reading.records)) == (4, 4)
+    other = path.with_name("supervisor.jsonl")
+    other.write_bytes(path.read_bytes())  # sound, but what is said in one journal is not said in the other
+    with pytest.raises(JournalDamaged, match="line 1 is not what was written: its seal is missing, or not of this key"):
+        read_journal(other)
+
+
+def test_a_line_without_a_seal_is_not_believed_where_there_is_a_key(path: Path, written: bytes, key: Path) -> None:
+    damage = examine_journal(path).damage
+    assert damage == Damage(1, 0, "its seal is missing, or not of this key")
+    assert examine_journal(path).seals == 0
+
+
+def test_seals_are_counted_without_the_key_too(path: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(path, FACTS)
+    monkeypatch.delenv(seal.ENV_SEAL)
+    write(path, FACTS[:1], attempt=2)
+    assert read_journal(path).seals == 4
+
+
+def test_a_journal_that_was_fetched_is_believed_where_every_line_is_sealed(
+    path: Path, written: bytes, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sealed = path.with_name("sealed") / "train.jsonl"
+    write(sealed, FACTS)
+    content = sealed.read_bytes()
+    require_sealed(content, "train")
+    for doubtful in (written, content[:-1], content[:50], content.replace(b'"step":2', b'"step":3', 1)):
+        with pytest.raises(JournalDamaged, match="the train journal is not what was written and sealed"):
+            require_sealed(doubtful, "train")
+    with pytest.raises(JournalDamaged):
+        require_sealed(content, "supervisor")
+    monkeypatch.delenv(seal.ENV_SEAL)
+    require_sealed(content[:50], "train")  # without a key a torn or damaged journal is the reader's affair
+
+
+def test_a_tail_tells_how_many_of_the_new_lines_are_sealed(path: Path, key: Path) -> None:
+    write(path, FACTS[:3])
+    tail = JournalTail(path)
+    tail.new()
+    assert tail.seals == 3
+    write(path, FACTS[3:], attempt=2)
+    tail.new()
+    assert tail.seals == 1
+
+
+def test_a_journal_beyond_the_limit_is_refused_and_one_at_it_is_read(
+    path: Path, written: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(journal_module, "_LIMIT", len(written))
+    assert facts_of(path) == FACTS
+    monkeypatch.setattr(journal_module, "_LIMIT", len(written) - 1)
+    with pytest.raises(JournalDamaged, match=f"{len(written)} bytes; at least 0 and at most {len(written) - 1}"):
+        read_journal(path)

@@ -196,3 +196,15 @@ def test_the_name_of_a_launch_is_of_that_launch_alone_and_fits_into_a_request(pa
     lock.release()
     lock.release()
     assert launch_of(paths) is None
+
+
+def test_a_lock_that_is_a_link_is_not_followed(tmp_path: Path) -> None:
+    paths, private = RunPaths(tmp_path / "run"), tmp_path / "private"
+    paths.root.mkdir()
+    private.write_text("a secret")
+    for link in (paths.lock, paths.holder):
+        link.symlink_to(private)
+        with pytest.raises(RunDirectoryError, match=link.name):
+            RunLock(paths, "test")
+        link.unlink()
+    assert private.read_text() == "a secret"

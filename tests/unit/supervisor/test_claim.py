@@ -10,7 +10,7 @@ import pytest
 
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
 from rollback.facts.training import AttemptStarted, Finished
-from rollback.rundir import lock
+from rollback.rundir import lock, seal
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
@@ -260,3 +260,31 @@ def test_a_directory_that_the_disk_refuses_to_list_is_a_clear_error(
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(RunDirectoryError, match=r"reading the run directory .*: Input/output error"):
         read_past(RunPaths(tmp_path))
+
+
+@pytest.mark.parametrize("sealed", [("train",), ("supervisor",), ("train", "supervisor")], ids=" and ".join)
+def test_a_past_with_sealed_lines_is_not_gone_on_with_without_the_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sealed: tuple[str, ...]
+) -> None:
+    paths, key = RunPaths(tmp_path / "run"), tmp_path / "key"
+    write_past(paths)
+    key.write_bytes(bytes(range(32)))
+    key.chmod(0o600)
+    monkeypatch.setenv(seal.ENV_SEAL, str(key))
+    for name in sealed:
+        path = paths.train_journal.with_name(f"{name}.jsonl")
+        path.unlink()
+        journal = Journal(path, 1)
+        journal.append(Finished(step=1, batch=1))
+        journal.close()
+    monkeypatch.delenv(seal.ENV_SEAL)
+    with pytest.raises(RunDoesNotFit, match="is sealed, and without its key"):
+        read_past(paths)
+
+
+def test_a_run_of_another_format_is_called_that_whatever_its_journals_hold(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path / "run")
+    has_another_format(paths)
+    paths.train_journal.write_text("lines of that format\nand more\n")
+    with pytest.raises(RunDoesNotFit, match="format"):
+        read_past(paths)
