@@ -79,8 +79,8 @@ class CheckpointManager:
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
-        if beat.tiers_failed and self._snapshots.tier == "fast":
-            self._leave_fast_tier(f"it failed on {beat.tiers_failed} ranks")
+        if beat.tier_failed and self._snapshots.tier == "fast":
+            self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
             self.look_after()
 

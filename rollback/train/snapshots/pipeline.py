@@ -223,11 +223,11 @@ class Snapshots:
         if beat.torn:
             self.mode = "held"
             return self._land(False, f"tensors changed while they were read, on {beat.torn} ranks")
-        if beat.shards_failed:
-            return self._land(False, f"{beat.shards_failed} of {self._ranks.world_size} ranks could not write")
-        if beat.commits and beat.commits == self._commits_needed(flight):
+        if beat.shard_failed:
+            return self._land(False, f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
+        if beat.committed and beat.committed == self._commits_needed(flight):
             return self._land(True, "")
-        if beat.shards_written == self._ranks.world_size:
+        if beat.shard_written == self._ranks.world_size:
             flight.stage = SnapshotStage.TELLING
         elif beat.letters:
             return self._read(flight, [Letter.from_words(words) for words in beat.letters])

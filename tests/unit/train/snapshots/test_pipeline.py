@@ -48,10 +48,10 @@ class TwoRanks:
         said: list[Signs] = [one.signs() for one in self.ranks]
         reduced = Beat(
             loss=None, grad_norm=None, ailing=(), stop=False, scaler_skipped=False,
-            shards_written=sum(sign.shard_written for sign in said),
-            shards_failed=sum(sign.shard_failed for sign in said),
-            commits=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
-            ready=sum(sign.ready for sign in said), tiers_failed=sum(sign.tier_failed for sign in said),
+            shard_written=sum(sign.shard_written for sign in said),
+            shard_failed=sum(sign.shard_failed for sign in said),
+            committed=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
+            ready=sum(sign.ready for sign in said), tier_failed=sum(sign.tier_failed for sign in said),
             outgrown=sum(sign.outgrown for sign in said),
             letters=tuple(sign.letter for sign in said if sign.letter is not None),
         )  # fmt: skip
