@@ -19,7 +19,7 @@ from types import TracebackType
 import xxhash
 
 from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
-from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, lay_out, parse_header, room_for
+from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.checkpoints.region import address_of, copy
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir import files
@@ -53,7 +53,7 @@ def write_shard(path: Path, pieces: Iterable[ShardPiece], metadata: Mapping[str,
     """Write a new safetensors file and sync it; `path` must not exist. Raises OSError; a partial file is removed."""
     named = {piece.name: piece for piece in pieces}
     kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
-    layout = lay_out(kinds, room_for(kinds, metadata))
+    layout = lay_out(kinds, header_space_for(kinds, metadata))
     digest = ShardHash()
     fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
     try:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoints import manifest_of, write_checkpoint
 from rollback.checkpoints import slots, tiers
 from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.layout import header_space_for, lay_out
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.checkpoints.shard import ShardReader, Written
 from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
@@ -24,7 +24,7 @@ from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 
 KINDS = {"w": ("F32", (5, 3)), "b": ("U8", (7,))}
-ROOM = room_for(KINDS, {"local": "{}"}, 4096)
+ROOM = header_space_for(KINDS, {"local": "{}"}, 4096)
 
 
 @pytest.fixture
