@@ -89,7 +89,7 @@ def test_what_is_written_where_another_file_has_taken_the_name_is_no_shard(tier:
 
 
 @pytest.mark.parametrize("removed", ["rank-00000.safetensors", "manifest.json"])
-def test_who_releases_a_slot_is_told_whether_it_was_there_until_then(tier: FastTier, removed: str) -> None:
+def test_who_lets_a_checkpoint_go_is_told_whether_it_was_there_until_then(tier: FastTier, removed: str) -> None:
     told: list[bool] = []
     tier.fit(SIZE)
     for number in range(2):
