@@ -11,9 +11,8 @@ import fcntl
 import os
 from pathlib import Path
 
-from rollback.checkpoints.hashing import ShardHash
 from rollback.checkpoints.region import address_of
-from rollback.checkpoints.shard import Written, chunks
+from rollback.checkpoints.shard import Written, write_hashed
 from rollback.rundir import files
 from rollback.rundir.durable import write_all
 
@@ -28,29 +27,15 @@ def write_direct(path: Path, data: memoryview) -> Written:
     data: best at an address that is a multiple of BLOCK (a `Region`'s view, a mapped file). It must not change
     meanwhile. Raises OSError; a partial file is removed. The directory is not synced.
     """
-    digest = ShardHash()
-    fd = _create(path)
-    try:
-        if not _is_aligned(data):
-            _go_through_cache(fd)
-        for chunk in chunks(data, _CHUNK):
-            digest.update(chunk)
-            _write(fd, chunk)
-        os.fsync(fd)
-    except BaseException:
-        files.unlink(path)
-        raise
-    finally:
-        os.close(fd)
-    return Written(data.nbytes, digest.hexdigest())
+    return write_hashed(path, _create(path, direct=_is_aligned(data)), [data], _write, _CHUNK)
 
 
-def _create(path: Path) -> int:
+def _create(path: Path, *, direct: bool) -> int:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
     try:
-        return files.open_file(path, flags | os.O_DIRECT)
+        return files.open_file(path, flags | os.O_DIRECT if direct else flags)
     except OSError as error:
-        if error.errno not in _REFUSED:
+        if not direct or error.errno not in _REFUSED:
             raise
         files.unlink(path)  # some file systems make the file before they refuse
         return files.open_file(path, flags)

@@ -55,38 +55,40 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all tensors of a shard. room: bytes before the first of them. size: of the file."""
+    """Places of all tensors of a shard."""
 
     entries: Mapping[str, TensorEntry]
-    room: int
+    header_space: int
+    """Bytes before the first of them."""
     size: int
+    """Bytes of the file."""
 
     def head(self, metadata: Mapping[str, str]) -> bytes:
-        """The file's first `room` bytes. Raises ValueError where the metadata are too long for them."""
-        text = _header(self.entries, self.room, metadata)
-        if 8 + len(text) > self.room:
-            raise ValueError(f"a header of {len(text)} bytes in a room of {self.room - 8}")
-        return struct.pack("<Q", self.room - 8) + text + b" " * (self.room - 8 - len(text))
+        """The file's first `header_space` bytes. Raises ValueError where the metadata are too long for them."""
+        text, space = _header(self.entries, self.header_space, metadata), self.header_space - 8
+        if len(text) > space:
+            raise ValueError(f"a header of {len(text)} bytes in a room of {space}")
+        return struct.pack("<Q", space) + text + b" " * (space - len(text))
 
 
-def lay_out(kinds: Mapping[str, Kind], room: int, size: int | None = None) -> Layout:
-    """The layout of these tensors behind `room` bytes of header, a multiple of eight.
+def lay_out(kinds: Mapping[str, Kind], header_space: int, size: int | None = None) -> Layout:
+    """The layout of these tensors behind `header_space` bytes, a multiple of eight.
 
     With `size` the file has that many bytes: a tensor `PADDING` takes what the others leave. Raises ValueError where
     they take more.
     """
     if size is not None:
-        surplus = size - room - sum(_nbytes(*kind) for kind in kinds.values())
+        surplus = size - header_space - sum(_nbytes(*kind) for kind in kinds.values())
         if surplus < 0:
             raise ValueError(f"{-surplus} bytes more than there is room for")
         kinds = {**kinds, PADDING: ("U8", (surplus,))}
     entries: dict[str, TensorEntry] = {}
-    position = room
+    position = header_space
     for name, (dtype, shape) in sorted(kinds.items(), key=lambda item: _rank(*item)):
         nbytes = _nbytes(dtype, shape)
         entries[name] = TensorEntry(dtype, shape, position, nbytes)
         position += nbytes
-    return Layout(entries, room, position)
+    return Layout(entries, header_space, position)
 
 
 def _nbytes(dtype: str, shape: tuple[int, ...]) -> int:
@@ -97,7 +99,7 @@ def _rank(name: str, kind: Kind) -> tuple[bool, bool, int, str]:
     return name == PADDING, _nbytes(*kind) % _PAGE > 0, -ITEM_SIZE[kind[0]], name
 
 
-def room_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
+def header_space_for(kinds: Mapping[str, Kind], metadata: Mapping[str, str], multiple: int = 8) -> int:
     """Bytes that a header takes, filled up to a multiple of so many."""
     needed = 8 + len(_header(lay_out(kinds, 0).entries, 0, metadata))
     return -(-needed // multiple) * multiple

@@ -13,7 +13,7 @@ from rollback.checkpoints.shard import Written
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir import seal
 from rollback.rundir.durable import read_small_file
-from rollback.rundir.paths import FORMAT, MANIFEST, checkpoint_name, shard_name
+from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, shard_name
 from rollback.rundir.small_json import parse_json
 
 MANIFEST_LIMIT = 16 << 20
@@ -115,7 +115,7 @@ def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
         raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
     if manifest.format != FORMAT:
         raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")
-    if name not in (None, manifest.name) or manifest.name != checkpoint_name(manifest.seq, manifest.step):
+    if name not in (None, manifest.name) or manifest.name != CheckpointName.of(manifest.seq, manifest.step):
         raise CheckpointDamaged(f"the manifest {where} is that of another checkpoint, {manifest.name!r}")
     # Counted first: a stated world size of a billion must not be spelt out.
     if len(manifest.shards) != manifest.world_size or any(

@@ -13,7 +13,7 @@ from datetime import datetime, timezone
 from rollback.errors import UsageError
 from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_file
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 
 def pin(paths: RunPaths, name: str) -> None:
@@ -36,7 +36,7 @@ def pin(paths: RunPaths, name: str) -> None:
 
 def unpin(paths: RunPaths, name: str) -> None:
     """Let a checkpoint leave the ring when its time comes. Raises UsageError where it is not pinned, and OSError."""
-    if parse_checkpoint_name(name) is None or not is_pinned(paths, name):
+    if CheckpointName.parse(name) is None or not is_pinned(paths, name):
         raise UsageError(f"{name} is not pinned", hint=f"pinned: {', '.join(pinned(paths)) or 'none'}")
     files.unlink(paths.pin(name))
     sync_directory(paths.pins)
@@ -51,18 +51,17 @@ def is_pinned(paths: RunPaths, name: str) -> bool:
     return True
 
 
-def pinned(paths: RunPaths) -> list[str]:
+def pinned(paths: RunPaths) -> list[CheckpointName]:
     """Names of all pinned checkpoints, oldest first, whether or not they are in the ring. Raises OSError."""
     try:
         found = os.listdir(paths.pins)
     except FileNotFoundError:
         return []
-    keyed = [(key, name) for name in found if (key := parse_checkpoint_name(name)) is not None]
-    return [name for _, name in sorted(keyed)]
+    return sorted(filter(None, map(CheckpointName.parse, found)), key=lambda name: name.order)
 
 
 def _require_in_ring(paths: RunPaths, name: str) -> None:
-    if parse_checkpoint_name(name) is None or not paths.checkpoint(name).is_dir():
+    if CheckpointName.parse(name) is None or not paths.checkpoint(name).is_dir():
         raise UsageError(
             f"there is no checkpoint {name} in {paths.ring}", hint="`rollback ring list` shows those that there are"
         )

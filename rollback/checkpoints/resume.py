@@ -7,7 +7,7 @@ from typing import Protocol, TypeVar
 
 from rollback.checkpoints.manifest import Manifest
 from rollback.facts.history import History
-from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 
 class Taken(Protocol):
@@ -31,10 +31,10 @@ def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_
     the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
     """
     cuts = [
-        (seq_and_step[0], case.plan.timeline)
+        (planned.seq, case.plan.timeline)
         for case in history.cases
         if case.plan and case.plan.action in ("rollback", "retry") and case.plan.checkpoint
-        if (seq_and_step := parse_checkpoint_name(case.plan.checkpoint))
+        if (planned := CheckpointName.parse(case.plan.checkpoint))
     ]
     return [
         manifest
@@ -72,4 +72,4 @@ def next_seq(history: History, on_disk: Iterable[str]) -> int:
     The newest may have left the ring. Its number must not come back: the record says of its name that it was discarded.
     """
     names = {*on_disk, *history.committed, *history.discarded, *history.gone}
-    return max((parsed[0] for name in names if (parsed := parse_checkpoint_name(name))), default=-1) + 1
+    return max((parsed.seq for name in names if (parsed := CheckpointName.parse(name))), default=-1) + 1

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 _APART = 4  # how much older than the next one a good checkpoint may be
 
@@ -46,7 +46,7 @@ def choose_evictions(
 def _least_missed(names: Sequence[str], fixed: Collection[str]) -> str | None:
     """Which of these, oldest first, is thinned out next; None where all are fixed."""
     free = [place for place, name in enumerate(names) if name not in fixed]
-    steps = [(parse_checkpoint_name(name) or (0, 0))[1] for name in names]
+    steps = [CheckpointName(name).step for name in names]
     ages = [steps[-1] - step for step in steps]
     between = [place for place in free if place > 0 and ages[place - 1] <= _APART * ages[place + 1]]
     if between:

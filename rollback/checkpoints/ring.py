@@ -16,7 +16,7 @@ from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_file
-from rollback.rundir.paths import MANIFEST, RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import MANIFEST, CheckpointName, RunPaths
 
 _IN_QUARANTINE = 16  # checkpoints: more than a ring usually holds
 
@@ -59,14 +59,13 @@ def abandon(paths: RunPaths, name: str) -> None:
     files.remove_directory(paths.writing(name))
 
 
-def names(paths: RunPaths) -> list[str]:
+def names(paths: RunPaths) -> list[CheckpointName]:
     """Names of all committed checkpoints, oldest first, whether or not they verify."""
     try:
         found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    parsed = [(parse_checkpoint_name(name), name) for name in found]
-    return [name for key, name in sorted((key, name) for key, name in parsed if key is not None)]
+    return sorted(filter(None, map(CheckpointName.parse, found)), key=lambda name: name.order)
 
 
 def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
@@ -126,11 +125,11 @@ def quarantine(paths: RunPaths, name: str) -> None:
     files.rename(paths.checkpoint(name), aside)
     sync_directory(paths.quarantine)
     sync_directory(paths.ring)
-    others = [(key, path) for path in paths.quarantine.iterdir() if (key := parse_checkpoint_name(path.name))]
-    others = sorted(item for item in others if item[1] != aside)
-    for _, oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
+    others = [parsed for path in paths.quarantine.iterdir() if (parsed := CheckpointName.parse(path.name))]
+    others = sorted((other for other in others if other != name), key=lambda other: other.order)
+    for oldest in others[: max(0, len(others) + 1 - _IN_QUARANTINE)]:
         with contextlib.suppress(OSError):  # once more the next time
-            files.remove_directory(oldest)
+            files.remove_directory(paths.quarantine / oldest)
 
 
 def leftovers(paths: RunPaths) -> list[str]:

@@ -19,7 +19,7 @@ from types import TracebackType
 import xxhash
 
 from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
-from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, lay_out, parse_header, room_for
+from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.checkpoints.region import address_of, copy
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.rundir import files
@@ -53,21 +53,32 @@ def write_shard(path: Path, pieces: Iterable[ShardPiece], metadata: Mapping[str,
     """Write a new safetensors file and sync it; `path` must not exist. Raises OSError; a partial file is removed."""
     named = {piece.name: piece for piece in pieces}
     kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
-    layout = lay_out(kinds, room_for(kinds, metadata))
-    digest = ShardHash()
+    layout = lay_out(kinds, header_space_for(kinds, metadata))
     fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    return write_hashed(path, fd, _blocks(layout, named, metadata), write_all, 4 * _CHUNK)
+
+
+def write_hashed(
+    path: Path, fd: int, blocks: Iterable[memoryview], write: Callable[[int, memoryview], None], chunk_size: int
+) -> Written:
+    """Write a file that was just made, hashing on the way, sync it and close it. Where that fails, it is removed.
+
+    write: writes all of a chunk, of at most `chunk_size` bytes. Raises what that does, and OSError.
+    """
+    digest, size = ShardHash(), 0
     try:
-        for block in _blocks(layout, named, metadata):
-            for chunk in chunks(block, 4 * _CHUNK):
+        for block in blocks:
+            size += block.nbytes
+            for chunk in _chunks(block, chunk_size):
                 digest.update(chunk)
-                write_all(fd, chunk)
+                write(fd, chunk)
         os.fsync(fd)
     except BaseException:
         files.unlink(path)
         raise
     finally:
         os.close(fd)
-    return Written(layout.size, digest.hexdigest())
+    return Written(size, digest.hexdigest())
 
 
 def _blocks(layout: Layout, pieces: Mapping[str, ShardPiece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
@@ -80,7 +91,7 @@ def _blocks(layout: Layout, pieces: Mapping[str, ShardPiece], metadata: Mapping[
         yield block
 
 
-def chunks(block: memoryview, size: int) -> Iterator[memoryview]:
+def _chunks(block: memoryview, size: int) -> Iterator[memoryview]:
     """A block's bytes, at most `size` at a time."""
     flat = block.cast("B") if block.nbytes else memoryview(b"")
     for start in range(0, len(flat), size):

@@ -7,10 +7,11 @@ from pathlib import Path
 
 import psutil
 
+from rollback.rundir import cgroups
+
 LEAST_SLOTS = 4
 """One to write into, and three that never leave: the newest good checkpoint, the next good one, the newest."""
 
-_CGROUPS = Path("/sys/fs/cgroup")
 _UNLIMITED = 1 << 60
 
 
@@ -41,22 +42,16 @@ def bytes_of(root: Path) -> int:
 def _free_in_cgroups() -> int:
     """What the tightest of our memory cgroups leaves; a very large number where there is none."""
     try:
-        lines = Path("/proc/self/cgroup").read_text().splitlines()
+        membership = Path("/proc/self/cgroup").read_text()
     except OSError:
         return _UNLIMITED
     free = _UNLIMITED
-    for controllers, where in (line.split(":", 2)[1:] for line in lines if line.count(":") >= 2):
-        if not controllers:
-            home, limit, used = _CGROUPS, "memory.max", "memory.current"
-        elif "memory" in controllers.split(","):
-            home, limit, used = _CGROUPS / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-        else:
-            continue
-        group = home / where.lstrip("/")
-        for directory in (group, *group.parents):
-            if not directory.is_relative_to(home):
+    for group in cgroups.memory_groups(membership, cgroups.ROOT):
+        limit, used = ("max", "current") if group.unified else ("limit_in_bytes", "usage_in_bytes")
+        for directory in (group.directory, *group.directory.parents):
+            if not directory.is_relative_to(group.home):
                 break
-            free = min(free, _left(directory, limit, used))
+            free = min(free, _left(directory, f"memory.{limit}", f"memory.{used}"))
     return free
 
 

@@ -234,14 +234,3 @@ def remove(slots: SlotPaths) -> None:
             files.remove_directory(slots.root, _OF_A_TIER)
     with contextlib.suppress(OSError):  # others of this user's runs are in it
         slots.root.parent.rmdir()
-
-
-def tiers_on_host(base: Path = DEFAULT_BASE) -> list[tuple[SlotPaths, Path | None]]:
-    """All fast tiers of this user under a base, with the run directory of each: to find those of runs that are gone."""
-    home = base / f"rollback-{os.geteuid()}"
-    try:
-        require_own(home)
-        found = [SlotPaths(Path(entry.path)) for entry in os.scandir(home) if entry.is_dir(follow_symlinks=False)]
-    except (OSError, RunDirectoryError):
-        return []
-    return sorted(((slots, owner_of(slots)) for slots in found), key=lambda pair: pair[0].root)

@@ -9,10 +9,10 @@ import re
 import resource
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
 from rollback.doctor.findings import Finding, size
+from rollback.rundir.cgroups import granted_cores
 
 _OLDEST_TORCH = (2, 10)
 _FILES = 4096
@@ -76,11 +76,8 @@ def judge_torch(told: dict[str, Any]) -> Finding:
 def cores() -> float:
     """Processors that this process may use: its affinity, and the container's quota."""
     allowed = float(len(os.sched_getaffinity(0)))
-    try:
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(allowed, int(quota) / int(period))
-    except (OSError, ValueError):  # no such group, or no limit ("max")
-        return allowed
+    granted = granted_cores()
+    return allowed if granted is None else min(allowed, granted)
 
 
 def judge_cores(count: float, ranks: int | None) -> Finding:

@@ -34,7 +34,7 @@ from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import JournalTail
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 _POLL = 0.2
 _NICENESS = 10
@@ -251,8 +251,7 @@ class Drainer:
         self._last = LastCopy(began, seconds)
         self._record_kept()
         self._recover()
-        _, step = parse_checkpoint_name(name) or (0, 0)
-        size = place.manifest.bytes
+        step, size = CheckpointName(name).step, place.manifest.bytes
         self._note(Drained(checkpoint=name, step=step, place=self._ring.place, bytes=size, seconds=round(seconds, 4)))
 
     def _record_kept(self) -> None:

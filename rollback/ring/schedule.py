@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.checkpoints.retention import choose_evictions
 from rollback.facts.history import History
-from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 _SHARE = 20  # auto: draining takes at most one part in so many of the time
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
@@ -48,7 +48,7 @@ class DrainCandidate:
 
     @property
     def seq(self) -> int:
-        return (parse_checkpoint_name(self.name) or (0, 0))[0]
+        return CheckpointName(self.name).seq
 
 
 @dataclass(frozen=True)

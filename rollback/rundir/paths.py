@@ -14,14 +14,33 @@ FORMAT = 2
 _CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
 
 
-def checkpoint_name(seq: int, step: int) -> str:
-    return f"c{seq:06d}-s{step:08d}"
+class CheckpointName(str):
+    """The name of a checkpoint wherever it lies, with what it says: `c<seq>-s<step>`.
 
+    Made of any text, since a record may hold any; of what is no such name `seq` and `step` are 0. See `parse`.
+    """
 
-def parse_checkpoint_name(name: str) -> tuple[int, int] | None:
-    """`(seq, step)` of a checkpoint's name, or None for any other name."""
-    match = _CHECKPOINT_NAME.fullmatch(name)
-    return (int(match[1]), int(match[2])) if match else None
+    seq: int
+    step: int
+
+    def __new__(cls, text: str) -> CheckpointName:
+        name, match = super().__new__(cls, text), _CHECKPOINT_NAME.fullmatch(text)
+        name.seq, name.step = (int(match[1]), int(match[2])) if match else (0, 0)
+        return name
+
+    @classmethod
+    def of(cls, seq: int, step: int) -> CheckpointName:
+        return cls(f"c{seq:06d}-s{step:08d}")
+
+    @classmethod
+    def parse(cls, text: str) -> CheckpointName | None:
+        """None for text that is no checkpoint's name: a file beside checkpoints, an operator's word."""
+        return cls(text) if _CHECKPOINT_NAME.fullmatch(text) else None
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """By which names are sorted, oldest first: as text they are not, once there are a million."""
+        return self.seq, self.step
 
 
 def shard_name(rank: int) -> str:

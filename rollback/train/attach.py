@@ -249,7 +249,7 @@ def attach(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Rank
         if result.place is not None:
             chosen, source = manifest, result.place
             break
-        damaged[manifest.name] = result.fault
+        damaged[manifest.name] = str(result.fault)
     lost = history.committed.keys() - history.gone - history.discarded
     if chosen is None and (reading.manifests or damaged or lost):
         damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}

@@ -17,7 +17,7 @@ from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, Sc
 from rollback.train.comm.recorder import Recorder
 from rollback.train.incidents.judge import Halt, Judge
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.snapshots.schedule import Saver
+from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
 
@@ -27,7 +27,7 @@ class TrainingEnd:
     def __init__(
         self,
         state: TrainingState,
-        saver: Saver,
+        saver: SnapshotSchedule,
         keeper: CheckpointManager,
         watch: Judge,
         record: Recorder,

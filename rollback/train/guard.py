@@ -38,8 +38,8 @@ from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import at_exit, end_draining, start_draining
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import elsewhere_of
-from rollback.train.snapshots.schedule import Saver
+from rollback.train.snapshots.remote import remote_ring
+from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.state.state import Stateful, TrainingState
 from rollback.train.step import StepInHand
@@ -127,17 +127,18 @@ class Guard(ScriptSide):
         self._life = SignsOfLife(self._paths, ranks, attached.attempt, cursor)
         tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
         self._drainer = start_draining(self._paths, settings, self._record, ranks)
-        slots = fast_tier(tier[0], ranks, attached.slots)
-        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, slots)
+        fast = fast_tier(tier[0], ranks, attached.slots.values())
+        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, fast)
         self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
         self._skips.announce(cursor)
         self._evidence = IncidentEvidence(
             self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes
         )
-        holdings = Catalogue(settings.probation, attached.manifests, attached.history.good)
-        away = elsewhere_of(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
+        in_slots = attached.slots if fast is not None else {}
+        catalogue = Catalogue(settings.probation, attached.manifests, attached.history.good, in_slots)
+        remote = remote_ring(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
         self._keeper = CheckpointManager(
-            self._paths, ranks, self._snapshots, holdings, self._record, settings.keep, away
+            self._paths, ranks, self._snapshots, catalogue, self._record, settings.keep, remote
         )
         pulse = Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._watch = Judge(
@@ -156,7 +157,7 @@ class Guard(ScriptSide):
         self._requests = Requests(
             self._paths, ranks, self._record, attached.history, self._watch, self._keeper, self._skips, cursor
         )
-        self._saver = Saver(
+        self._saver = SnapshotSchedule(
             settings, ranks, self._state, self._snapshots, self._keeper, self._record, tier,
             attached.restored.step if attached.restored else None,
         )  # fmt: skip
@@ -343,7 +344,7 @@ class Guard(ScriptSide):
         if not self._all_is_well():
             return False
         if self._watch.calm:
-            self._saver.take(self._watch.timeline)
+            self._saver.take_snapshot(self._watch.timeline)
         return True
 
     # Ends ----------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.snapshots import remote
-from rollback.train.snapshots.remote import Elsewhere
+from rollback.train.snapshots.remote import RemoteRing
 
 URL = "faulty://bucket/runs/one"
 NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
@@ -55,14 +55,14 @@ def paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket) -> Ru
     return run.paths
 
 
-def reaching(paths: RunPaths) -> tuple[Elsewhere, list[str], Recorder]:
+def reaching(paths: RunPaths) -> tuple[RemoteRing, list[str], Recorder]:
     done: list[str] = []
     record = Recorder(paths, 1, first=True)
-    return Elsewhere(paths, Ranks(), record, f"{URL}/", done.append), done, record
+    return RemoteRing(paths, Ranks(), record, f"{URL}/", done.append), done, record
 
 
-def offered(there: Elsewhere) -> list[str]:
-    return [point.name for point in there.held()]
+def offered(there: RemoteRing) -> list[str]:
+    return [point.name for point in there.offered()]
 
 
 def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPaths, bucket: Bucket) -> None:
@@ -90,7 +90,7 @@ def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
     numbers = range(1, len(bucket.operations) + 1)
     assert len(numbers) >= 3
     for number in numbers:
-        there.forgive()
+        there.try_again()
         bucket.fail(number, manner)
         try:
             found = there.fetch(NAMES[1])
@@ -102,7 +102,7 @@ def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
         if manner == "for ever":
             assert offered(there) == [], "the next one would have to be waited for just as long"
         bucket.heal()
-        there.forgive()
+        there.try_again()
         assert offered(there) == NAMES, "the next plan tries again"
         if manner != "once":
             assert isinstance(there.fetch(NAMES[1]), Manifest)
@@ -114,7 +114,7 @@ def test_a_checkpoint_that_is_not_there_any_more_costs_that_choice_only(paths: R
     there, _, _ = reaching(paths)
     for key in [key for key in bucket.objects if NAMES[2] in key]:
         del bucket.objects[key]
-    assert there.fetch(NAMES[2]) == f"{URL} has no checkpoint {NAMES[2]} any more"
+    assert str(there.fetch(NAMES[2])) == f"{URL} has no checkpoint {NAMES[2]} any more"
     assert offered(there) == NAMES[:2]
 
 

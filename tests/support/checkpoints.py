@@ -6,17 +6,17 @@ from pathlib import Path
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.direct import BLOCK, write_direct
-from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.layout import header_space_for, lay_out
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.checkpoints.region import Region
-from rollback.rundir.paths import RunPaths, checkpoint_name, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
 
 RANKS = 2
 
 
 def manifest_of(seq: int, step: int) -> Manifest:
     return Manifest(
-        name=checkpoint_name(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=1,
+        name=CheckpointName.of(seq, step), seq=seq, step=step, batch=2 * step, epoch=0, timeline=0, attempt=1,
         created="2030-01-01T00:00:00+00:00", world_size=RANKS, shards=(),
     )  # fmt: skip
 
@@ -28,10 +28,10 @@ def content(rank: int, step: int) -> bytes:
 def shard_of(rank: int, step: int) -> Region:
     """A shard in memory, as a rank leaves it for its thread to write: whole blocks, and a few bytes more."""
     kinds, metadata = {f"w{rank}": ("U8", (64,))}, {"local": "{}"}
-    layout = lay_out(kinds, room_for(kinds, metadata, BLOCK))
+    layout = lay_out(kinds, header_space_for(kinds, metadata, BLOCK))
     region = Region(layout.size)
-    region.view[: layout.room] = layout.head(metadata)
-    region.view[layout.room :] = content(rank, step)
+    region.view[: layout.header_space] = layout.head(metadata)
+    region.view[layout.header_space :] = content(rank, step)
     return region
 
 

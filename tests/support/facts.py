@@ -10,14 +10,14 @@ from hypothesis import strategies as st
 
 from rollback.facts import training
 from rollback.facts.training import Fact, PassedOver, Window
-from rollback.rundir.paths import checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 FACTS: list[type[Fact]] = list(get_args(get_args(training.AnyFact)[0]))
 
 windows = st.tuples(st.integers(0, 10**9), st.integers(0, 10**6)).map(lambda p: Window(first=p[0], last=p[0] + p[1]))
 _BY_TYPE: dict[Any, st.SearchStrategy[Any]] = {
     int: st.integers(0, 2) | st.integers(-(2**53), 2**53),
-    str: st.sampled_from([checkpoint_name(1, 20), checkpoint_name(2, 40)]) | st.text(),
+    str: st.sampled_from([CheckpointName.of(1, 20), CheckpointName.of(2, 40)]) | st.text(),
     float: st.floats(),
     bool: st.booleans(),
     Window: windows,

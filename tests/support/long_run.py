@@ -24,7 +24,7 @@ from rollback.facts.training import (
 from rollback.rundir import journal
 from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, write_evidence
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.paths import RunPaths, checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import SkippedBatch
 
 START = datetime(2030, 1, 1, tzinfo=timezone.utc)
@@ -113,7 +113,7 @@ class LongRun:
         self.paths.train_journal.write_text("\n".join(self._lines) + "\n")
 
     def _commit(self, clock: float, step: int, timeline: int, held: list[str]) -> None:
-        name = checkpoint_name(len(self._lines), step)
+        name = CheckpointName.of(len(self._lines), step)
         self._tell(
             clock,
             Committed(checkpoint=name, step=step, batch=2 * step, timeline=timeline, bytes=1 << 30, seconds=0.5),

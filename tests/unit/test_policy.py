@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rollback.config import Settings
 from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import DataStream, PolicyCheckpoint, horizon_end, plan, plan_request, repeats
-from rollback.rundir.paths import checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 
 def incident(
@@ -27,7 +27,7 @@ def incident(
 
 def held(*steps: int, good: bool = True, batches_per_step: int = 1) -> list[PolicyCheckpoint]:
     return [
-        PolicyCheckpoint(checkpoint_name(seq, step), step, step * batches_per_step, good)
+        PolicyCheckpoint(CheckpointName.of(seq, step), step, step * batches_per_step, good)
         for seq, step in enumerate(steps)
     ]
 
@@ -76,10 +76,10 @@ def test_first_answers(settings: dict[str, Any], onset: int, detected: int, step
 
 
 def test_candidates_are_never_restored() -> None:
-    ring = [*held(0, 50), PolicyCheckpoint(checkpoint_name(9, 100), 100, 100, False)]
+    ring = [*held(0, 50), PolicyCheckpoint(CheckpointName.of(9, 100), 100, 100, False)]
     answer = plan(incident(150, 152), None, ring, rules())
     assert answer.step == 50
-    assert answer.discards == (checkpoint_name(9, 100),)
+    assert answer.discards == (CheckpointName.of(9, 100),)
 
 
 @dataclass
@@ -323,7 +323,7 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[PolicyCheckpoint], Setti
     per_step = draw(st.integers(1, 8))
     later = draw(st.lists(st.tuples(st.integers(1, 500), st.booleans()), max_size=8, unique_by=lambda pair: pair[0]))
     points = [(0, True), *sorted(later)]
-    ring = [PolicyCheckpoint(checkpoint_name(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
+    ring = [PolicyCheckpoint(CheckpointName.of(seq, s), s, s * per_step, good) for seq, (s, good) in enumerate(points)]
     onset = draw(st.integers(0, 500))
     found = incident(onset, onset + draw(st.integers(0, 50)), batches_per_step=per_step)
     settings = rules(
@@ -411,7 +411,7 @@ def test_a_window_leaves_whole_updates_of_the_epoch_in_which_it_ends(
     stream: DataStream, onset: int, skip: tuple[int, int]
 ) -> None:
     ring = [
-        PolicyCheckpoint(checkpoint_name(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))
+        PolicyCheckpoint(CheckpointName.of(seq, step), step, 4 * step, True) for seq, step in enumerate((0, 5, 10, 15))
     ]
     found = incident(onset, onset, batches_per_step=4)
     answer = plan(found, None, ring, rules(rewind=3, skip_after=20), stream)

@@ -57,7 +57,7 @@ from rollback.inspect.audit.report import (
     UserWindow,
 )
 from rollback.inspect.audit.requests import request_entries
-from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import SkippedBatch
 
 _F = TypeVar("_F", bound=Fact)
@@ -248,11 +248,11 @@ def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[Chec
             ):
                 pass  # the ring has it still
             case Evicted() | CheckpointLost() | Quarantined() | Dropped() as fact:
-                name = fact.checkpoint
+                name = CheckpointName.parse(fact.checkpoint)
                 known = entries.setdefault(
-                    name,
+                    fact.checkpoint,
                     {
-                        "checkpoint": name, "step": (parse_checkpoint_name(name) or (None, None))[1], "batch": None,
+                        "checkpoint": fact.checkpoint, "step": name.step if name else None, "batch": None,
                         "at": record.at, "bytes": None, "seconds": None, "tier": None,
                     },
                 )  # fmt: skip

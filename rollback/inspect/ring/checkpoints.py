@@ -31,7 +31,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
 from rollback.rundir.journal import read_journal
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
@@ -116,7 +116,7 @@ def read_listing(root: Path) -> Listing:
         manifest, pinned_, fault = sound.get(name), name in pins, damaged.get(name)
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
-    entries.sort(key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
+    entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).order)
     finished = history.finished if history else None
     final = finished.checkpoint if finished and finished.checkpoint in present else None
     here = {entry.checkpoint for entry in entries if entry.tiers != ["fast"]}
@@ -147,7 +147,7 @@ def read_held(root: Path) -> list[Checkpoint]:
             away = _entry(point.name, None, "good")
             entries[point.name] = away.model_copy(update={"batch": point.batch})
     held = [entry for entry in entries.values() if entry.status in ("good", "candidate", "unknown")]
-    return sorted(held, key=lambda entry: parse_checkpoint_name(entry.checkpoint) or (0, 0))
+    return sorted(held, key=lambda entry: CheckpointName(entry.checkpoint).order)
 
 
 def has_memory_elsewhere(paths: RunPaths) -> bool:
@@ -244,7 +244,7 @@ def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) 
 
 def _quarantined(paths: RunPaths) -> list[Checkpoint]:
     try:
-        names = [name for name in os.listdir(paths.quarantine) if parse_checkpoint_name(name)]
+        names = [name for name in os.listdir(paths.quarantine) if CheckpointName.parse(name)]
     except FileNotFoundError:
         return []
     entries = []
@@ -266,10 +266,9 @@ def _entry(
     fault: str | None = None,
 ) -> Checkpoint:
     if manifest is None:
-        _, step = parse_checkpoint_name(name) or (0, 0)
         return Checkpoint(
-            checkpoint=name, tiers=list(tiers), step=step, batch=None, epoch=None, timeline=None, attempt=None,
-            created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
+            checkpoint=name, tiers=list(tiers), step=CheckpointName(name).step, batch=None, epoch=None, timeline=None,
+            attempt=None, created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
         )  # fmt: skip
     taken = seconds_since_epoch(manifest.created)
     return Checkpoint(

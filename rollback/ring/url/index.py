@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
-from rollback.rundir.paths import FORMAT, MANIFEST, RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, RunPaths
 from rollback.rundir.small_json import parse_json
 
 PIECE = 4 << 20
@@ -81,9 +81,9 @@ class Index(BaseModel):
     @classmethod
     def _names_of_checkpoints(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if parse_checkpoint_name(name) is None:
+            if CheckpointName.parse(name) is None:
                 raise ValueError(f"{name!r} is no name of a checkpoint")
-        return tuple(sorted(set(names), key=lambda name: parse_checkpoint_name(name) or (0, 0)))
+        return tuple(sorted(set(names), key=lambda name: CheckpointName(name).order))
 
     @property
     def keys(self) -> set[str]:

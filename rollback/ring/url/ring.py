@@ -21,7 +21,7 @@ from rollback.ring.url.index import (
 )
 from rollback.ring.url.store import Store
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
 
 
 class RingAtUrl:
@@ -158,7 +158,7 @@ class RingAtUrl:
 
 
 def _order(name: str) -> tuple[int, int]:
-    return parse_checkpoint_name(name) or (0, 0)
+    return CheckpointName(name).order
 
 
 def _another_goes_on(url: str) -> RunDoesNotFit:

@@ -24,7 +24,7 @@ from rollback.facts.training import (
 from rollback.ring.helper import drained
 from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail, read_journal
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.small_json import read_model
 from rollback.supervisor.diagnosis.classify import RankEnd
@@ -110,7 +110,7 @@ def gather(
 def _newest_there(paths: RunPaths) -> int | None:
     """The step of the newest checkpoint that there is, here or in the durable ring; None where there is none."""
     names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
-    return max((step for name in names for _, step in [parse_checkpoint_name(name) or (0, 0)]), default=None)
+    return max((CheckpointName(name).step for name in names), default=None)
 
 
 def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:

@@ -10,23 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-_ROOT = Path("/sys/fs/cgroup")
+from rollback.rundir.cgroups import ROOT, memory_groups
+
 _PROC = Path("/proc")
 
 
-def counter_files(membership: str, root: Path = _ROOT) -> list[Path]:
+def counter_files(membership: str, root: Path = ROOT) -> list[Path]:
     """Files that may hold the counter, best first, for a process whose /proc/PID/cgroup reads `membership`.
 
     In a container the path that the kernel states need not exist below `root`; the mounted root is then its own group.
     """
     found: list[Path] = []
-    for line in membership.splitlines():
-        _, controllers, path = line.split(":", 2)
-        inside = path.lstrip("/")
-        if controllers == "":
-            found += [base / "memory.events" for base in (root / inside, root / "unified" / inside, root)]
-        elif "memory" in controllers.split(","):
-            found += [base / "memory.oom_control" for base in (root / "memory" / inside, root / "memory")]
+    for group in memory_groups(membership, root):
+        if group.unified:
+            beside_v1 = root / "unified" / group.directory.relative_to(root)
+            found += [base / "memory.events" for base in (group.directory, beside_v1, root)]
+        else:
+            found += [base / "memory.oom_control" for base in (group.directory, group.home)]
     return found
 
 
@@ -42,7 +42,7 @@ def parse_counter(text: str) -> int | None:
 class OomCounters:
     """Counts OOM kills since each process's cgroup was first looked at. Where that cannot be read, none are counted."""
 
-    def __init__(self, root: Path = _ROOT, proc: Path = _PROC) -> None:
+    def __init__(self, root: Path = ROOT, proc: Path = _PROC) -> None:
         self._root, self._proc = root, proc
         self._before: dict[Path, int] = {}
         self._watched: set[int | str] = set()

@@ -207,12 +207,12 @@ class Requests:
         for point in reversed(self._keeper.as_held()):
             if point.step > step:
                 continue
-            fault = self._keeper.bring(point.name)
+            fault = self._keeper.fetch_if_remote(point.name)
             if fault is None:
                 fault = verify(point.name, self._keeper.places(point.name), self._ranks)
             if fault is None:
                 return point, None
-            self._keeper.put_aside(point.name, fault)
+            self._keeper.put_aside(point.name, str(fault))
         return None, min((point.step for point in self._keeper.as_held()), default=None)
 
     def rewound(self, decision: Rewind) -> None:

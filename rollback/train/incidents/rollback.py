@@ -59,14 +59,14 @@ class Rewinder:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
             assert name is not None
-            fault = self._keeper.bring(name)
+            fault = self._keeper.fetch_if_remote(name)
             if fault is None:
                 target = self._keeper.manifest(name)
                 result = restore(name, self._keeper.places(name), self._ranks, self._state)
                 if result.place is not None:
                     break
                 fault = result.fault
-            replanned = self._watch.plan_without(name, fault, decision)
+            replanned = self._watch.plan_without(name, str(fault), decision)
             if not isinstance(replanned, Rewind):
                 return replanned
             decision = replanned

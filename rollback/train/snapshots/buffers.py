@@ -7,9 +7,8 @@ is next follows from calls that all ranks make alike.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
-from pathlib import Path
 from typing import Protocol
 
 from rollback.checkpoints import slots
@@ -19,12 +18,14 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import pin, unpin
+from rollback.train.snapshots.faults import TierFault
 
 
 class SnapshotBuffer(Protocol):
-    """Place for one snapshot after the other. fault: why there can be none, once that is known."""
+    """Place for one snapshot after the other."""
 
-    fault: str | None
+    fault: TierFault | None
+    """Why there can be none, once that is known."""
 
     def fit(self, size: int) -> None:
         """Make room for snapshots of so many bytes, in the background."""
@@ -35,15 +36,15 @@ class SnapshotBuffer(Protocol):
     def wait(self, seconds: float) -> None:
         """Wait until it is ready or known not to be, at most so long for others who hold it up."""
 
-    def take(self, name: str) -> Region:
-        """The memory for a snapshot, which must be ready."""
+    def reserve(self) -> tuple[int | None, Region]:
+        """The memory for a snapshot, which must be ready; and its slot, where it is one."""
 
 
 class Staging:
     """Private memory, kept from snapshot to snapshot."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self.fault: str | None = None
+        self.fault: TierFault | None = None
         self._thread = thread
         self._region: Region | None = None
         self._job: Future[None] | None = None
@@ -59,9 +60,9 @@ class Staging:
         if self._job is not None:
             self._job.exception()
 
-    def take(self, name: str) -> Region:
+    def reserve(self) -> tuple[int | None, Region]:
         assert self._region is not None
-        return self._region
+        return None, self._region
 
     def _make(self, size: int) -> None:
         if self._region is not None:
@@ -78,17 +79,16 @@ class Staging:
             return True
         if not isinstance(error, OSError | MemoryError):
             raise error
-        self.fault = f"there is no memory for a copy: {error}"
+        self.fault = TierFault("durable", f"there is no memory for a copy: {error}")
         return False
 
 
 class FastTier:
-    """One rank's view of its host's slots.
+    """One rank's view of its host's slots, which it knows by their numbers; what is in them, the catalogue knows.
 
     count: slots in use; 0: none is written, but those that hold checkpoints are known. leads: whether this rank is the
-    one that commits and un-commits on its host. here: the ranks of this host. held: slots that are committed, by
-    checkpoint, the same on all ranks. must_stay: asked in the thread of a leading rank whether a checkpoint that is to
-    leave is still needed in its slot.
+    one that commits and un-commits on its host. here: the ranks of this host. taken: slots that are committed, the same
+    on all ranks.
     """
 
     def __init__(
@@ -98,33 +98,26 @@ class FastTier:
         *,
         leads: bool,
         here: Collection[int],
-        held: Mapping[str, int],
-        must_stay: Callable[[str], bool] = lambda name: False,
+        taken: Collection[int] = (),
     ) -> None:
-        self.fault: str | None = None
+        self.fault: TierFault | None = None
         self.paths = paths
         self.count = 0
         self._rank = rank
         self._leads = leads
         self._here = frozenset(here)
-        self._must_stay = must_stay
-        self._holding = dict(held)
+        self._taken = set(taken)
         self._size = 0
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
-        self._leaving: dict[int, tuple[str, Callable[[bool], None]]] = {}
+        self._leaving: dict[int, Callable[[bool], None]] = {}
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
-
-    @property
-    def held(self) -> set[str]:
-        """Names of the checkpoints in slots, and of the snapshot that is being copied."""
-        return set(self._holding)
 
     def resize(self, count: int) -> None:
         """Use so many slots from now on. What others hold stays until it is evicted."""
         surplus, self.count = range(count, self.count), count
         for number in surplus:
-            if number not in self._holding.values():
+            if number not in self._taken:
                 self._tend(number)
 
     def fit(self, size: int) -> None:
@@ -149,7 +142,7 @@ class FastTier:
             return False
         error = job.exception()
         if isinstance(error, OSError | RollbackError):
-            self.fault = str(error)
+            self.fault = TierFault("fast", str(error))
             return False
         if error is not None:
             raise error
@@ -172,59 +165,50 @@ class FastTier:
         for job in list(self._jobs.values()):
             job.exception()
 
-    def take(self, name: str) -> Region:
+    def reserve(self) -> tuple[int | None, Region]:
         number = self._free()[0]
-        self._holding[name] = number
+        self._taken.add(number)
         del self._jobs[number]
-        return self._regions[number]
+        return number, self._regions[number]
 
-    def place(self, name: str) -> Path | None:
-        """The directory of a checkpoint."""
-        return self.paths.slot(self._holding[name]) if name in self._holding else None
+    def memory(self, number: int) -> Region | None:
+        """This rank's shard where it lies, if this process has it mapped."""
+        return self._regions.get(number)
 
-    def memory(self, name: str) -> Region | None:
-        """This rank's shard of a checkpoint where it lies, if this process has it mapped."""
-        return self._regions.get(self._holding.get(name, -1))
-
-    def is_there(self, name: str) -> bool:
-        """Whether a checkpoint is still in its slot, as far as this rank can tell: manifest, and this rank's shard."""
-        return self._has_checkpoint(self._holding[name])
-
-    def require_file(self, name: str) -> None:
-        """Raise OSError unless what was written for a snapshot is in the file that has its name."""
-        number = self._holding[name]
-        slots.require_file(self.paths, number, self._rank, self._regions[number])
-
-    def commit(self, manifest: Manifest) -> None:
-        """Make a snapshot a checkpoint, on this host. One rank of each. Raises OSError."""
-        slots.commit(self.paths, self._holding[manifest.name], manifest, self._here)
-
-    def let_go(
-        self, name: str, then: Callable[[bool], None] | None = None, *, after: Future[None] | None = None
-    ) -> None:
-        """A checkpoint leaves its slot, as soon as nobody reads it; then `then` is called, in a thread: with whether it
-        was there until now.
-
-        after: a thread's work with this rank's file, which must have ended.
-        """
-        number = self._holding.pop(name)
-        if then is not None:
-            self._leaving[number] = name, then
-        self._tend(number, after)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=True, cancel_futures=True)
-
-    def _has_checkpoint(self, number: int) -> bool:
+    def has_checkpoint(self, number: int) -> bool:
+        """Whether there is still one in a slot, as far as this rank can tell: manifest, and this rank's shard."""
         try:
             slots.require_committed(self.paths, number, (self._rank,))
         except OSError:
             return False
         return True
 
+    def require_file(self, number: int) -> None:
+        """Raise OSError unless what was written into a slot is in the file that has its name."""
+        slots.require_file(self.paths, number, self._rank, self._regions[number])
+
+    def commit(self, number: int, manifest: Manifest) -> None:
+        """Make a snapshot a checkpoint, on this host. One rank of each. Raises OSError."""
+        slots.commit(self.paths, number, manifest, self._here)
+
+    def release(
+        self, number: int, then: Callable[[bool], None] | None = None, *, after: Future[None] | None = None
+    ) -> None:
+        """A checkpoint leaves its slot, as soon as nobody reads it; then `then` is called, in a thread: with whether it
+        was there until now.
+
+        after: a thread's work with this rank's file, which must have ended.
+        """
+        self._taken.remove(number)
+        if then is not None:
+            self._leaving[number] = then
+        self._tend(number, after)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
     def _free(self) -> list[int]:
-        taken = set(self._holding.values())
-        return [number for number in range(self.count) if number not in taken]
+        return [number for number in range(self.count) if number not in self._taken]
 
     def _tend(self, number: int, after: Future[None] | None = None) -> None:
         self._jobs[number] = self._thread.submit(self._make_ready, number, self._size, after)
@@ -233,16 +217,14 @@ class FastTier:
         """Whether a slot can be written now. In the thread."""
         if after is not None:
             after.exception()
-        name, then = self._leaving.get(number, ("", None))
-        there = self._has_checkpoint(number)
+        there = self.has_checkpoint(number)
         if self._leads:
-            if self._must_stay(name) or not slots.uncommit(self.paths, number):
+            if not slots.uncommit(self.paths, number):
                 return False
             slots.remove_strangers(self.paths, number, self._here)
         elif slots.is_committed(self.paths, number):
             return False
-        if then is not None:
-            del self._leaving[number]
+        if (then := self._leaving.pop(number, None)) is not None:
             then(there)
         region = self._regions.get(number)
         if number >= self.count or (region is not None and region.size != size):
@@ -264,8 +246,8 @@ class FastTier:
         return True
 
 
-def fast_tier(paths: SlotPaths | None, ranks: Ranks, held: Mapping[str, int]) -> FastTier | None:
+def fast_tier(paths: SlotPaths | None, ranks: Ranks, taken: Collection[int]) -> FastTier | None:
     """This rank's view of its host's slots, where there are any."""
     if paths is None:
         return None
-    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, held=held)
+    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)

@@ -64,9 +64,9 @@ def share_of(image: Image, ranks: Ranks) -> Share:
 
 
 class Capture:
-    """One copy under way. `begin` and `fence` belong to the thread that trains, the rest to any one.
+    """One copy under way. `start` and `fence` belong to the thread that trains, the rest to any one.
 
-    mode: what `begin` does, and what it leaves to `finish`, which may then run beside the training until the fence.
+    mode: what `start` does, and what it leaves to `finish`, which may then run beside the training until the fence.
     """
 
     def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
@@ -76,10 +76,10 @@ class Capture:
         self._mode = mode
         self._still = {name: item for name, item in share.tensors.items() if _is_still(name)}
         self._digests: dict[int, int] = {}
-        self._elsewhere = {rank: items for rank, items in share.replicas.items() if rank != share.rank}
+        self._stored_by_others = {rank: items for rank, items in share.replicas.items() if rank != share.rank}
         left: dict[str, Tensor] = {}
         if mode != "held":
-            for items in self._elsewhere.values():
+            for items in self._stored_by_others.values():
                 left |= items
         if mode == "overlapped":
             left |= self._still
@@ -88,25 +88,25 @@ class Capture:
         self._arrived: Any = None
         self._device_digest: Tensor | None = None
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Copy what may change at any moment, and have the device begin to copy what it holds.
 
         Raises ValueError where the trees have outgrown the header's room.
         """
-        self._region.view[: self._layout.room] = self._layout.head(self._share.metadata)
+        self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
-        self._begin_on_device()
+        self._start_on_device()
         if self._mode != "overlapped":
             self._copy(self._still)
         if self._mode == "held":
-            self._digest_elsewhere()
+            self._digest_replicas()
 
     def finish(self) -> None:
         """Do the rest. When it returns all is in the region, and the live tensors are no longer looked at."""
         if self._mode == "overlapped":
             self._copy(self._still)
         if self._mode != "held":
-            self._digest_elsewhere()
+            self._digest_replicas()
         if self._arrived is not None:
             self._arrived.synchronize()
 
@@ -148,15 +148,15 @@ class Capture:
                 plain = _as_it_is_stored(item)
                 copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
 
-    def _digest_elsewhere(self) -> None:
-        for rank, items in self._elsewhere.items():
+    def _digest_replicas(self) -> None:
+        for rank, items in self._stored_by_others.items():
             running = xxhash.xxh3_64()
             for item in items.values():
                 if not item.is_cuda:
                     running.update(bytes_of(_as_it_is_stored(item)))
             self._digests[rank] = running.intdigest()
 
-    def _begin_on_device(self) -> None:
+    def _start_on_device(self) -> None:
         """What the device holds: it copies and digests that in a stream of its own."""
         tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
         replicas = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]

@@ -1,76 +1,120 @@
-"""The checkpoints that a run holds, and which of them are good: the ring as every rank sees it.
+"""The one catalogue of what there is as checkpoints: what each is worth, and where it lies.
 
-Never looks at the disk. It is fed with landings and verdicts, which are the same on all ranks, so that all ranks hold
-the same view.
+Never looks at the disk. It is fed with landings, verdicts and what one rank saw and told all, which are the same on all
+ranks, so that all ranks hold the same view.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
 
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
 from rollback.policy import PolicyCheckpoint
-from rollback.rundir.paths import parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
+
+
+class CheckpointStatus(Enum):
+    """What an entry of the catalogue is worth."""
+
+    SNAPSHOT = "snapshot"  # in flight
+    CANDIDATE = "candidate"  # committed
+    GOOD = "good"  # has survived probation
+    LEFT = "left"  # was good in the fast tier, which it has left: the run directory's ring may have it
+    REMOTE = "remote"  # is offered by the ring at the URL, and has to be fetched first
+
+
+_HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
+
+
+@dataclass
+class CatalogueEntry:
+    """A checkpoint, or a snapshot that is to become one."""
+
+    manifest: Manifest | None
+    """None while all that is known of it is what the ring at the URL offers."""
+    status: CheckpointStatus
+    slot: int | None = None
+    """The slot of the fast tier in which it lies on every host. Without one it lies in the run directory's ring."""
+    healthy: int = 0
+    """Healthy verdicts since it was taken, of a snapshot or candidate."""
+    offer: PolicyCheckpoint | None = None
+    """As the ring at the URL offers it, of what is not held here."""
 
 
 class Catalogue:
-    """Committed checkpoints of the present timeline with their status.
+    """Checkpoints of the present timeline. *Held* are those that were committed and lie here: candidates and good ones.
 
-    probation: healthy verdicts on steps after a checkpoint that make it good.
+    probation: healthy verdicts on steps after a checkpoint that make it good. manifests: of what is held at the start,
+    with the names of the good ones, and the slots of those that lie in one.
     """
 
-    def __init__(self, probation: int, manifests: Iterable[Manifest], good: Iterable[str]) -> None:
+    def __init__(
+        self,
+        probation: int,
+        manifests: Iterable[Manifest],
+        good: Collection[str],
+        slots: Mapping[str, int] | None = None,
+    ) -> None:
         self._probation = probation
-        self._held = {manifest.name: manifest for manifest in manifests}
-        self._good = {name for name in good if name in self._held}
-        self._left: dict[str, Manifest] = {}
-        self._healthy: dict[str, int] = {name: 0 for name in self._held if name not in self._good}
+        self._entries: dict[str, CatalogueEntry] = {}
+        for manifest in manifests:
+            status = CheckpointStatus.GOOD if manifest.name in good else CheckpointStatus.CANDIDATE
+            self._entries[manifest.name] = CatalogueEntry(manifest, status, (slots or {}).get(manifest.name))
 
-    def begin(self, name: str) -> None:
+    # What comes and goes -------------------------------------------------------------------------------------------
+
+    def add_snapshot(self, manifest: Manifest, slot: int | None = None) -> None:
         """A snapshot was taken: its probation runs from now, not from its commit."""
-        self._healthy[name] = 0
+        self._entries[manifest.name] = CatalogueEntry(manifest, CheckpointStatus.SNAPSHOT, slot)
 
     def land(self, manifest: Manifest) -> bool:
         """A checkpoint was committed. Whether it is good at once: the state before any step is known to be."""
-        self._held[manifest.name] = manifest
-        if manifest.step == 0:
-            self._good.add(manifest.name)
-            del self._healthy[manifest.name]
-        return manifest.step == 0
+        entry, good = self._entries[manifest.name], manifest.step == 0
+        entry.manifest = manifest
+        entry.status = CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE
+        return good
 
     def drop(self, name: str) -> None:
-        self._left.pop(name, None)
-        self._held.pop(name, None)
-        self._healthy.pop(name, None)
-        self._good.discard(name)
+        self._entries.pop(name, None)
 
     def leave(self, name: str) -> None:
         """A checkpoint leaves the fast tier; if it is good, it may be gone back to where the ring has it."""
-        left = self._held[name] if name in self._good else None
-        self.drop(name)
-        if left is not None:
-            self._left[name] = left
+        entry = self._entries[name]
+        if entry.status is CheckpointStatus.GOOD:
+            entry.status, entry.slot = CheckpointStatus.LEFT, None
+        else:
+            self.drop(name)
 
     def admit(self, manifest: Manifest, good: bool) -> None:
         """A checkpoint may be gone back to that was held no longer, or never by this attempt."""
-        if manifest.name in self._held:
+        if self.is_held(manifest.name):
             return
-        self._left.pop(manifest.name, None)
-        self._held[manifest.name] = manifest
-        if good:
-            self._good.add(manifest.name)
-        else:
-            self._healthy[manifest.name] = 0
+        self.drop(manifest.name)
+        status = CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE
+        self._entries[manifest.name] = CatalogueEntry(manifest, status)
 
-    def consult(self, in_ring: Collection[str], in_slots: Collection[str]) -> None:
+    def consult(self, in_ring: Collection[str]) -> None:
         """What the ring holds, as one rank saw it and told all: the good ones that left the fast tier are back."""
-        for name in list(self._held):
-            if name not in in_ring and name not in in_slots:
+        for name, entry in list(self._entries.items()):
+            if self.is_held(name) and entry.slot is None and name not in in_ring:
                 self.drop(name)
-        for name in [name for name in self._left if name in in_ring]:
-            self._held[name] = self._left.pop(name)
-            self._good.add(name)
+            elif entry.status is CheckpointStatus.LEFT and name in in_ring:
+                entry.status, entry.offer = CheckpointStatus.GOOD, None
+
+    def offer(self, remote: Iterable[PolicyCheckpoint]) -> None:
+        """What the ring at the URL has, as one rank told all; what is held here need not come from there."""
+        for name, entry in list(self._entries.items()):
+            entry.offer = None
+            if entry.status is CheckpointStatus.REMOTE:
+                self.drop(name)
+        for point in remote:
+            if not self.is_held(point.name):
+                self._entries.setdefault(point.name, CatalogueEntry(None, CheckpointStatus.REMOTE)).offer = point
+
+    # Probation -----------------------------------------------------------------------------------------------------
 
     def judge(self, healthy: bool, onset: int | None) -> list[Manifest]:
         """Count a verdict; the checkpoints that became good by it.
@@ -79,43 +123,79 @@ class Catalogue:
         before it wait, since a verdict on what they led to is pending.
         """
         if not healthy:
-            for name in self._healthy:
-                _, step = parse_checkpoint_name(name) or (0, 0)
-                if onset is not None and step > onset:
-                    self._healthy[name] = 0
+            for entry, manifest in self._on_probation():
+                if onset is not None and manifest.step > onset:
+                    entry.healthy = 0
             return []
         passed = []
-        for name in list(self._healthy):
-            self._healthy[name] += 1
-            if self._healthy[name] >= self._probation and name in self._held:
-                del self._healthy[name]
-                self._good.add(name)
-                passed.append(self._held[name])
+        for entry, manifest in self._on_probation():
+            entry.healthy += 1
+            if entry.healthy >= self._probation and entry.status is CheckpointStatus.CANDIDATE:
+                entry.status = CheckpointStatus.GOOD
+                passed.append(manifest)
         return passed
 
     def about_to_pass(self) -> list[str]:
         """The checkpoints that the next healthy verdict makes good."""
-        passing = self._probation - 1
-        return [name for name, healthy in self._healthy.items() if healthy >= passing and name in self._held]
+        passing, candidate = self._probation - 1, CheckpointStatus.CANDIDATE
+        return [m.name for entry, m in self._on_probation() if entry.status is candidate and entry.healthy >= passing]
 
     def restart_probation(self) -> None:
         """The steps after the candidates will be run again: what was counted of them does not count any more."""
-        self._healthy = dict.fromkeys(self._healthy, 0)
+        for entry, _ in self._on_probation():
+            entry.healthy = 0
+
+    def _on_probation(self) -> list[tuple[CatalogueEntry, Manifest]]:
+        waiting = (CheckpointStatus.SNAPSHOT, CheckpointStatus.CANDIDATE)
+        return [(each, each.manifest) for each in self._entries.values() if each.status in waiting and each.manifest]
+
+    # What there is -------------------------------------------------------------------------------------------------
+
+    def is_held(self, name: str) -> bool:
+        entry = self._entries.get(name)
+        return entry is not None and entry.status in _HELD
+
+    def is_remote(self, name: str) -> bool:
+        """Whether it has to be fetched from the ring at the URL before it can be gone back to."""
+        entry = self._entries.get(name)
+        return entry is not None and entry.offer is not None
 
     def as_held(self) -> list[PolicyCheckpoint]:
-        """Oldest first, as the policy wants them."""
-        return [PolicyCheckpoint(m.name, m.step, m.batch, m.name in self._good) for m in self._in_order()]
+        """What is held, oldest first, as the policy wants it."""
+        good = self._good()
+        return [PolicyCheckpoint(m.name, m.step, m.batch, m.name in good) for m in self._in_order()]
+
+    def to_choose_from(self) -> list[PolicyCheckpoint]:
+        """What may be gone back to: what is held, and what can be fetched. Oldest first."""
+        offers = [entry.offer for entry in self._entries.values() if entry.offer is not None]
+        return sorted([*self.as_held(), *offers], key=lambda point: CheckpointName(point.name).order)
 
     def manifest(self, name: str) -> Manifest:
-        return self._held[name]
+        """Of a checkpoint that is held."""
+        manifest = self._entries[name].manifest
+        assert manifest is not None
+        return manifest
+
+    def slot(self, name: str) -> int | None:
+        entry = self._entries.get(name)
+        return entry.slot if entry is not None else None
+
+    def in_slots(self) -> set[str]:
+        """Names of what is held in the fast tier."""
+        return {name for name, entry in self._entries.items() if entry.slot is not None and entry.status in _HELD}
 
     def newest(self) -> Manifest | None:
-        return self._in_order()[-1] if self._held else None
+        held = self._in_order()
+        return held[-1] if held else None
 
     def surplus(self, keep: int, counted: Collection[str] | None = None) -> list[tuple[str, str]]:
         """What must leave a ring (by default all that is held) of capacity `keep`, with the reason."""
         names = [m.name for m in self._in_order() if counted is None or m.name in counted]
-        return choose_evictions(names, self._good, (), keep)
+        return choose_evictions(names, self._good(), (), keep)
+
+    def _good(self) -> set[str]:
+        return {name for name, entry in self._entries.items() if entry.status is CheckpointStatus.GOOD}
 
     def _in_order(self) -> list[Manifest]:
-        return sorted(self._held.values(), key=lambda manifest: manifest.seq)
+        held = [entry.manifest for entry in self._entries.values() if entry.status in _HELD and entry.manifest]
+        return sorted(held, key=lambda manifest: manifest.seq)

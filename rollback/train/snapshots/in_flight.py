@@ -1,15 +1,4 @@
-"""The snapshot in flight: its stages, and what ranks write each other about it.
-
-    stage       what the rank does                          what moves it on
-    WRITING     its thread copies, hashes, writes           the thread ends
-    WRITTEN     says so on every pulse                      all ranks have said so, read by all in the same step
-    TELLING     its letter (`Letter`) goes out              the pulse with the letters is read by all in the same step
-    COMMITTING  the committing rank's thread commits        the thread ends
-    COMMITTED   says so on the next pulse                   all committing ranks have: every rank lands it in that step
-    FAILED      says so on the next pulse                   that pulse is read: every rank drops it in the same step
-
-Ranks that have nothing to commit stay in TELLING until the flight ends.
-"""
+"""The snapshot in flight: its stages, the table that moves it, and what ranks write each other about it."""
 
 from __future__ import annotations
 
@@ -22,58 +11,136 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import Written
 from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
+from rollback.train.snapshots.faults import SnapshotFault
 from rollback.train.state.nonfinite import NonFiniteKind
 
 _WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
 
 
 class SnapshotStage(Enum):
-    WRITING = "writing"
-    WRITTEN = "written"
-    TELLING = "telling"
-    COMMITTING = "committing"
-    COMMITTED = "committed"
-    FAILED = "failed"
+    """Where a rank stands with its part of the snapshot. What it says of it goes out on each pulse."""
+
+    WRITING = "writing"  # its thread copies, hashes, writes
+    WRITTEN = "written"  # says so
+    TELLING = "telling"  # its letter goes out (`Letter`)
+    COMMITTING = "committing"  # its thread commits
+    COMMITTED = "committed"  # says so
+    WAITING = "waiting"  # others commit
+    FAILED = "failed"  # says so
+    ENDED = "ended"
+
+
+class SnapshotEvent(Enum):
+    """What happens to it. But for the first two, all ranks learn of it in the same step."""
+
+    THREAD_DONE = "thread-done"
+    FAULT = "fault"
+    """Something failed on this rank: its thread's work, for want of space, or tensors changed while they were read."""
+    ALL_WRITTEN = "all-written"
+    TO_COMMIT = "to-commit"
+    """All letters are read and agree, and this rank is one of those that commit."""
+    OTHERS_COMMIT = "others-commit"
+    """All letters are read and agree, and this rank has nothing to commit."""
+    ALL_COMMITTED = "all-committed"
+    REFUSED = "refused"
+    """A rank has said that it failed, or the letters do not agree."""
+
+
+class SnapshotAction(Enum):
+    """What a rank does about it."""
+
+    NOTHING = "nothing"
+    COMMIT = "commit"  # let the thread commit
+    LAND = "land"  # it is a checkpoint
+    DROP = "drop"  # it becomes none: what was written is removed
+
+
+TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], tuple[SnapshotStage, SnapshotAction]] = {
+    (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): (SnapshotStage.WRITTEN, SnapshotAction.NOTHING),
+    (SnapshotStage.WRITING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
+    (SnapshotStage.WRITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): (SnapshotStage.TELLING, SnapshotAction.NOTHING),
+    (SnapshotStage.WRITTEN, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): (SnapshotStage.COMMITTING, SnapshotAction.COMMIT),
+    (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): (SnapshotStage.WAITING, SnapshotAction.NOTHING),
+    (SnapshotStage.TELLING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): (SnapshotStage.COMMITTED, SnapshotAction.NOTHING),
+    (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
+    (SnapshotStage.COMMITTING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
+    (SnapshotStage.COMMITTED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
+    (SnapshotStage.WAITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    (SnapshotStage.FAILED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+}
+"""(stage, event) -> (next stage, what is done). What is not there cannot happen, or is our mistake.
+
+Ranks land it, or drop it, in the same step: what ends it is read by all of them.
+"""
 
 
 @dataclass
 class SnapshotInFlight:
-    """The snapshot in flight. error: this rank's own, for its log; whether it failed is decided by pulse.
-
-    outgrown: the state had no room on this rank. capture: under way, where it overlaps with training, until the fence;
-    copied: its thread's work. nonfinite: tensors of this rank in which something is not finite that was before.
-    """
+    """The snapshot in flight, on this rank."""
 
     manifest: Manifest
-    tier: Tier
+    """Without shards until the letters are read."""
+    slot: int | None
+    """Of the fast tier; None where it is written to the run directory."""
     began: float
     stage: SnapshotStage = SnapshotStage.WRITING
     job: Future[None] | None = None
     capture: Capture | None = None
+    """Under way, where it overlaps with training, until the fence."""
     copied: Future[None] | None = None
+    """The work of its thread."""
     letter: Letter | None = None
-    error: str | None = None
+    fault: SnapshotFault | None = None
+    """This rank's own, for its log; whether the snapshot failed is decided by pulse."""
     torn: bool = False
+    """Tensors changed while they were read."""
     outgrown: bool = False
+    """The state had no room on this rank."""
     nonfinite: dict[str, NonFiniteKind] = field(default_factory=dict)
+    """Tensors of this rank in which something is not finite that was before."""
 
-    def fail(self, error: str) -> None:
-        self.stage, self.error = SnapshotStage.FAILED, error
+    @property
+    def tier(self) -> Tier:
+        return "durable" if self.slot is None else "fast"
+
+    @property
+    def thread_works(self) -> bool:
+        """Whether it is the end of the thread's work that moves it on."""
+        return (self.stage, SnapshotEvent.THREAD_DONE) in TRANSITIONS
+
+    def move(self, event: SnapshotEvent) -> SnapshotAction:
+        self.stage, action = TRANSITIONS[self.stage, event]
+        return action
+
+    def fail(self, words: str) -> None:
+        self.fault = SnapshotFault(self.manifest.name, words)
+        self.move(SnapshotEvent.FAULT)
 
 
 @dataclass(frozen=True)
 class Landing:
-    """A flight's end, known to all ranks in the same step. drifted: ranks whose parameters differ. ailing: ranks where
-    something is not finite that was before; nonfinite: what on this one."""
+    """A flight's end, known to all ranks in the same step."""
 
     manifest: Manifest
     tier: Tier
-    committed: bool
-    reason: str
     seconds: float
+    fault: SnapshotFault | None = None
+    """Why it became no checkpoint, None where it did; with what this rank has to say of it."""
     drifted: tuple[int, ...] = ()
+    """Ranks whose parameters differ."""
     ailing: tuple[int, ...] = ()
+    """Ranks where something is not finite that was before."""
     nonfinite: Mapping[str, NonFiniteKind] = field(default_factory=dict)
+    """What on this one."""
+
+    @property
+    def committed(self) -> bool:
+        return self.fault is None
 
 
 @dataclass(frozen=True)

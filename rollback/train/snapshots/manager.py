@@ -26,68 +26,72 @@ from rollback.facts.training import (
     Tier,
 )
 from rollback.policy import PolicyCheckpoint
-from rollback.rundir.paths import RunPaths, parse_checkpoint_name
+from rollback.rundir.paths import RunPaths
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.snapshots.faults import RestoreFault, SnapshotFault
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import Elsewhere
+from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.snapshots.restore import CheckpointPlace
 from rollback.train.state.state import Image
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 
 class CheckpointManager:
-    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. elsewhere: the ring at a
-    URL, where there is one.
-
-    wanting: the fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room
-    for it. The same on all ranks. fault: why the last snapshot became no checkpoint, None where it did.
-    """
+    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. remote: the ring at a
+    URL, where there is one."""
 
     def __init__(
         self,
         paths: RunPaths,
         ranks: Ranks,
         snapshots: Snapshots,
-        holdings: Catalogue,
+        catalogue: Catalogue,
         record: Recorder,
         keep: int,
-        elsewhere: Elsewhere | None = None,
+        remote: RemoteRing | None = None,
     ) -> None:
         self._paths = paths
         self._ranks = ranks
         self._snapshots = snapshots
-        self._holdings = holdings
+        self._stored = snapshots.stored
+        self._catalogue = catalogue
         self._record = record
         self._keep = keep
-        self._elsewhere = elsewhere
-        self._away: set[str] = set()  # what was last offered of it
+        self._remote = remote
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
-        self.fault: str | None = None
+        """The fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room for
+        it. The same on all ranks."""
+        self.fault: SnapshotFault | None = None
+        """Why the last snapshot became no checkpoint, None where it did."""
 
-    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> None:
+    def start_snapshot(
+        self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
+    ) -> None:
         """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
         self.wanting = False
-        name = self._snapshots.begin(image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over)
-        self._holdings.begin(name)
+        flight = self._snapshots.start_snapshot(
+            image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over
+        )
+        self._catalogue.add_snapshot(flight.manifest, flight.slot)
 
     def advance(self, beat: Beat) -> None:
         """Act on a reduced beat."""
         self._land(self._snapshots.advance(beat))
-        if beat.tiers_failed and self._snapshots.tier == "fast":
-            self._leave_fast_tier(f"it failed on {beat.tiers_failed} ranks")
+        if beat.tier_failed and self._snapshots.tier == "fast":
+            self._leave_fast_tier(f"it failed on {beat.tier_failed} ranks")
         elif beat.missed:
             self.look_after()
 
     def settle(self) -> None:
         """Wait for the snapshot in flight. A plan that is made then may try again what another could not fetch."""
-        if self._elsewhere is not None:
-            self._elsewhere.forgive()
+        if self._remote is not None:
+            self._remote.try_again()
         self._land(landing := self._snapshots.settle())
         if landing is not None and not landing.committed and landing.tier == "fast":
             self.leave_failed_tier()
@@ -106,7 +110,7 @@ class CheckpointManager:
 
     def _leave_fast_tier(self, why: str) -> None:
         detail = f" (this rank: {self._snapshots.fault})" if self._snapshots.fault else ""
-        self._snapshots.use(0)
+        self._snapshots.use_slots(0)
         self.tell_left(why + detail)
         self.wanting = True
         self.look_after()
@@ -114,9 +118,8 @@ class CheckpointManager:
     def look_after(self) -> None:
         """See which checkpoints are not there any more, and hold these no longer. Where slots have lost one, the fast
         tier is left: it is not to be relied on."""
-        in_slots = self._snapshots.committed_in_slots
-        known = in_slots | {point.name for point in self._holdings.as_held()}
-        missing = [name for name in sorted(known) if self._snapshots.misses(name)]
+        in_slots = self._catalogue.in_slots()
+        missing = [name for name in sorted(point.name for point in self._catalogue.as_held()) if self._misses(name)]
         if self._ranks.all_of(not missing):
             return
         lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
@@ -127,10 +130,10 @@ class CheckpointManager:
                 told = f"checkpoint {name} is gone from {where}: somebody else has removed it, or part of it"
                 self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
             if tier == "fast":
-                self._holdings.leave(name)
-                self._snapshots.forget(name)
+                self._stored.release_slot(self._catalogue.slot(name))
+                self._catalogue.leave(name)
             else:
-                self._holdings.drop(name)
+                self._catalogue.drop(name)
         if self._snapshots.tier == "fast" and not in_slots.isdisjoint(lost):
             self._leave_fast_tier("it has lost checkpoints")
 
@@ -138,43 +141,38 @@ class CheckpointManager:
         """Whether a checkpoint that is about to become good is not there any more, as far as this rank can tell.
 
         Not collective, and nothing is asked of a disk at most steps."""
-        return any(self._snapshots.misses(name) for name in self._holdings.about_to_pass())
+        return any(self._misses(name) for name in self._catalogue.about_to_pass())
 
     def judge(self, healthy: bool, onset: int | None) -> None:
         """Count a verdict."""
-        for manifest in self._holdings.judge(healthy, onset):
+        for manifest in self._catalogue.judge(healthy, onset):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
 
     def restart_probation(self) -> None:
         """A plan was carried out: candidates have their probation before them again."""
-        self._holdings.restart_probation()
+        self._catalogue.restart_probation()
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
         if self._snapshots.drained:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
-                self._holdings.consult(there, self._snapshots.in_slots)
-        held = self._holdings.as_held()
-        if self._elsewhere is None:
-            return held
-        here = {point.name for point in held}
-        away = [point for point in self._elsewhere.held() if point.name not in here]
-        self._away = {point.name for point in away}
-        return sorted([*held, *away], key=lambda point: parse_checkpoint_name(point.name) or (0, 0))
+                self._catalogue.consult(there)
+        if self._remote is not None:
+            self._catalogue.offer(self._remote.offered())
+        return self._catalogue.to_choose_from()
 
-    def bring(self, name: str) -> str | None:
-        """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed, in words.
+    def fetch_if_remote(self, name: str) -> RestoreFault | None:
+        """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed.
 
         Call it before `manifest` and `places`, which know of what is here.
         """
-        if self._elsewhere is None or name not in self._away:
+        if self._remote is None or not self._catalogue.is_remote(name):
             return None
-        found = self._elsewhere.fetch(name)
-        if isinstance(found, str):
+        found = self._remote.fetch(name)
+        if isinstance(found, RestoreFault):
             return found
-        self._away.discard(name)
-        self._holdings.admit(found, good=True)
+        self._catalogue.admit(found, good=True)
         return None
 
     def look_into_ring(self) -> None:
@@ -183,38 +181,43 @@ class CheckpointManager:
         So that an operator may go back to whatever `rollback ring list` shows. A plan of ours does without.
         """
         for manifest, good in self._rank_0_sees(self._of_present_timeline) or ():
-            self._holdings.admit(Manifest.model_validate_json(manifest), good)
+            self._catalogue.admit(Manifest.model_validate_json(manifest), good)
 
     def manifest(self, name: str) -> Manifest:
-        return self._holdings.manifest(name)
+        return self._catalogue.manifest(name)
 
     def newest(self) -> Manifest | None:
         """The newest checkpoint of the present timeline, good or not."""
-        return self._holdings.newest()
+        return self._catalogue.newest()
 
     def places(self, name: str) -> Sequence[CheckpointPlace]:
         """Where to restore a checkpoint from. Nothing is being copied out of the live objects any more."""
         self._snapshots.fence()
-        return self._snapshots.places(name)
+        return self._stored.places(name, self._catalogue.slot(name))
 
     def put_aside(self, name: str, reason: str) -> None:
         """A checkpoint cannot be believed; one that is only at the URL is not offered any more for the present plan."""
-        if name in self._away:
+        if self._catalogue.is_remote(name):
             return
-        self._holdings.drop(name)
-        self._snapshots.quarantine(name)
+        self._stored.release_slot(self._catalogue.slot(name))
+        self._catalogue.drop(name)
+        self._stored.quarantine(name)
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
     def discard(self, plan: Planned) -> None:
         """Remove what lies beyond the restored checkpoint."""
         for name in plan.discards:
-            if name not in self._away:  # that is the drainer's
-                self.let_go(name, "beyond a restored checkpoint")
+            if not self._catalogue.is_remote(name):  # that is the drainer's
+                self.remove_checkpoint(name, "beyond a restored checkpoint")
 
-    def let_go(self, name: str, reason: str) -> None:
+    def remove_checkpoint(self, name: str, reason: str) -> None:
         """A checkpoint is of no use any more."""
-        self._holdings.drop(name)
-        self._evict(name, reason)
+        slot = self._catalogue.slot(name)
+        self._catalogue.drop(name)
+        self._evict(name, slot, reason)
+
+    def _misses(self, name: str) -> bool:
+        return self._stored.misses(name, self._catalogue.slot(name))
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
@@ -241,16 +244,15 @@ class CheckpointManager:
             self._report_drift(landing)
         if landing.ailing:
             self.ailing = landing
-        if not landing.committed:
-            self._holdings.drop(manifest.name)
-            self.fault = landing.reason
+        self.fault = landing.fault
+        if landing.fault is not None:
+            self._catalogue.drop(manifest.name)
             self._record.note(
-                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.reason),
-                f"the checkpoint of step {manifest.step} could not be written: {landing.reason}; training goes on"
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=str(landing.fault)),
+                f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on"
                 if not landing.ailing else None,
             )  # fmt: skip
             return
-        self.fault = None
         self._record.note(
             Committed(
                 checkpoint=manifest.name,
@@ -262,7 +264,7 @@ class CheckpointManager:
                 tier=landing.tier,
             )
         )
-        if self._holdings.land(manifest):
+        if self._catalogue.land(manifest):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
             self._evict_surplus()
@@ -270,33 +272,34 @@ class CheckpointManager:
     def _evict_surplus(self) -> None:
         """Each tier has its own capacity."""
         slots = self._snapshots.slots
-        counted = self._snapshots.in_slots if slots else None
-        for name, reason in self._holdings.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
+        counted = self._catalogue.in_slots() if slots else None
+        for name, reason in self._catalogue.surplus(min(self._keep, slots - 1) if slots else self._keep, counted):
+            slot = self._catalogue.slot(name)
             if self._snapshots.drained:
-                self._holdings.leave(name)
+                self._catalogue.leave(name)
             else:
-                self._holdings.drop(name)
-            self._evict(name, reason)
+                self._catalogue.drop(name)
+            self._evict(name, slot, reason)
         if slots and self._owns_ring:
-            in_ring = {point.name for point in self._holdings.as_held()} - self._snapshots.in_slots
-            for name, reason in self._holdings.surplus(self._keep, in_ring):
-                self._holdings.drop(name)
-                self._evict(name, reason)
+            in_ring = {point.name for point in self._catalogue.as_held()} - self._catalogue.in_slots()
+            for name, reason in self._catalogue.surplus(self._keep, in_ring):
+                self.remove_checkpoint(name, reason)
 
-    def _evict(self, name: str, reason: str) -> None:
+    def _evict(self, name: str, slot: int | None, reason: str) -> None:
         def told(tier: Tier, was_there: bool) -> None:
             left, lost = Evicted(checkpoint=name, reason=reason, tier=tier), CheckpointLost(checkpoint=name, tier=tier)
             self._record.note(left if was_there else lost)
 
-        if name in self._snapshots.in_slots or self._owns_ring:
-            self._snapshots.evict(name, told)
+        if slot is not None or self._owns_ring:
+            self._stored.evict(name, slot, told)
 
     @property
     def _owns_ring(self) -> bool:
         """Whether the ranks evict from the run directory's ring: the drainer does, where it drains slots into it."""
-        return not self._snapshots.drained or self._elsewhere is not None
+        return not self._snapshots.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest
-        self._record.note(Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted), landing.reason)
+        fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
+        self._record.note(fact, str(landing.fault))
         self._record.advise(*REPLICAS_DIFFER)

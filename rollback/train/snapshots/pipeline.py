@@ -1,37 +1,43 @@
 """Snapshots on their way to becoming checkpoints: captured at a step's end, written by a thread, committed by pulse.
 
-`in_flight` has the stages. No rank decides on what it alone knows: `advance` is fed with reduced beats only.
+`in_flight` has the table of what moves one. No rank decides on what it alone knows: `advance` is fed with reduced beats
+only.
 """
 
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
-from functools import partial
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.direct import write_direct
 from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.layout import header_space_for, lay_out
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.checkpoints.region import OFFSET, Region
 from rollback.checkpoints.shard import Written
 from rollback.errors import RollbackError
 from rollback.facts.training import Tier
-from rollback.rundir.paths import MANIFEST, RunPaths, checkpoint_name, shard_name
+from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
 from rollback.train.comm.pulse import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.snapshots.in_flight import Landing, Letter, SnapshotInFlight, SnapshotStage
-from rollback.train.snapshots.restore import CheckpointPlace
-from rollback.train.snapshots.ring_evictions import RingEvictions
+from rollback.train.snapshots.faults import SnapshotFault, TierFault
+from rollback.train.snapshots.in_flight import (
+    Landing,
+    Letter,
+    SnapshotAction,
+    SnapshotEvent,
+    SnapshotInFlight,
+    SnapshotStage,
+)
+from rollback.train.snapshots.stored import StoredCheckpoints
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
 
@@ -46,7 +52,7 @@ class Snapshots:
 
     fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `tier_choice`.
     stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
-    the last one, so that `expect` is due on all; the same on all of them.
+    the last one, so that `fit_buffers` is due on all; the same on all of them.
     """
 
     def __init__(
@@ -73,40 +79,35 @@ class Snapshots:
         self._all_ready = self._said_ready = False
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
-        self._evictions = RingEvictions(paths)  # touched by the thread alone
+        self.stored = StoredCheckpoints(paths, ranks, fast, self._thread)
 
     @property
     def in_flight(self) -> bool:
         return self._flight is not None
 
     @property
-    def committed_in_slots(self) -> set[str]:
-        """Names of the checkpoints in slots, without the snapshot on its way there; the same on all ranks."""
-        return self.in_slots - ({self._flight.manifest.name} if self._flight is not None else set())
-
-    @property
     def ready(self) -> bool:
         """Whether all ranks have said that the next one can be begun; the same on all of them."""
         return self._all_ready and not self.in_flight and not self.outgrown
 
-    # Room ----------------------------------------------------------------------------------------------------------
+    # Buffers -------------------------------------------------------------------------------------------------------
 
-    def expect(self, image: Image) -> int:
+    def fit_buffers(self, image: Image) -> int:
         """Make room for snapshots like this one, in the background. Bytes of this rank's shard. All ranks alike."""
         self.outgrown = False
         share = share_of(image, self._ranks)
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
-        self._head = 2 * room_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
+        self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
         self._size = lay_out(kinds, self._head).size + _SPARE
-        self._make_room()
+        self._prepare_buffer()
         return self._size
 
-    def use(self, count: int) -> None:
+    def use_slots(self, count: int) -> None:
         """Write into so many slots from now on; 0: straight to the ring. All ranks alike."""
         if self._fast is not None:
             self._fast.resize(count)
-        self._make_room()
+        self._prepare_buffer()
 
     @property
     def slots(self) -> int:
@@ -117,56 +118,61 @@ class Snapshots:
         """Where the next snapshot goes."""
         return "fast" if self.slots else "durable"
 
+    @property
+    def drained(self) -> bool:
+        """Whether the run has a fast tier, which a drainer copies from."""
+        return self._fast is not None
+
     def await_ready(self, image: Image) -> None:
         """Collective: wait until the next snapshot can be begun; where the fast tier is held up, without it."""
         if not self._size:
-            self.expect(image)
-        self._room.wait(_HELD_UP)
+            self.fit_buffers(image)
+        self._buffer.wait(_HELD_UP)
         if not self._ranks.all_of(self._can_begin()) and self.tier == "fast":
-            self.use(0)
-            self._room.wait(_HELD_UP)
+            self.use_slots(0)
+            self._buffer.wait(_HELD_UP)
         self._all_ready = self._ranks.all_of(self._can_begin())
 
     @property
-    def fault(self) -> str | None:
+    def fault(self) -> TierFault | None:
         """Why this rank can write no snapshot where the next one goes, for its log."""
-        return self._room.fault
+        return self._buffer.fault
 
-    def _make_room(self) -> None:
+    def _prepare_buffer(self) -> None:
         self._all_ready = self._said_ready = False
         if self._size:
-            self._room.fit(self._size)
+            self._buffer.fit(self._size)
 
     def _can_begin(self) -> bool:
         """Whether this rank could begin another one, apart from what is in flight."""
-        return (self._job is None or self._job.done()) and self._room.ready()
+        return (self._job is None or self._job.done()) and self._buffer.ready()
 
     @property
-    def _room(self) -> SnapshotBuffer:
+    def _buffer(self) -> SnapshotBuffer:
         return self._fast if self._fast is not None and self._fast.count else self._staging
 
     # The flight ----------------------------------------------------------------------------------------------------
 
-    def begin(self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False) -> str:
-        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
-
-        Returns the name that the checkpoint will have.
-        """
+    def start_snapshot(
+        self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
+    ) -> SnapshotInFlight:
+        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk."""
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
         began = time.perf_counter()
         seq, self._next_seq = self._next_seq, self._next_seq + 1
         manifest = Manifest(
-            name=checkpoint_name(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over, timeline=timeline,
-            attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
+            timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
             world_size=self._ranks.world_size, shards=(),
         )  # fmt: skip
-        flight = self._flight = SnapshotInFlight(manifest, self.tier, time.monotonic())
+        slot, region = self._buffer.reserve()
+        flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         self._all_ready = self._said_ready = False
-        share, region = share_of(image, self._ranks), self._room.take(manifest.name)
+        share = share_of(image, self._ranks)
         try:
             capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region, self.mode)
-            capture.begin()
+            capture.start()
         except ValueError as error:
             flight.outgrown = True
             flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
@@ -177,7 +183,7 @@ class Snapshots:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
             self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
         self.stalled = time.perf_counter() - began
-        return manifest.name
+        return flight
 
     def fence(self) -> None:
         """Before anything changes what is being copied: wait until it is copied. Not collective."""
@@ -206,7 +212,7 @@ class Snapshots:
             torn=flight is not None and flight.torn,
             committed=stage is SnapshotStage.COMMITTED,
             ready=self._can_begin(),
-            tier_failed=self._room.fault is not None,
+            tier_failed=self._buffer.fault is not None,
             outgrown=flight is not None and flight.outgrown,
             stall=self.stalled,
             letter=flight.letter.words() if flight and flight.letter and stage is SnapshotStage.TELLING else None,
@@ -222,15 +228,15 @@ class Snapshots:
         self.outgrown = beat.outgrown > 0
         if beat.torn:
             self.mode = "held"
-            return self._land(False, f"tensors changed while they were read, on {beat.torn} ranks")
-        if beat.shards_failed:
-            return self._land(False, f"{beat.shards_failed} of {self._ranks.world_size} ranks could not write")
-        if beat.commits and beat.commits == self._commits_needed(flight):
-            return self._land(True, "")
-        if beat.shards_written == self._ranks.world_size:
-            flight.stage = SnapshotStage.TELLING
+            return self._drop(f"tensors changed while they were read, on {beat.torn} ranks")
+        if beat.shard_failed:
+            return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
+        if beat.committed and beat.committed == self._commits_needed(flight):
+            return self._end(SnapshotEvent.ALL_COMMITTED)
+        if beat.shard_written == self._ranks.world_size:
+            flight.move(SnapshotEvent.ALL_WRITTEN)
         elif beat.letters:
-            return self._read(flight, [Letter.from_words(words) for words in beat.letters])
+            return self._commit_together(flight, [Letter.from_words(words) for words in beat.letters])
         return None
 
     def settle(self) -> Landing | None:
@@ -242,35 +248,41 @@ class Snapshots:
         self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
             self.outgrown = not self._ranks.all_of(not flight.outgrown)
-            return self._land(False, "a rank could not write")
-        if not flight.manifest.shards:
+            return self._drop("a rank could not write")
+        if flight.stage is SnapshotStage.WRITTEN:
+            flight.move(SnapshotEvent.ALL_WRITTEN)
+        if flight.stage is SnapshotStage.TELLING:
             assert flight.letter is not None
             words = [tuple(json.loads(text)) for text in self._ranks.from_each(json.dumps(flight.letter.words()))]
-            if (landing := self._read(flight, list(map(Letter.from_words, words)))) is not None:
+            if (landing := self._commit_together(flight, list(map(Letter.from_words, words)))) is not None:
                 return landing
             self._await_job(flight)
-        committed = self._ranks.all_of(flight.stage is not SnapshotStage.FAILED)
-        return self._land(committed, "" if committed else "a rank could not write")
+        if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
+            return self._drop("a rank could not write")
+        return self._end(SnapshotEvent.ALL_COMMITTED)
 
-    def _read(self, flight: SnapshotInFlight, letters: Sequence[Letter]) -> Landing | None:
+    def _commit_together(self, flight: SnapshotInFlight, letters: Sequence[Letter]) -> Landing | None:
         """All ranks have written, and told each other what: commit, unless their parameters differ."""
         if ranks := drift.differing([letter.digest for letter in letters]):
-            return self._land(False, drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+            return self._drop(drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
         if ailing := tuple(rank for rank, letter in enumerate(letters) if letter.nonfinite):
-            return self._land(False, "there are new values in it that are not finite", ailing=ailing)
+            return self._drop("there are new values in it that are not finite", ailing=ailing)
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
         flight.manifest = flight.manifest.model_copy(update={"shards": shards})
-        flight.stage, flight.letter = SnapshotStage.TELLING, None
-        if self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first:
-            flight.stage = SnapshotStage.COMMITTING
+        commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
+        event = SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT
+        if flight.move(event) is SnapshotAction.COMMIT:
             self._job = flight.job = self._thread.submit(self._commit, flight)
         return None
 
     def _commits_needed(self, flight: SnapshotInFlight) -> int:
         return self._ranks.host_count if flight.tier == "fast" else 1
 
-    def _land(
-        self, committed: bool, reason: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
+    def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
+        return self._end(SnapshotEvent.REFUSED, why, drifted, ailing)
+
+    def _end(
+        self, event: SnapshotEvent, why: str = "", drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()
     ) -> Landing:
         flight = self._flight
         assert flight is not None
@@ -278,27 +290,27 @@ class Snapshots:
         if flight.torn:
             self.mode = "held"
         self._flight = None
-        name = flight.manifest.name
-        if not committed and flight.tier == "fast" and self._fast is not None:
-            self._fast.let_go(name, after=flight.job)
-        elif not committed and self._ranks.first:
-            # In the thread, behind whatever it still does with the directory.
-            self._thread.submit(
-                say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
-            )
-        detail = f"{reason} (this rank: {flight.error})" if flight.error else reason
+        name, fault = flight.manifest.name, None
+        if flight.move(event) is SnapshotAction.DROP:
+            fault = SnapshotFault(name, f"{why} (this rank: {flight.fault})" if flight.fault else why)
+            if flight.slot is not None:
+                self._slots_of_host.release(flight.slot, after=flight.job)
+            elif self._ranks.first:
+                # In the thread, behind whatever it still does with the directory.
+                self._thread.submit(
+                    say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
+                )
         took = time.monotonic() - flight.began
-        return Landing(flight.manifest, flight.tier, committed, detail, took, drifted, ailing, flight.nonfinite)
+        return Landing(flight.manifest, flight.tier, took, fault, drifted, ailing, flight.nonfinite)
 
     # In the thread -------------------------------------------------------------------------------------------------
 
     def _write(self, flight: SnapshotInFlight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
         if copied is not None:
             copied.result()
-        if flight.tier == "fast":
-            assert self._fast is not None
+        if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
-            self._fast.require_file(flight.manifest.name)
+            self._slots_of_host.require_file(flight.slot)
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
@@ -306,8 +318,8 @@ class Snapshots:
         flight.letter = Letter(written, capture.digest(), len(flight.nonfinite))
 
     def _commit(self, flight: SnapshotInFlight) -> None:
-        if flight.tier == "fast" and self._fast is not None:
-            self._fast.commit(flight.manifest)
+        if flight.slot is not None:
+            self._slots_of_host.commit(flight.slot, flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -318,70 +330,24 @@ class Snapshots:
 
     def _follow_thread(self) -> None:
         flight = self._flight
-        if flight is None or flight.job is None or not flight.job.done():
-            return
-        if flight.stage not in (SnapshotStage.WRITING, SnapshotStage.COMMITTING):
+        if flight is None or flight.job is None or not flight.job.done() or not flight.thread_works:
             return
         error = flight.job.exception()
         if error is None:
-            flight.stage = SnapshotStage.WRITTEN if flight.stage is SnapshotStage.WRITING else SnapshotStage.COMMITTED
+            flight.move(SnapshotEvent.THREAD_DONE)
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
-            if flight.tier == "fast" and self._fast is not None:
-                self._fast.fault = str(error)  # what has failed once may fail each time: the run directory is next
+            if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
+                self._slots_of_host.fault = TierFault("fast", str(error))
         else:
             raise error
 
-    # Checkpoints that there are ------------------------------------------------------------------------------------
-
-    def places(self, name: str) -> list[CheckpointPlace]:
-        """Where a checkpoint may be found, best first."""
-        found = [CheckpointPlace(self._paths.checkpoint(name))]
-        if self._fast is not None and (directory := self._fast.place(name)) is not None:
-            memory = self._fast.memory(name)
-            found.insert(0, CheckpointPlace(directory, in_slot=True, memory=memory.view if memory else None))
-        return found
-
     @property
-    def drained(self) -> bool:
-        """Whether the run has a fast tier, which a drainer copies from."""
-        return self._fast is not None
+    def _slots_of_host(self) -> FastTier:
+        assert self._fast is not None  # who knows the number of a slot has it from there
+        return self._fast
 
-    @property
-    def in_slots(self) -> set[str]:
-        """Names of the checkpoints that the fast tier holds, and of the snapshot on its way there."""
-        return self._fast.held if self._fast is not None else set()
-
-    def misses(self, name: str) -> bool:
-        """Whether a checkpoint that was committed is not there any more, as far as this rank can tell. No collective.
-
-        Looks at its manifest, and in a slot at this rank's shard; those in the ring are rank 0's to look after.
-        """
-        if self._fast is not None and name in self._fast.held:
-            return not self._fast.is_there(name)
-        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
-
-    def evict(self, name: str, then: Callable[[Tier, bool], None]) -> None:
-        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread. `then` is called afterwards,
-        with the tier and whether it was there until now.
-
-        A pinned one stays in the ring; if it is no longer pinned when another leaves, it leaves too.
-        """
-        if self._fast is not None and name in self._fast.held:
-            self._fast.let_go(name, partial(then, "fast"))
-        elif self._ranks.first:
-            self._thread.submit(self._evictions.evict, name, partial(then, "durable"))
-
-    def forget(self, name: str) -> None:
-        """A checkpoint is no longer in its slot, which may be used again. All ranks alike."""
-        if self._fast is not None and name in self._fast.held:
-            self._fast.let_go(name)
-
-    def quarantine(self, name: str) -> None:
-        """Put a checkpoint that cannot be believed out of reach: in the ring, rank 0 moves it where it can be seen."""
-        self.forget(name)
-        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
-            say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
+    # The threads ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
         """Wait for all that is under way in threads: for tests and measurements."""

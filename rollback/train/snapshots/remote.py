@@ -25,13 +25,14 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.snapshots.faults import RestoreFault
 
 _PATIENCE = 30.0  # seconds for which a request that fails is tried again
 _STANDSTILL = 120.0  # seconds without a byte after which a download is given up
 _MEET_EVERY = 0.2
 
 
-class Elsewhere:
+class RemoteRing:
     """The ring at `url` as a place to go back to. Methods are collective unless they say otherwise.
 
     show: told what this rank is doing, for its heartbeat.
@@ -46,13 +47,13 @@ class Elsewhere:
         self._tried: set[str] = set()  # rank 0's, as what follows
         self._unreachable: str | None = None
 
-    def held(self) -> list[PolicyCheckpoint]:
+    def offered(self) -> list[PolicyCheckpoint]:
         """The good checkpoints there, oldest first, but for those that were fetched or tried for the present plan."""
         there = [asdict(point) for point in self._told()] if self._ranks.first else None
         return [PolicyCheckpoint(**point) for point in self._ranks.from_first(there)]
 
-    def fetch(self, name: str) -> Manifest | str:
-        """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong in words."""
+    def fetch(self, name: str) -> Manifest | RestoreFault:
+        """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong."""
         self._show("fetching")
         download = _Download(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
         if self._ranks.first:
@@ -64,9 +65,9 @@ class Elsewhere:
         if download is not None:
             self._note(name, download, seen)
         self._show("rewinding")
-        return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else str(seen["fault"])
+        return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else RestoreFault(name, seen["fault"])
 
-    def forgive(self) -> None:
+    def try_again(self) -> None:
         """Another plan is to be made, which may try again what failed for the last one. Not collective."""
         self._tried.clear()
         self._unreachable = None
@@ -94,11 +95,11 @@ class Elsewhere:
         self._record.note(Trouble(doing=doing, error=seen["fault"]), f"{doing} failed: {seen['fault']}")
 
 
-def elsewhere_of(
+def remote_ring(
     paths: RunPaths, ranks: Ranks, record: Recorder, url: str | None, show: Callable[[str], None]
-) -> Elsewhere | None:
+) -> RemoteRing | None:
     """The ring at a URL, where there is one. Not collective."""
-    return Elsewhere(paths, ranks, record, url, show) if url else None
+    return RemoteRing(paths, ranks, record, url, show) if url else None
 
 
 class _Download:

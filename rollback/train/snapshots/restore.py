@@ -10,6 +10,7 @@ from rollback.checkpoints.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.facts.training import Tier
 from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots.faults import RestoreFault
 from rollback.train.snapshots.reader import Parted, Reading, Whole
 from rollback.train.state.state import TrainingState
 
@@ -31,14 +32,17 @@ class CheckpointPlace:
 
 @dataclass
 class RestoreOutcome:
-    """How it went. place: where the state came from, None where no place was any good. faults: of the others."""
+    """How it went."""
 
+    checkpoint: str
     place: CheckpointPlace | None = None
+    """Where the state came from, None where no place was any good."""
     faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
+    """Of the others, in words."""
 
     @property
-    def fault(self) -> str:
-        return "; ".join(text for _, text in self.faults)
+    def fault(self) -> RestoreFault:
+        return _together(self.checkpoint, [words for _, words in self.faults])
 
 
 def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: TrainingState) -> RestoreOutcome:
@@ -47,7 +51,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     Nothing is touched before all ranks have found a place sound. If reading fails after that, twice, the live objects
     are in no state to train from: the caller must restore another checkpoint, or stop.
     """
-    result = RestoreOutcome()
+    result = RestoreOutcome(name)
     for place in places:
         fault: str | None = None
         for _ in range(_TRIES):
@@ -61,7 +65,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     return result
 
 
-def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
+def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> RestoreFault | None:
     """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank."""
     faults = []
     for place in places:
@@ -70,7 +74,12 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | 
             reading.close()
             return None
         faults.append(fault or "")
-    return "; ".join(faults)
+    return _together(name, faults)
+
+
+def _together(name: str, faults: Sequence[str]) -> RestoreFault:
+    """Of all its places."""
+    return RestoreFault(name, "; ".join(faults))
 
 
 def _verify(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:

@@ -24,7 +24,7 @@ from rollback.train.state.state import TrainingState
 _REMEMBERED = 21  # steps whose median is what a step takes
 
 
-class Saver:
+class SnapshotSchedule:
     """Methods are collective unless they say otherwise.
 
     tier: the fast tier's directory, or why there is none. began_at: the step that was restored, None where none was.
@@ -37,7 +37,7 @@ class Saver:
         ranks: Ranks,
         state: TrainingState,
         snapshots: Snapshots,
-        keeper: CheckpointManager,
+        checkpoints: CheckpointManager,
         record: Recorder,
         tier: tuple[SlotPaths | None, str],
         began_at: int | None,
@@ -46,7 +46,7 @@ class Saver:
         self._ranks = ranks
         self._state = state
         self._snapshots = snapshots
-        self._keeper = keeper
+        self._checkpoints = checkpoints
         self._record = record
         self._tier = tier
         self.wanted = False
@@ -84,7 +84,7 @@ class Saver:
             return True
         if not self._snapshots.ready:
             return False
-        if self.wanted or self._keeper.wanting:
+        if self.wanted or self._checkpoints.wanting:
             return True
         if self._pace is None:
             assert isinstance(every, int)
@@ -95,23 +95,25 @@ class Saver:
             )
         return step >= self._taken_at + self._pace.every
 
-    def take(self, timeline: int) -> None:
+    def take_snapshot(self, timeline: int) -> None:
         """Begin a snapshot of the present state."""
         began = time.perf_counter()
         image, cursor, step = self._state.image(), self._state.cursor, self._state.counters.step
         if self._snapshots.outgrown:
             self._prepare()
         if not self._snapshots.ready:
-            self._keeper.leave_failed_tier()
+            self._checkpoints.leave_failed_tier()
             tier = self._snapshots.tier
             self._snapshots.await_ready(image)
             if self._snapshots.tier != tier:
-                self._keeper.tell_left("somebody reads the slot that is wanted now")
+                self._checkpoints.tell_left("somebody reads the slot that is wanted now")
         if not self._snapshots.ready:
             return  # there is no memory for a copy
         self._measured = self._measured or self._taken_at is not None
         over = not cursor.opened
-        self._keeper.begin(image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over)
+        self._checkpoints.start_snapshot(
+            image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over
+        )
         self._taken_at, self.wanted = step, False
         self._snapshots.stalled = time.perf_counter() - began
 
@@ -121,22 +123,22 @@ class Saver:
         Nothing may come behind it, so it is waited for, and where the fast tier does not take it, the run directory
         does.
         """
-        self._keeper.settle()
-        self._keeper.look_after()
+        self._checkpoints.settle()
+        self._checkpoints.look_after()
         kept, tier = self._kept(), ""
         while kept is None and self._settings.snapshot_every and tier != self._snapshots.tier:
             tier = self._snapshots.tier
-            self.take(timeline)
-            self._keeper.settle()
+            self.take_snapshot(timeline)
+            self._checkpoints.settle()
             kept = self._kept()
-            if self._keeper.ailing is not None:
+            if self._checkpoints.ailing is not None:
                 break  # the state itself is amiss, wherever it is written to
         return kept
 
     @property
     def fault(self) -> str:
         """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
-        return self._keeper.fault or self._snapshots.fault or "there was no room in memory for a copy"
+        return str(self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy")
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, of what may be the state at the end of training."""
@@ -147,11 +149,11 @@ class Saver:
         """What was taken as the end of training was not."""
         if self._taken_before_end != self._taken_at:
             self._taken_at = self._taken_before_end
-            self._keeper.let_go(end, "training went on behind the end of an epoch")
+            self._checkpoints.remove_checkpoint(end, "training went on behind the end of an epoch")
 
     def _kept(self) -> str | None:
         """The checkpoint of the present state, if there is one."""
-        newest, here = self._keeper.newest(), (self._state.counters.step, self._state.cursor.batch)
+        newest, here = self._checkpoints.newest(), (self._state.counters.step, self._state.cursor.batch)
         return newest.name if newest is not None and (newest.step, newest.batch) == here else None
 
     def restored(self, step: int) -> None:
@@ -169,13 +171,13 @@ class Saver:
         if before is not None and before.slots and not self._snapshots.slots:
             self._tier = None, "the fast tier has failed"
         image = self._state.image()
-        needed = self._snapshots.expect(image)
+        needed = self._snapshots.fit_buffers(image)
         self._incomplete = not self._state.optimizer.state
         if self._incomplete:  # most optimizers keep two numbers for each parameter
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
         allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
-        self._snapshots.use(allotted.slots)
+        self._snapshots.use_slots(allotted.slots)
         on_device = any(item.is_cuda for item in image.shared_tensors.values())
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:

@@ -14,6 +14,7 @@ from rollback.checkpoints import slots, tiers
 from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
+from rollback.rundir.cgroups import granted_cores
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 
@@ -107,16 +108,8 @@ def usual_capture_mode(on_device: bool, ranks: Ranks) -> tuple[CaptureMode, str]
 
 def cores_here() -> int:
     """That this process, and with it the others of its host, may use."""
-    return min(len(os.sched_getaffinity(0)), _quota())
-
-
-def _quota() -> int:
-    """Cores that a container's quota grants; many where there is none."""
-    try:
-        granted, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return max(1, int(granted) // int(period))
-    except (OSError, ValueError):
-        return 1 << 20
+    affinity, granted = len(os.sched_getaffinity(0)), granted_cores()
+    return affinity if granted is None else min(affinity, max(1, int(granted)))
 
 
 def _size(count: int) -> str:

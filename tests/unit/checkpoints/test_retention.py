@@ -18,10 +18,10 @@ from rollback.facts.history import fold
 from rollback.facts.training import BecameGood, Committed, JournalEntry
 from rollback.policy import PolicyCheckpoint, plan
 from rollback.ring.schedule import Situation, to_evict
-from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 from rollback.train.snapshots.catalogue import Catalogue
 
-NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(20)]
+NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(20)]
 
 
 @st.composite
@@ -33,16 +33,16 @@ def rings(draw: st.DrawFn) -> tuple[list[str], set[str], set[str], int]:
 
 
 def step_of(name: str) -> int:
-    return (parse_checkpoint_name(name) or (0, 0))[1]
+    return CheckpointName(name).step
 
 
 def life(every: int, probation: int, keep: int, until: int) -> Iterator[tuple[int, list[str], set[str]]]:
     """Step by step: what a ring holds once a checkpoint has come, and what was ever good."""
     held: list[str] = []
-    good = {checkpoint_name(0, 0)}
+    good = {CheckpointName.of(0, 0)}
     for seq, step in enumerate(range(0, until, every)):
         good |= {name for name in held if step - step_of(name) >= probation}
-        held.append(checkpoint_name(seq, step))
+        held.append(CheckpointName.of(seq, step))
         gone = {name for name, _ in choose_evictions(held, good, (), keep)}
         held = [name for name in held if name not in gone]
         yield step, held, good
@@ -150,7 +150,7 @@ def test_what_is_thinned_out_leaves_the_least_gap_in_proportion_to_its_neighbour
     """Of steps, whatever the sequence numbers are: checkpoints are not all as far apart."""
 
     def leaving(*steps: int) -> list[int]:
-        held = [checkpoint_name(seq, step) for seq, step in enumerate(steps)]
+        held = [CheckpointName.of(seq, step) for seq, step in enumerate(steps)]
         return [step_of(name) for name, _ in choose_evictions(held, set(held), (), len(held) - 1)]
 
     assert leaving(0, 900, 990, 1000) == [0], "the others would be more than four times apart"

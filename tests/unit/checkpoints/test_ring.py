@@ -14,7 +14,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import ShardRecord
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.paths import RunPaths, checkpoint_name, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 
 @pytest.fixture
@@ -27,20 +27,23 @@ def paths(tmp_path: Path) -> RunPaths:
 
 @given(st.integers(0, 10**12 - 1), st.integers(0, 10**15 - 1))
 def test_a_checkpoint_name_says_sequence_number_and_step(seq: int, step: int) -> None:
-    assert parse_checkpoint_name(checkpoint_name(seq, step)) == (seq, step)
+    name = CheckpointName.of(seq, step)
+    assert name.order == (name.seq, name.step) == (seq, step)
+    assert CheckpointName.parse(str(name)) == name == str(name)
 
 
 @pytest.mark.parametrize("name", ["", "c1-s1", "c000001-s0000000a", "xc000001-s00000001", "c000001-s00000001.tmp"])
 def test_other_names_are_not_checkpoints(name: str) -> None:
-    assert parse_checkpoint_name(name) is None
+    assert CheckpointName.parse(name) is None
+    assert (CheckpointName(name), CheckpointName(name).order) == (name, (0, 0)), "as a record has it"
 
 
 def test_the_ring_lists_committed_checkpoints_only_by_sequence_number(paths: RunPaths) -> None:
     assert ring.names(paths) == []
     second, first = write_checkpoint(paths, 11, 10), write_checkpoint(paths, 2, 30)
-    ring.begin_writing(paths, checkpoint_name(12, 40))
-    (paths.ring / checkpoint_name(13, 50)).write_text("a file")
-    (paths.ring / checkpoint_name(14, 60)).symlink_to(paths.checkpoint(first))
+    ring.begin_writing(paths, CheckpointName.of(12, 40))
+    (paths.ring / CheckpointName.of(13, 50)).write_text("a file")
+    (paths.ring / CheckpointName.of(14, 60)).symlink_to(paths.checkpoint(first))
     (paths.ring / "notes").mkdir()
     assert ring.names(paths) == [first, second]
     assert whole(paths, first)
@@ -84,7 +87,7 @@ def test_what_is_abandoned_or_swept_leaves_nothing(paths: RunPaths) -> None:
     ring.abandon(paths, manifest_of(0, 10).name)
     ring.abandon(paths, manifest_of(0, 10).name)
     half_written(paths)
-    paths.evicting(checkpoint_name(7, 70)).mkdir()
+    paths.evicting(CheckpointName.of(7, 70)).mkdir()
     assert len(ring.sweep(paths)) == 2
     assert os.listdir(paths.ring) == [kept]
     assert ring.sweep(paths) == []

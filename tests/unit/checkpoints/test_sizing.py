@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollback.checkpoints import sizing
 from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.rundir import cgroups
 
 GiB = 1 << 30
 
@@ -37,7 +37,7 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A machine with 8 GiB free everywhere but in its control groups, whose directory this is."""
     monkeypatch.setattr(os, "statvfs", lambda _: SimpleNamespace(f_bavail=2 * GiB, f_frsize=4))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=8 * GiB))
-    monkeypatch.setattr(sizing, "_CGROUPS", tmp_path)
+    monkeypatch.setattr(cgroups, "ROOT", tmp_path)
     return tmp_path
 
 

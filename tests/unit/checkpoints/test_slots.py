@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from checkpoints import manifest_of, write_checkpoint
 from rollback.checkpoints import slots, tiers
 from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import lay_out, room_for
+from rollback.checkpoints.layout import header_space_for, lay_out
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.checkpoints.shard import ShardReader, Written
 from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
@@ -24,7 +24,7 @@ from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name
 
 KINDS = {"w": ("F32", (5, 3)), "b": ("U8", (7,))}
-ROOM = room_for(KINDS, {"local": "{}"}, 4096)
+ROOM = header_space_for(KINDS, {"local": "{}"}, 4096)
 
 
 @pytest.fixture
@@ -175,7 +175,7 @@ def test_a_copy_of_a_run_directory_does_not_get_the_original_s_slots(tmp_path: P
         slots.claim(tier, tmp_path / "copy")
     (tmp_path / "original").rename(tmp_path / "moved")
     slots.claim(tier, tmp_path / "moved")
-    assert slots.tiers_on_host(tmp_path) == [(tier, tmp_path / "moved")]
+    assert slots.owner_of(tier) == tmp_path / "moved"
 
 
 def test_a_run_id_that_is_a_path_is_refused(tmp_path: Path) -> None:
@@ -189,7 +189,7 @@ def test_removing_a_tier_leaves_nothing_and_spares_its_neighbours(tier: SlotPath
     fill(tier, 0, 1, 5)
     slots.remove(tier)
     slots.remove(tier)
-    assert [found.root for found, _ in slots.tiers_on_host(tmp_path)] == [neighbour.root]
+    assert list(neighbour.root.parent.iterdir()) == [neighbour.root]
     slots.remove(neighbour)
     assert not neighbour.root.parent.exists()
 

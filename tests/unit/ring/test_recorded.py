@@ -17,10 +17,10 @@ from rollback.facts.training import (
 )
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
-from rollback.rundir.paths import checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 URL = "s3://bucket/run"
-NAMES = [checkpoint_name(seq, 10 * seq) for seq in range(5)]
+NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(5)]
 
 
 def journal(*facts: Any) -> list[JournalEntry]:

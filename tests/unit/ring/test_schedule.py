@@ -12,14 +12,14 @@ from recorded_run import incident, rollback_plan
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Evicted, JournalEntry, Restored
 from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
-from rollback.rundir.paths import checkpoint_name, parse_checkpoint_name
+from rollback.rundir.paths import CheckpointName
 
 AUTO = DrainPace()
 
 
 def history(committed: list[tuple[int, int]], good: int, evicted: int = 0) -> History:
     """Checkpoints as (step, timeline), of which the first `good` are good and the first `evicted` have left."""
-    names = [checkpoint_name(seq, step) for seq, (step, _) in enumerate(committed)]
+    names = [CheckpointName.of(seq, step) for seq, (step, _) in enumerate(committed)]
     facts: list[Any] = [
         Committed(checkpoint=name, step=step, batch=step, timeline=timeline, bytes=1, seconds=0.0)
         for name, (step, timeline) in zip(names, committed, strict=True)
@@ -30,7 +30,7 @@ def history(committed: list[tuple[int, int]], good: int, evicted: int = 0) -> Hi
 
 
 def names(count: int, every: int = 10) -> list[str]:
-    return [checkpoint_name(seq, every * seq) for seq in range(count)]
+    return [CheckpointName.of(seq, every * seq) for seq in range(count)]
 
 
 def run_of(count: int, good: int, evicted: int = 0) -> History:
@@ -64,16 +64,16 @@ def test_what_cannot_be_copied_is_passed_over() -> None:
 
 def test_after_a_rollback_the_pace_is_counted_from_what_is_left() -> None:
     facts: list[Any] = [
-        incident(0, 25, 30), rollback_plan(0, checkpoint_name(1, 10), 10, None, discards=(checkpoint_name(2, 20),)),
-        Restored(incident=0, checkpoint=checkpoint_name(1, 10), step=10, batch=10, steps_lost=20, seconds=0.0,
+        incident(0, 25, 30), rollback_plan(0, CheckpointName.of(1, 10), 10, None, discards=(CheckpointName.of(2, 20),)),
+        Restored(incident=0, checkpoint=CheckpointName.of(1, 10), step=10, batch=10, steps_lost=20, seconds=0.0,
                  route="in_process"),
-        Committed(checkpoint=checkpoint_name(3, 20), step=20, batch=20, timeline=1, bytes=1, seconds=0.0),
-        BecameGood(checkpoint=checkpoint_name(3, 20), step=20),
+        Committed(checkpoint=CheckpointName.of(3, 20), step=20, batch=20, timeline=1, bytes=1, seconds=0.0),
+        BecameGood(checkpoint=CheckpointName.of(3, 20), step=20),
     ]  # fmt: skip
     before = run_of(3, good=3)
     after = fold((JournalEntry(seq=9, at="", attempt=1, fact=fact) for fact in facts), before)
-    drained = (checkpoint_name(0, 0), checkpoint_name(2, 20))
-    assert next_to_drain(Situation(after, drained), DrainPace(steps=20), 0.0) == checkpoint_name(3, 20)
+    drained = (CheckpointName.of(0, 0), CheckpointName.of(2, 20))
+    assert next_to_drain(Situation(after, drained), DrainPace(steps=20), 0.0) == CheckpointName.of(3, 20)
     assert to_evict(Situation(after, drained), keep=3) == [(drained[1], "beyond a restored checkpoint")]
 
 
@@ -125,7 +125,7 @@ def test_copying_comes_to_an_end(now: Situation, pace: DrainPace, clock: float) 
         name = next_to_drain(now, pace, clock)
         if name is None:
             break
-        drained = tuple(sorted({*now.drained, name}, key=lambda held: parse_checkpoint_name(held) or (0, 0)))
+        drained = tuple(sorted({*now.drained, name}, key=lambda held: CheckpointName(held).order))
         now = Situation(now.history, drained, now.pinned, now.lost, LastCopy(clock, 1.0), now.ending)
     else:
         raise AssertionError("it goes on for ever")

@@ -10,7 +10,9 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import Field, fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,7 +20,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from rollback.train.comm.pulse import Ailment, Beat, Pulse, PulseField, Signs, _beat
+from rollback.train.comm.pulse import (
+    FIELDS,
+    NO_GAUGES,
+    Ailment,
+    Beat,
+    GaugeFields,
+    Gauges,
+    HostFields,
+    Pulse,
+    Signs,
+    _beat,
+)
 from rollback.train.comm.ranks import Ranks
 
 numbers = st.none() | st.floats(width=32)
@@ -43,16 +56,18 @@ def expected(values: list[float | None]) -> float | None:
     return sum(present) / len(present) if present else None
 
 
-def reduce(rows: list[tuple[float | None, float | None, Signs]], on_device: bool) -> Beat:
+def reduce(
+    rows: list[tuple[float | None, float | None, Signs]], on_device: bool, gauges: list[Gauges] | None = None
+) -> Beat:
     """The beat that ranks with these rows would read, without a process group: composed by each, then summed."""
     ranks = Ranks()
     ranks.world_size = len(rows)
-    total = torch.zeros(len(PulseField) + len(rows), dtype=torch.float64)
+    total = torch.zeros(FIELDS + len(rows), dtype=torch.float64)
     for rank, (loss, grad_norm, said) in enumerate(rows):
         ranks.rank = rank
         pulse = Pulse(ranks, torch.device("cpu"))
         compose = pulse._compose_on_device if on_device else pulse._compose_on_host
-        total += compose(scalar(loss), scalar(grad_norm), said)
+        total += compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
     return _beat(total.tolist(), len(rows))
 
 
@@ -69,14 +84,38 @@ def test_a_beat_says_what_the_ranks_said(on_device: bool, rows: list[tuple[float
     assert beat.ailing == tuple(rank for rank, is_ill in enumerate(named) if is_ill)
     assert beat.stop == any(said.stop for *_, said in rows)
     assert beat.scaler_skipped == any(said.scaler_skipped for *_, said in rows)
-    assert beat.commits == sum(said.committed for *_, said in rows)
-    assert beat.shards_written == sum(said.shard_written for *_, said in rows)
-    assert beat.shards_failed == sum(said.shard_failed for *_, said in rows)
+    assert beat.committed == sum(said.committed for *_, said in rows)
+    assert beat.shard_written == sum(said.shard_written for *_, said in rows)
+    assert beat.shard_failed == sum(said.shard_failed for *_, said in rows)
+
+
+def a_value_of(kind: type) -> float:
+    return 0.5 if kind is float else kind(True)
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("field", fields(HostFields), ids=lambda field: field.name)
+def test_each_field_of_the_table_arrives_at_its_own_place_and_no_other(field: Field[Any], on_device: bool) -> None:
+    """Three ranks, of which two say it: so any, two, or two thirds of what they say."""
+    kind = type(field.default)
+    said = Signs(**{field.name: a_value_of(kind)})
+    beat = reduce([(None, None, said), (None, None, Signs()), (None, None, said)], on_device)
+    expected_of: dict[type, float] = {bool: True, int: 2, float: 1 / 3}
+    assert beat == Beat(**{field.name: expected_of[kind]})
+    assert type(getattr(beat, field.name)) is kind
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+@pytest.mark.parametrize("field", fields(GaugeFields), ids=lambda field: field.name)
+def test_each_gauge_is_the_mean_over_the_ranks_that_have_one(field: Field[Any], on_device: bool) -> None:
+    given = [Gauges(**{field.name: scalar(value)}) for value in (3.0, None, math.nan, 4.0)]
+    rows = [(None, None, Signs())] * len(given)
+    assert reduce(rows, on_device, given) == Beat(**{field.name: 3.5})
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=8))
 def test_the_codes_tell_all_ailments_of_all_ranks(codes: list[int]) -> None:
-    beat = _beat([*[0.0] * len(PulseField), *map(float, codes)], len(codes))
+    beat = _beat([*[0.0] * FIELDS, *map(float, codes)], len(codes))
     anywhere = Ailment(0)
     for code in codes:
         anywhere |= Ailment(code)

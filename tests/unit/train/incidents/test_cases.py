@@ -20,12 +20,12 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.policy import DataStream, PolicyCheckpoint
-from rollback.rundir.paths import RunPaths, checkpoint_name
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
 
-RING = [PolicyCheckpoint(checkpoint_name(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
+RING = [PolicyCheckpoint(CheckpointName.of(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run
 
 

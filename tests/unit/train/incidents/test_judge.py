@@ -39,8 +39,8 @@ class Steps:
             directory.mkdir(parents=True)
         self.record = record = Recorder(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
-        self.holdings = Catalogue(settings.probation, [], [])
-        self.keeper = CheckpointManager(self.paths, ranks, self.snapshots, self.holdings, record, settings.keep)
+        self.catalogue = Catalogue(settings.probation, [], [])
+        self.keeper = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
         self.watch = Judge(
             ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
             self.keeper, self.snapshots, record,
@@ -60,7 +60,7 @@ class Steps:
         image = Image({}, {}, {}, {})
         self.snapshots.await_ready(image)
         timeline = self.watch.timeline
-        self.keeper.begin(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
+        self.keeper.start_snapshot(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
         self.keeper.settle()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
@@ -123,10 +123,10 @@ def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -
     steps.watch.settle()
     steps.snapshot()
     for done in range(8):
-        assert not any(point.good for point in steps.holdings.as_held()), done
+        assert not any(point.good for point in steps.catalogue.as_held()), done
         steps.take(1.0)
         steps.watch.settle()
-    assert [point.good for point in steps.holdings.as_held()] == [True]
+    assert [point.good for point in steps.catalogue.as_held()] == [True]
 
 
 def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> None:

@@ -26,6 +26,7 @@ from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.faults import RestoreFault
 from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.restore import CheckpointPlace, RestoreOutcome, restore, verify
@@ -101,12 +102,12 @@ class TwoHosts:
 
     def _save(self, rank: int) -> str:
         ranks, image = self.ranks[rank], self.saved[rank].image()
-        tier = FastTier(self.tiers[rank], rank, leads=True, here=[rank], held={})
+        tier = FastTier(self.tiers[rank], rank, leads=True, here=[rank])
         snapshots = Snapshots(self.paths, ranks, 0, 1, tier)
-        snapshots.expect(image)
-        snapshots.use(1)
+        snapshots.fit_buffers(image)
+        snapshots.use_slots(1)
         snapshots.await_ready(image)
-        name = snapshots.begin(image, step=7, batch=7, epoch=0, timeline=0)
+        name = snapshots.start_snapshot(image, step=7, batch=7, epoch=0, timeline=0).manifest.name
         landing = snapshots.settle()
         assert landing is not None
         assert landing.committed
@@ -170,7 +171,7 @@ def test_where_one_host_has_not_got_its_part_none_restores_and_nothing_is_touche
     before = [copy.deepcopy(state.model.state_dict()) for state in states]
     results = two.restore(states)
     assert [result.place for result in results] == [None, None]
-    assert results[0].fault == results[1].fault != ""
+    assert str(results[0].fault) == str(results[1].fault) != ""
     for state, values in zip(states, before, strict=True):
         assert all(torch.equal(value, values[name]) for name, value in state.model.state_dict().items())
     assert two.both(lambda rank: verify(two.name, [two.place(rank)], two.ranks[rank])) == [results[0].fault] * 2
@@ -194,7 +195,7 @@ def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits
     for rank, state in enumerate(states):
         require_equal(state, two.saved[rank])
     failing[0] = 1000
-    assert [result.fault for result in two.restore(states)] == ["the memory fails"] * 2
+    assert [result.fault for result in two.restore(states)] == [RestoreFault(two.name, "the memory fails")] * 2
 
 
 def test_what_every_host_has_in_the_same_slot_counts() -> None:

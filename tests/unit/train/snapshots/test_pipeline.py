@@ -20,6 +20,11 @@ from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
 
 
+def start(snapshots: Snapshots, image: Image, step: int) -> str:
+    """The name that the checkpoint will have."""
+    return snapshots.start_snapshot(image, step=step, batch=step, epoch=0, timeline=0).manifest.name
+
+
 class TwoRanks:
     """Two ranks' snapshots in one process; `beat` does what the pulse does between them."""
 
@@ -38,7 +43,7 @@ class TwoRanks:
         for one in self.ranks:
             if not one.ready:
                 one.await_ready(self.image)
-        names = {one.begin(self.image, step=step, batch=step, epoch=0, timeline=0) for one in self.ranks}
+        names = {start(one, self.image, step) for one in self.ranks}
         (name,) = names
         return name
 
@@ -48,10 +53,10 @@ class TwoRanks:
         said: list[Signs] = [one.signs() for one in self.ranks]
         reduced = Beat(
             loss=None, grad_norm=None, ailing=(), stop=False, scaler_skipped=False,
-            shards_written=sum(sign.shard_written for sign in said),
-            shards_failed=sum(sign.shard_failed for sign in said),
-            commits=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
-            ready=sum(sign.ready for sign in said), tiers_failed=sum(sign.tier_failed for sign in said),
+            shard_written=sum(sign.shard_written for sign in said),
+            shard_failed=sum(sign.shard_failed for sign in said),
+            committed=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
+            ready=sum(sign.ready for sign in said), tier_failed=sum(sign.tier_failed for sign in said),
             outgrown=sum(sign.outgrown for sign in said),
             letters=tuple(sign.letter for sign in said if sign.letter is not None),
         )  # fmt: skip
@@ -80,7 +85,7 @@ def test_it_lands_on_all_ranks_in_the_same_step(two: TwoRanks) -> None:
 
 
 def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
-    """`begin` has copied; what is written is the state of that moment, however late the thread gets to it."""
+    """`start_snapshot` has copied; what is written is the state of that moment, however late the thread gets to it."""
     overwritten = threading.Event()
     for one in two.ranks:
         one.await_ready(two.image)
@@ -132,22 +137,20 @@ def test_a_state_that_outgrows_its_room_on_one_rank_is_dropped_on_all_and_fits_t
         two.beat()
     larger = Image(two.image.shared, ["x" * 300_000, {"$tensor": "l"}], two.image.shared_tensors, {"l": torch.ones(2)})
     images = [two.image, larger]
-    names = {
-        one.begin(image, step=20, batch=20, epoch=0, timeline=0) for one, image in zip(two.ranks, images, strict=True)
-    }
+    names = {start(one, image, 20) for one, image in zip(two.ranks, images, strict=True)}
     assert len(names) == 1
     landed = two.beat()
     assert [landing is not None and not landing.committed for landing in landed] == [True, True]
-    assert "what is kept has grown" in landed[1].reason  # type: ignore[union-attr]
+    assert "what is kept has grown" in str(landed[1].fault)  # type: ignore[union-attr]
     assert [one.outgrown for one in two.ranks] == [True, True], "all ranks make room, or none would agree on it"
     two.beat()
     assert not any(one.ready for one in two.ranks), "there is none yet"
     for one, image in zip(two.ranks, images, strict=True):
-        one.expect(image)
+        one.fit_buffers(image)
     two.beat()
     assert all(one.ready for one in two.ranks)
     for one, image in zip(two.ranks, images, strict=True):
-        one.begin(image, step=30, batch=30, epoch=0, timeline=0)
+        start(one, image, 30)
     for _ in range(3):
         landed = two.beat()
     assert [landing is not None and landing.committed for landing in landed] == [True, True]
@@ -186,7 +189,7 @@ class Replicas(TwoRanks):
             if not one.ready:
                 one.await_ready(image)
         for one, image in zip(self.ranks, self.images, strict=True):
-            name = one.begin(image, step=step, batch=step, epoch=0, timeline=0)
+            name = start(one, image, step)
         return name
 
     def land(self) -> Landing:
@@ -222,7 +225,7 @@ def test_a_parameter_that_another_rank_stores_must_not_move_before_it_is_digeste
         item.add_(1.0)
     landing = replicas.land()
     assert (landing.committed, landing.drifted) == (False, ())
-    assert "changed while they were read, on 1 ranks" in landing.reason
+    assert "changed while they were read, on 1 ranks" in str(landing.fault)
     for item in replicas.models[1]:
         item.sub_(1.0)
     assert {one.mode for one in replicas.ranks} == {"held"}

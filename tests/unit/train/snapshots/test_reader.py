@@ -48,22 +48,23 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     if place == "a slot":
         owned = slots.tier_of(tmp_path, "0123456789abcdef")
         slots.claim(owned, tmp_path)
-        tier = FastTier(owned, 0, leads=True, here=[0], held={})
+        tier = FastTier(owned, 0, leads=True, here=[0])
     paths = RunPaths(tmp_path / "run")
     paths.ring.mkdir(parents=True)
     saved, ranks = state_of(1), Ranks()
     snapshots = Snapshots(paths, ranks, 0, 1, tier)
-    snapshots.expect(saved.image())
+    snapshots.fit_buffers(saved.image())
     if tier is not None:
-        snapshots.use(1)
+        snapshots.use_slots(1)
     snapshots.await_ready(saved.image())
-    name = snapshots.begin(saved.image(), step=7, batch=7, epoch=0, timeline=0)
+    flight = snapshots.start_snapshot(saved.image(), step=7, batch=7, epoch=0, timeline=0)
+    name = flight.manifest.name
     landing = snapshots.settle()
     assert landing is not None
     assert landing.committed
 
     used = note_threads(monkeypatch, cores=5)
-    found = snapshots.places(name)[:1]
+    found = snapshots.stored.places(name, flight.slot)[:1]
     assert found[0].in_slot == (found[0].memory is not None) == (place == "a slot")
     back = state_of(2)
     assert restore(name, found, ranks, back).place == found[0]

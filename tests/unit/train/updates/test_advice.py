@@ -335,8 +335,8 @@ RECOVERED = Verdict(Kind.HEALTHY, 0, ended=Blip(0, 1, 5.0, 4.0, "loss-high", "re
 
 def beat(norm: float, kept: float) -> Beat:
     return Beat(
-        loss=1.0, grad_norm=norm, ailing=(), stop=False, scaler_skipped=False, shards_written=0, shards_failed=0,
-        commits=0, kept=kept, measured=norm,
+        loss=1.0, grad_norm=norm, ailing=(), stop=False, scaler_skipped=False,
+        kept=kept, measured=norm,
     )  # fmt: skip
 
 

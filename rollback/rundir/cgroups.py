@@ -1,0 +1,40 @@
+"""What the kernel's control groups say of a process: in which it is, and how many processors they grant."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path("/sys/fs/cgroup")
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group that counts memory. It need not be there: in a container the kernel states a path that is that of
+    the host."""
+
+    unified: bool
+    """Of cgroup v2."""
+    home: Path
+    """Where its hierarchy is mounted; in a container often the group itself."""
+    directory: Path
+
+
+def memory_groups(membership: str, root: Path = ROOT) -> list[MemoryGroup]:
+    """Of a process whose /proc/PID/cgroup reads `membership`."""
+    found: list[MemoryGroup] = []
+    for _, controllers, where in (line.split(":", 2) for line in membership.splitlines() if line.count(":") >= 2):
+        if not controllers:
+            found.append(MemoryGroup(True, root, root / where.lstrip("/")))
+        elif "memory" in controllers.split(","):
+            found.append(MemoryGroup(False, root / "memory", root / "memory" / where.lstrip("/")))
+    return found
+
+
+def granted_cores() -> float | None:
+    """Processors that a container's quota grants; None where there is no such group, or no limit ("max")."""
+    try:
+        granted, period = (ROOT / "cpu.max").read_text().split()
+        return int(granted) / int(period)
+    except (OSError, ValueError):
+        return None
