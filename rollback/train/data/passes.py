@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.advice import of_loops
 
 
@@ -66,7 +67,7 @@ class Passes:
         self._target_is_over = self._stands_behind_an_epoch() and not left
         self._target = self._cursor.epoch - self._target_is_over
 
-    def begin(self) -> Again:
+    def start_pass(self) -> Again:
         """A `for batch in guard` begins."""
         number = self.begun if self._announced is None else self._announced
         self.begun, self._announced = number + 1, None
@@ -99,9 +100,11 @@ class Passes:
     def note_end(self) -> None:
         self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
 
-    def rewound(self, *, left: bool = False) -> None:
-        """A rollback has put the cursor back, perhaps into an earlier epoch. left: as in `resume`."""
-        behind = self._stands_behind_an_epoch() and not left
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """The cursor was put back, perhaps into an earlier epoch; or, at an epoch's start, to where the pass begins."""
+        if event.cause is RollbackCause.EPOCH_START:
+            return
+        behind = self._stands_behind_an_epoch() and not event.epoch_left
         if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):
             self._target, self._target_is_over = self._cursor.epoch - behind, behind
             self._strayed, self.interrupted = True, True

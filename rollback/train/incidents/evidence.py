@@ -34,10 +34,10 @@ from rollback.rundir.evidence import (
     StepSeen,
     write_evidence,
 )
-from rollback.rundir.paths import RunPaths
-from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
+from rollback.train.events import RollbackApplied
+from rollback.train.run import AttachedRun
 from rollback.train.state import tree
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
 
@@ -75,8 +75,8 @@ class _Step:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
         batches = self.indices
         if len(batches) == len(self.losses):
-            told = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
-            batches = told or batches
+            broken = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
+            batches = broken or batches
         return {index for own in batches for index in own or ()}
 
     def let_go(self, why: str) -> None:
@@ -91,11 +91,11 @@ class IncidentEvidence:
     limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
     """
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, model: nn.Module, limit: int) -> None:
-        self._paths = paths
-        self._rank = ranks.rank
-        self._alone = not ranks.distributed
-        self._attempt = attempt
+    def __init__(self, run: AttachedRun, model: nn.Module, limit: int) -> None:
+        self._paths = run.paths
+        self._rank = run.ranks.rank
+        self._alone = not run.ranks.distributed
+        self._attempt = run.attempt
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._order = {name: place for place, name in enumerate(self._names.values())}
@@ -107,7 +107,7 @@ class IncidentEvidence:
         self._suspected: int | None = None
         self._failed = False
 
-    def take(self, position: int, batch: Any, indices: Indices = None) -> None:
+    def keep_batch(self, position: int, batch: Any, indices: Indices = None) -> None:
         """A batch is handed out. indices: of the data set, where there are any."""
         self._indices.append(indices)
         if self._limit == 0:
@@ -130,7 +130,7 @@ class IncidentEvidence:
             self._parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
-        """An update is over; the batches taken since the last one were its own."""
+        """An update is over; the batches kept since the last one were its own."""
         nbytes = sum(part.tensor.nbytes for part in self._parts)
         self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes, self._indices))
         self._parts, self._left_out, self._indices = [], [], []
@@ -140,23 +140,23 @@ class IncidentEvidence:
         """The sentinel is on watch and holds this step to be where it began; None: it is calm."""
         self._suspected = onset
 
-    def forget(self, step: int) -> None:
-        """Training goes back to `step`: what came after it has not happened."""
-        self._steps = [seen for seen in self._steps if seen.step < step]
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """What came after that step has not happened."""
+        self._steps = [step for step in self._steps if step.step < event.step]
         self._parts, self._left_out, self._indices = [], [], []
         self._suspected = None
 
     def samples(self, steps: Collection[int]) -> list[int]:
         """Data set indices of what this rank was handed out in these steps, as far as it remembers."""
-        return sorted(set().union(*(seen.samples() for seen in self._steps if seen.step in steps)))
+        return sorted(set().union(*(step.samples() for step in self._steps if step.step in steps)))
 
     def write(self, incident: Incident) -> None:
         """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""
-        seen = [step for step in self._steps if step.step >= incident.onset_step]
+        steps = [step for step in self._steps if step.step >= incident.onset_step]
         try:
             files.make_directory(self._paths.incident(incident.incident))
-            batch = self._write_batch(incident.incident, seen[0] if seen else None)
-            write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, seen, batch))
+            batch = self._write_batch(incident.incident, steps[0] if steps else None)
+            write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, steps, batch))
         except (OSError, ValueError) as error:
             if not self._failed:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
@@ -178,10 +178,10 @@ class IncidentEvidence:
 
     # Writing down --------------------------------------------------------------------------------------------------
 
-    def _account(self, incident: Incident, seen: list[_Step], batch: BatchKept) -> RankEvidence:
-        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in seen if step.gradients}
-        kinds = {step.step: _kind(norms[step.step], step.gradients) for step in seen if step.gradients}
-        told = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
+    def _account(self, incident: Incident, steps: list[_Step], batch: BatchKept) -> RankEvidence:
+        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in steps if step.gradients}
+        kinds = {step.step: _kind(norms[step.step], step.gradients) for step in steps if step.gradients}
+        exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
         buffers = [name for name, value in self._model.named_buffers() if not _is_finite(value)]
         return RankEvidence(
@@ -191,7 +191,7 @@ class IncidentEvidence:
             timeline=incident.timeline,
             onset_step=incident.onset_step,
             detection_step=incident.detection_step,
-            origin=self._origin(seen, norms, kinds, weights, buffers),
+            origin=self._origin(steps, norms, kinds, weights, buffers),
             steps=[
                 StepSeen(
                     step=step.step,
@@ -199,10 +199,10 @@ class IncidentEvidence:
                     grad_norm=float(step.gradients.total) if step.gradients else None,
                     kind=kinds.get(step.step),
                 )
-                for step in seen
+                for step in steps
             ],
-            gradients=None if told is None else norms[told],
-            gradients_step=told,
+            gradients=None if exploded is None else norms[exploded],
+            gradients_step=exploded,
             weights=weights,
             nonfinite_buffers=buffers,
             batch=batch,
@@ -210,13 +210,13 @@ class IncidentEvidence:
 
     def _origin(
         self,
-        seen: list[_Step],
+        steps: list[_Step],
         norms: Mapping[int, Norms],
         kinds: Mapping[int, Explosion | None],
         weights: Norms,
         buffers: list[str],
     ) -> Origin | None:
-        for step in seen:
+        for step in steps:
             if not all(math.isfinite(loss) for loss in step.losses):
                 return Origin(where="loss", step=step.step, name=None, local=None)
             if step.gradients and kinds[step.step] == "nonfinite":
