@@ -91,8 +91,8 @@ class Guard(ScriptSide):
         at_exit(self.close)
         # Does nothing outside of `rollback drill`.
         drill.take_part(
-            model, self._run, self._state, self._step, self._end, self._checkpoints.snapshots, self._batches.skips,
-            self._requests.stop, self.close,
+            model, self._run, self._state, self._step_in_progress, self._end, self._checkpoints.snapshots,
+            self._batches.skips, self._requests.stop, self.close,
         )  # fmt: skip
 
     def _build(self, model: nn.Module, loader: Any, max_steps: int | None) -> None:
@@ -111,7 +111,7 @@ class Guard(ScriptSide):
             Advisor(state.model, optimizer), skips, max_steps,
         )  # fmt: skip
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
-        self._step = StepInProgress(state, updates, evidence, prefetch, heartbeat)
+        self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
         self._passes = Passes(cursor, objects.values())
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
@@ -122,7 +122,7 @@ class Guard(ScriptSide):
         self._rewinder.subscribers += [
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step.rollback_applied, schedule.rollback_applied,
+            self._step_in_progress.rollback_applied, schedule.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
             self._passes.resume(left=state.counters.epoch_left)
@@ -164,7 +164,7 @@ class Guard(ScriptSide):
             attaching.refuse(error, status=1)
 
     def _next(self) -> Any:
-        if not self._passes.begun:
+        if not self._passes.count:
             iter(self)  # a script may call next() alone
         if self._passes.over:
             self._passes.note_end()
@@ -177,7 +177,7 @@ class Guard(ScriptSide):
                 continue
             try:
                 if self._batches.open_epoch():
-                    self._state.counters.epoch_left, self._step.epoch_began = False, True
+                    self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
                 if not self._snapshot_due() or self._take_snapshot():
                     return self._hand_out_batch()
             except StopIteration:
@@ -193,11 +193,11 @@ class Guard(ScriptSide):
         """End the guard: wait for the disk, say how the last incident ended. Not collective; called at exit anyway."""
         if not self._run.leave():
             return
-        heartbeat = self._step.heartbeat
-        if not heartbeat.raised:
-            self._end.close(changed=self._step.updated, judge=None if self._run.ranks.distributed else self._end_step)
+        step = self._step_in_progress
+        if not step.heartbeat.raised:
+            self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._judge.end_pulse()
-        heartbeat.end()
+        step.heartbeat.end()
         self._checkpoints.snapshots.close()
         self._judge.close()
         self._batches.close()
@@ -210,14 +210,14 @@ class Guard(ScriptSide):
 
     def _hand_out_batch(self) -> Any:
         batch = self._batches.read(
-            self.step, self._judge.timeline, lambda position: self._step.show_batch("reading", position)
+            self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
         )
         self._end.go_on()
-        return self._step.hand_out(batch)
+        return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
-        step, schedule = self._step, self._checkpoints.schedule
+        step, schedule = self._step_in_progress, self._checkpoints.schedule
         if not step.updated:
             if step.batches == WITHOUT_UPDATE:
                 self._run.record.advise(*NEVER_UPDATED)
@@ -263,7 +263,7 @@ class Guard(ScriptSide):
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        between_steps = self._step.first_batch is None
+        between_steps = self._step_in_progress.first_batch is None
         due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
 
@@ -282,14 +282,14 @@ class Guard(ScriptSide):
 
     def _end_pass(self, by: str, *, final: bool = False) -> bool:
         """False if the state at the end turned out to demand a return: then there are batches to come."""
-        self._step.show("saving")
-        if not self._keep_end(by, left_over=self._step.batches):
+        self._step_in_progress.show("saving")
+        if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
         if final:
             self._requests.stop.withdraw()  # nobody will read the flag any more: SIGTERM means what it meant before
             self._end.note_finished()
-        self._step.heartbeat.turn_to("training")
+        self._step_in_progress.heartbeat.turn_to("training")
         if final:
             self._end.complete()
         return True
@@ -306,7 +306,7 @@ class Guard(ScriptSide):
         """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
         if self._act(self._end_step()) or not self._all_is_well():
             return False
-        left, left_over = self._passes.leave_broken_epoch(), self._step.batches
+        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
         if not self._keep_end(f"guard.epochs({count})", left_over=left_over, left=left):
             return False
         self._end.note_finished()
@@ -314,7 +314,7 @@ class Guard(ScriptSide):
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
-            self._step.show("saving")
+            self._step_in_progress.show("saving")
         code = self._end.stop(halt)
         self._requests.note_stop(self.step)
         self._run.ranks.barrier()
@@ -323,7 +323,7 @@ class Guard(ScriptSide):
 
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan that is in the journal already."""
-        self._step.show("rewinding")
+        self._step_in_progress.show("rewinding")
         halt = self._rewinder.carry_out(decision)
         if halt is not None:
             self._act(halt)

@@ -23,7 +23,7 @@ class ScriptSide:
     _passes: Passes
     _rewinder: Rewinder
     _state: TrainingState
-    _step: StepInProgress
+    _step_in_progress: StepInProgress
 
     # What it tells -------------------------------------------------------------------------------------------------
 
@@ -34,7 +34,7 @@ class ScriptSide:
         loss: scalar, of this rank. Losses of the batches of one update are averaged; what is divided by the number of
         accumulation steps may stay so.
         """
-        self._step.observe(loss, grad_norm)
+        self._step_in_progress.observe(loss, grad_norm)
 
     def keep(self, **first: Any) -> KeptValues:
         """Have values of the script kept in each checkpoint, and brought back by a resume and by a rollback.
@@ -57,7 +57,7 @@ class ScriptSide:
         It begins with the update in progress, or with the next one if that update is done. All ranks should say so; one
         suffices. After a rollback to before it, it need not be said again.
         """
-        self._step.announce(phase)
+        self._step_in_progress.announce(phase)
 
     def on_rollback(self, act: Callable[[RollbackApplied], object]) -> None:
         """Call `act(event)` whenever training is put back to a checkpoint: for what the script keeps beside the guard.
@@ -82,7 +82,7 @@ class ScriptSide:
 
         Batches count from 0 over the whole run; micro-batches of an accumulation count one by one.
         """
-        return self._step.batch
+        return self._step_in_progress.batch
 
     @property
     def batch_in_epoch(self) -> int:

@@ -83,8 +83,8 @@ class Batches:
 
     def _check(self, position: int, data: Any) -> None:
         """Hold a batch that was read against the draw log, and note it there."""
-        past, opening = self.skips.digest_before(position), self._cursor.opening_digest()
-        self._log.check(position, self._cursor.order_digest(), data, past, opening)
+        skipped, opening = self.skips.digest_before(position), self._cursor.opening_digest()
+        self._log.check(position, self._cursor.order_digest(), data, skipped, opening)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """The batches behind it are drawn again, but for those that are passed over now."""

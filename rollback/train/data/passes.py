@@ -50,7 +50,7 @@ class Passes:
         self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
-        self.begun = 0
+        self.count = 0
         """How many passes have begun in this process; where epochs() numbers them, up to which number."""
         self.epoch = 0
         """Number of the pass that is running."""
@@ -69,8 +69,8 @@ class Passes:
 
     def start_pass(self) -> Again:
         """A `for batch in guard` begins."""
-        number = self.begun if self._announced is None else self._announced
-        self.begun, self._announced = number + 1, None
+        number = self.count if self._announced is None else self._announced
+        self.count, self._announced = number + 1, None
         self.interrupted = False
         self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
         self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch

@@ -117,9 +117,7 @@ def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one
     passes = Passes(behind(1), [])
     passes.resume()
     assert passes.start_pass() is Again.NOTHING
-    assert passes.start_pass() is Again.EVERYTHING, (
-        "what the script does behind it is done on the restored state"
-    )
+    assert passes.start_pass() is Again.EVERYTHING, "what the script does behind it is done on the restored state"
     assert (passes.epoch, passes.over) == (1, True)
     assert passes.start_pass() is Again.NOTHING
     assert (passes.epoch, passes.over) == (2, False)

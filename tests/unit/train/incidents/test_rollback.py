@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from toy import SETTINGS, facts
 
 import rollback
 from rollback.facts.training import PhaseAnnounced
 from rollback.train.events import RollbackApplied, RollbackCause
-from toy import SETTINGS, facts
 
 TRAIN = Path(rollback.__file__).parent / "train"
 EPOCH = 12  # batches
@@ -78,7 +78,9 @@ def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
 
 def resumed(run: Path) -> Script:
     """A process that goes on in the second epoch."""
-    Script(run).train(2, leave_at=EPOCH + 8)
+    script = Script(run)
+    script.train(2, leave_at=EPOCH + 8)
+    script.guard.close()
     return Script(run)
 
 
