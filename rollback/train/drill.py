@@ -20,6 +20,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
 from typing import Any
@@ -55,21 +56,29 @@ _BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1
 """By size of an element: the integer type to see it as, and a bit that changes the value but leaves it finite."""
 
 
-def take_part(
-    model: nn.Module, run: AttachedRun, state: TrainingState, step: StepInProgress, end: TrainingEnd,
-    snapshots: Snapshots, skips: SkipList, stop: StopRequest, close: Callable[[], object],
-) -> None:  # fmt: skip
-    """Put the drill between a guard, of which these are parts, and its script, if it is in one.
+@dataclass(frozen=True)
+class DrilledGuard:
+    """What a drill sees of a guard. model: as the script calls it. close: ends the guard."""
 
-    model: as the script calls it. close: the guard's.
-    """
-    if (found := exercise_of(run.paths.root)) is None:
+    model: nn.Module
+    run: AttachedRun
+    state: TrainingState
+    step: StepInProgress
+    end: TrainingEnd
+    snapshots: Snapshots
+    skips: SkipList
+    stop: StopRequest
+    close: Callable[[], object]
+
+
+def take_part(guard: DrilledGuard) -> None:
+    """Put the drill between this guard and its script, if it is in one."""
+    if (found := exercise_of(guard.run.paths.root)) is None:
         return
-    exercise, folder = found
-    rank = _DrilledRank(exercise, folder, model, run, state, step, snapshots, skips, stop, close)
-    end.max_steps = exercise.steps if end.max_steps is None else min(exercise.steps, end.max_steps)
+    rank, end, steps = _DrilledRank(guard, *found), guard.end, found[0].steps
+    end.max_steps = steps if end.max_steps is None else min(steps, end.max_steps)
     end.on_complete.append(rank.leave)
-    step.batch_filters.append(rank.handed_out)
+    guard.step.batch_filters.append(rank.handed_out)
 
 
 class _When(Enum):
@@ -83,27 +92,17 @@ class _When(Enum):
 class _DrilledRank:
     """One rank's part in an exercise."""
 
-    def __init__(
-        self, exercise: Exercise, folder: Folder, model: nn.Module, run: AttachedRun, state: TrainingState,
-        step: StepInProgress, snapshots: Snapshots, skips: SkipList, stop: StopRequest, close: Callable[[], object],
-    ) -> None:  # fmt: skip
+    def __init__(self, guard: DrilledGuard, exercise: Exercise, folder: Folder) -> None:
+        self._guard = guard
         self._exercise = exercise
         self._folder = folder
-        self._model = model
-        self._ranks = run.ranks
-        self._state = state
-        self._step = step
-        self._snapshots = snapshots
-        self._skips = skips
-        self._stop = stop
-        self._close = close
-        self._rank = run.ranks.rank
+        self._rank = guard.run.ranks.rank
         self._mine = self._rank == exercise.rank
         self._struck = read_note(folder.injected(self._rank), Injected)
         self._when = _When.OVER if self._struck else _When.AHEAD
         self._last = -1
         self._hooks: list[Any] = []
-        self._disk = _FullDisk(str(run.paths.root))
+        self._disk = _FullDisk(str(guard.run.paths.root))
         self._strike: dict[FaultName | None, Callable[[Any], Any]] = {
             None: lambda batch: batch,
             "nan-loss": self._make_loss_nan,
@@ -119,12 +118,12 @@ class _DrilledRank:
 
     def handed_out(self, batch: Any) -> Any:
         """A batch is about to reach the script."""
-        step, position = self._state.counters.step, self._step.batch
+        step, position = self._guard.state.counters.step, self._guard.step.batch
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
         # A checkpoint that is on its way then meets the full disk too, however slowly it is written.
-        if step >= self._exercise.step + self._exercise.lasts and not self._snapshots.in_flight:
+        if step >= self._exercise.step + self._exercise.lasts and not self._guard.snapshots.in_flight:
             self._disk.full = False
         if self._when is not _When.OVER:
             on = step == self._exercise.step and position > self._last
@@ -135,13 +134,13 @@ class _DrilledRank:
 
     def _note(self, what: str) -> None:
         """It strikes now. On disk when this returns."""
-        before, position = self._struck, self._step.batch
+        before, position = self._struck, self._guard.step.batch
         batches = before.batches if before else ()
         if position in batches:
             return
         self._struck = Injected(
             rank=self._rank,
-            step=before.step if before else self._state.counters.step,
+            step=before.step if before else self._guard.state.counters.step,
             at=before.at if before else datetime.now(timezone.utc),
             batches=(*batches, position),
             what=what,
@@ -175,20 +174,20 @@ class _DrilledRank:
                 self._note(what)
             return changed
 
-        self._hooks.append(self._model.register_forward_hook(hook))
+        self._hooks.append(self._guard.model.register_forward_hook(hook))
         return batch
 
     def _corrupt(self, batch: Any) -> Any:
         if not self._mine:
             return batch
-        source = torch.Generator().manual_seed(self._exercise.seed + self._step.batch)
+        source = torch.Generator().manual_seed(self._exercise.seed + self._guard.step.batch)
         changed, count = _mapped(batch, lambda value: _noise(value, source), lambda value: value.numel() > 0)
         if count:
             self._note(f"{count} tensors of the batch are noise")
         return changed
 
     def _flip_bit(self, batch: Any) -> Any:
-        weights = [p for p in self._model.parameters() if p.requires_grad and p.is_floating_point()]
+        weights = [p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point()]
         if self._mine and self._struck is None and weights:
             weight = max(weights, key=lambda parameter: parameter.numel())
             kind, bit = _BIT_OF[weight.element_size()]
@@ -217,7 +216,7 @@ class _DrilledRank:
             self._note("SIGTERM to the supervisor")
             os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
             deadline = time.monotonic() + _SIGNAL_PATIENCE
-            while not self._stop.requested and time.monotonic() < deadline:
+            while not self._guard.stop.requested and time.monotonic() < deadline:
                 time.sleep(0.01)  # else a short job could be over before the signal has come round
         return batch
 
@@ -242,20 +241,20 @@ class _DrilledRank:
 
     def leave(self) -> None:
         """Write down the end state and end this rank, past the code behind the script's loop."""
-        state = self._state
+        state = self._guard.state
         self._disk.full = False
         self._folder.write(
             self._folder.end(self._rank),
             EndState(rank=self._rank, step=state.counters.step, batch=state.cursor.batch, parts=self._parts()),
         )
-        self._ranks.barrier()
-        self._close()
+        self._guard.run.ranks.barrier()
+        self._guard.close()
         sys.stdout.flush()
         raise SystemExit(0)
 
     def _parts(self) -> dict[str, str]:
         """Hashes of all that an exact recovery must bring back."""
-        state = self._state
+        state = self._guard.state
         buffers = all_of(state.model)
         model = state.model.state_dict()
         parts = {
@@ -275,7 +274,7 @@ class _DrilledRank:
         """Of the batches that count: at each position the one handed out last, without those passed over since."""
         with open(self._folder.samples(self._rank), encoding="utf-8") as file:
             handed_out = dict(json.loads(line) for line in file if line.endswith("\n"))
-        end, windows = self._state.cursor.batch, self._skips.windows
+        end, windows = self._guard.state.cursor.batch, self._guard.skips.windows
         kept = [
             (position, held)
             for position, held in sorted(handed_out.items())

@@ -145,11 +145,6 @@ class TrainingEnd:
             "updates are in no checkpoint; once there is room, the same command trains them again",
         )  # fmt: skip
 
-    def complete(self) -> None:
-        """The guard has ended the loop; who waits for that may go."""
-        for act in self.on_complete:
-            act()
-
     def _note_left(self, unjudged: int) -> None:
         self._noted = True
         newest, step = self._checkpoints.newest(), self._state.counters.step

@@ -89,11 +89,11 @@ class Guard(ScriptSide):
         end_with_supervisor()
         atexit.register(self.close)
         at_exit(self.close)
-        # Does nothing outside of `rollback drill`.
-        drill.take_part(
+        drilled = drill.DrilledGuard(
             model, self._run, self._state, self._step_in_progress, self._end, self._checkpoints.snapshots,
             self._batches.skips, self._requests.stop, self.close,
         )  # fmt: skip
+        drill.take_part(drilled)  # does nothing outside of `rollback drill`
 
     def _build(self, model: nn.Module, loader: Any, max_steps: int | None) -> None:
         """The parts of the guard, around the run that it has attached to. Collective."""
@@ -291,7 +291,8 @@ class Guard(ScriptSide):
             self._end.note_finished()
         self._step_in_progress.heartbeat.turn_to("training")
         if final:
-            self._end.complete()
+            for act in self._end.on_complete:
+                act()
         return True
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:

@@ -63,13 +63,16 @@ class _BatchTensor:
 
 @dataclass
 class _Step:
-    step: int
-    losses: list[Tensor]
-    gradients: GradientNorms | None
+    step: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: GradientNorms | None = None
     parts: list[_BatchTensor] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    nbytes: int = 0
     indices: list[Indices] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.tensor.nbytes for part in self.parts)
 
     def samples(self) -> set[int]:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
@@ -82,7 +85,7 @@ class _Step:
     def let_go(self, why: str) -> None:
         """Keep no batch of this step."""
         self.left_out.append(LeftOut(name="all", reason=why))
-        self.parts, self.nbytes = [], 0
+        self.parts = []
 
 
 class IncidentEvidence:
@@ -101,39 +104,38 @@ class IncidentEvidence:
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
-        self._parts: list[_BatchTensor] = []
-        self._left_out: list[LeftOut] = []
-        self._indices: list[Indices] = []
+        self._in_progress = _Step()
         self._suspected: int | None = None
         self._failed = False
 
     def keep_batch(self, position: int, batch: Any, indices: Indices = None) -> None:
         """A batch is handed out. indices: of the data set, where there are any."""
-        self._indices.append(indices)
+        step = self._in_progress
+        step.indices.append(indices)
         if self._limit == 0:
             return
-        room = self._limit - sum(part.tensor.nbytes for part in self._parts)
+        room = self._limit - step.nbytes
         for count, (name, value) in enumerate(_tensors(batch, str(position))):
             if count >= _TENSORS:
-                self._left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
+                step.left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
                 break
             if isinstance(value, str):
-                self._left_out.append(LeftOut(name=name, reason=value))
+                step.left_out.append(LeftOut(name=name, reason=value))
                 continue
             if value.nbytes > room:
                 reason = f"{value.nbytes} bytes, and {max(room, 0)} of the limit were left"
-                self._left_out.append(LeftOut(name=name, reason=reason))
+                step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
             kept = value.clone() if value.is_shared() and not value.is_cuda else value  # type: ignore[no-untyped-call]
             room -= kept.nbytes
-            self._parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
+            step.parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
         """An update is over; the batches kept since the last one were its own."""
-        nbytes = sum(part.tensor.nbytes for part in self._parts)
-        self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes, self._indices))
-        self._parts, self._left_out, self._indices = [], [], []
+        ended, self._in_progress = self._in_progress, _Step()
+        ended.step, ended.losses, ended.gradients = step, losses, gradients
+        self._steps.append(ended)
         self._trim()
 
     def suspect(self, onset: int | None) -> None:
@@ -143,7 +145,7 @@ class IncidentEvidence:
     def rollback_applied(self, event: RollbackApplied) -> None:
         """What came after that step has not happened."""
         self._steps = [step for step in self._steps if step.step < event.step]
-        self._parts, self._left_out, self._indices = [], [], []
+        self._in_progress = _Step()
         self._suspected = None
 
     def samples(self, steps: Collection[int]) -> list[int]:
