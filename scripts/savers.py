@@ -201,7 +201,7 @@ class Ours(Method):
         self.loss: Tensor | None = None
         for _ in range(3):
             self.step()
-        self.guard._snapshots.wait()
+        self.guard._checkpoints.snapshots.wait()
         for _ in range(4):
             self.step()
 
@@ -210,44 +210,44 @@ class Ours(Method):
         self.guard.observe(self.script.train_on(x))
 
     def save(self) -> None:
-        self.guard._saver.wanted = True
-        before = self.guard._saver._taken_at
-        while self.guard._saver._taken_at == before:
+        self.guard._checkpoints.schedule.wanted = True
+        before = self.guard._checkpoints.schedule._taken_at
+        while self.guard._checkpoints.schedule._taken_at == before:
             self.step()
 
     def blocked(self) -> float:
         """Of the snapshot that was taken, with what the optimizer waited since."""
         self.step()
-        return self.guard._snapshots.stalled
+        return self.guard._checkpoints.snapshots.stalled
 
     def done(self) -> bool:
-        return not self.guard._snapshots.in_flight
+        return not self.guard._checkpoints.snapshots.in_flight
 
     def finish(self) -> None:
         for _ in range(50):
-            if self.done() and self.guard._snapshots.ready:
+            if self.done() and self.guard._checkpoints.snapshots.ready:
                 return
-            self.guard._snapshots.wait()
+            self.guard._checkpoints.snapshots.wait()
             self.step()
         raise RuntimeError("the snapshot never landed")
 
     def restore(self) -> None:
-        newest = self.guard._keeper.newest()
+        newest = self.guard._checkpoints.manager.newest()
         assert newest is not None
-        places = self.guard._keeper.places(newest.name)
-        result = restore(newest.name, places, self.guard._ranks, self.guard._state)
+        places = self.guard._checkpoints.manager.places(newest.name)
+        result = restore(newest.name, places, self.guard._run.ranks, self.guard._state)
         assert result.place is not None, result.fault
 
     def slots(self) -> tuple[int, int]:
         """Bytes of the tier on this host, and bytes that it was given."""
-        tier = tiers.fast_tier_of(self.guard._paths)
+        tier = tiers.fast_tier_of(self.guard._run.paths)
         assert tier is not None
-        allotted = self.guard._saver._allotted
+        allotted = self.guard._checkpoints.schedule._allotted
         assert allotted is not None
         return bytes_of(tier.root), allotted.slots * allotted.slot_bytes
 
     def close(self) -> None:
-        tier = tiers.fast_tier_of(self.guard._paths)
+        tier = tiers.fast_tier_of(self.guard._run.paths)
         self.guard.close()
         barrier()  # rank 0 has drained what was left
         if tier is not None and first():

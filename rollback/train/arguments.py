@@ -33,15 +33,7 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
                 hint=f"the settings are {', '.join(Settings.model_fields)}",
             )
         objects[name] = value
-    settings = settings_from(given)
-    patience = Sentinel(settings.sensitivity).patience
-    if settings.probation <= patience:
-        raise UsageError(
-            f"probation={settings.probation} is no longer than the sentinel's patience of {patience} "
-            "steps: a checkpoint could be called good before the trouble in it is called",
-            hint=f"set probation to {patience + 1} or more",
-        )
-    return settings, objects
+    return settings_from(given), objects
 
 
 def check_trained(model: object, optimizer: object) -> None:

@@ -27,7 +27,6 @@ from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_S
 from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.history import History, fold
 from rollback.facts.training import (
-    THE_SUPERVISOR,
     Accepted,
     Attached,
     Blamed,
@@ -35,7 +34,6 @@ from rollback.facts.training import (
     JournalEntry,
     Quarantined,
     Restored,
-    SkipAdded,
     Tier,
 )
 from rollback.rundir import files
@@ -53,11 +51,12 @@ from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.draining import fetch_run, reach_ring
 from rollback.train.snapshots.inventory import take_inventory
 from rollback.train.snapshots.restore import CheckpointPlace, restore
-from rollback.train.start_record import leaves_out, left_out_by_order, require_a_change
+from rollback.train.start_record import leave_out_what_is_new, require_a_change
 from rollback.train.state.nonfinite import agreed
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
@@ -83,9 +82,9 @@ def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
         with contextlib.suppress(OSError):  # it will see the guard in the run directory then
             guard_mark(destination).touch()
     if given := environment.get(ENV_NO_RUN):
-        told = json.loads(given)
-        error = RollbackError(told["message"], hint=told["hint"])
-        error.exit_code = errors.ExitCode(told["exit_code"])
+        refusal = json.loads(given)
+        error = RollbackError(refusal["message"], hint=refusal["hint"])
+        error.exit_code = errors.ExitCode(refusal["exit_code"])
         raise error
     ranks = Ranks()
     ranks.meet()
@@ -164,7 +163,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     in_memory = take_inventory(paths, ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
-    reading = FoundRun(
+    found = FoundRun(
         attempt=body["attempt"],
         history=fold(JournalEntry.model_validate(record) for record in body["records"]),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
@@ -176,7 +175,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
     )
-    return reading, lock
+    return found, lock
 
 
 def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
@@ -211,62 +210,65 @@ def _blamed(paths: RunPaths) -> list[Blamed]:
     return [fact for fact in facts if isinstance(fact, Blamed)]
 
 
-def _skip_of(fact: Blamed) -> SkipAdded:
-    return SkipAdded(window=fact.window, who=THE_SUPERVISOR, why=fact.in_words())
-
-
-@dataclass
-class Attachment:
-    """An attached run: where it stands and with what it goes on. slots: in use, by checkpoint."""
-
-    run_id: str
-    record: Recorder
-    history: History
-    manifests: list[Manifest]
-    slots: dict[str, int]
-    restored: Manifest | None
-    attempt: int
-    next_seq: int
-    ranks_before: int | None
-    """How many ranks the restored checkpoint is of, if it is another number than now."""
-
-
-def attach(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Ranks, settings: Settings) -> Attachment:
-    """Collective: restore what the run's record says, then write the first lines of this attempt.
+def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settings) -> AttachedRun:
+    """Collective: see whose run it is, restore what its record says, then write the first lines of this attempt.
 
     The first write happens here. Raises RollbackError, the same on all ranks.
     """
-    history, damaged, slots = reading.history, dict(reading.damaged), dict(reading.slots)
-    state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
-    chosen: Manifest | None = None
-    source: CheckpointPlace | None = None
-    places, traces = _places(paths, reading), traces_of(state.model, state.optimizer)
-    for manifest in candidates(history, reading.manifests):
+    found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
+    try:
+        run = _go_on(paths, found, state, ranks, settings)
+    except BaseException:
+        if lock is not None:
+            lock.release()
+        raise
+    run.lock = lock
+    return run
+
+
+def _restore_newest(
+    paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks
+) -> tuple[Manifest, CheckpointPlace] | None:
+    """Collective: restore the newest checkpoint that can be used, and where it lay; None where the run has none yet.
+
+    What cannot be used is noted in `found`. Raises NoUsableCheckpoint where there are or were some, and none will do.
+    """
+    history, damaged = found.history, found.damaged
+    places = _places(paths, found)
+    for manifest in candidates(history, found.manifests):
         result = restore(manifest.name, places[manifest.name], ranks, state)
         if any(place.in_slot for place, _ in result.faults):
-            del slots[manifest.name]
+            del found.slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if result.place is not None:
-            chosen, source = manifest, result.place
-            break
+            return manifest, result.place
         damaged[manifest.name] = str(result.fault)
     lost = history.committed.keys() - history.gone - history.discarded
-    if chosen is None and (reading.manifests or damaged or lost):
-        damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}
-        listed = "".join(f"\n  - {name}: {why}" for name, why in list(damaged.items())[:6])
-        raise NoUsableCheckpoint(
-            f"none of the checkpoints in {paths.ring} can be used:{listed}",
-            hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
-        )
+    if not (found.manifests or damaged or lost):
+        return None
+    damaged = {**dict.fromkeys(sorted(lost, reverse=True), "it is not in the ring any more"), **damaged}
+    listed = "".join(f"\n  - {name}: {why}" for name, why in list(damaged.items())[:6])
+    raise NoUsableCheckpoint(
+        f"none of the checkpoints in {paths.ring} can be used:{listed}",
+        hint="restore the ring from a copy, or start anew with another run directory (--run DIR)",
+    )
+
+
+def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks, settings: Settings) -> AttachedRun:
+    """Collective: restore, and write the first lines of this attempt."""
+    history, damaged = found.history, found.damaged
+    state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
+    traces = traces_of(state.model, state.optimizer)
+    chosen, source = _restore_newest(paths, found, state, ranks) or (None, None)
     state.finite.accept(agreed(ranks.from_each, state.finite.begin(share_of(state.image(), ranks).tensors)))
-    run_id, record = _first_writes(paths, reading, state, ranks)
-    for fact in reading.accepted:
+    run_id, record = _first_writes(paths, found, state, ranks)
+    for fact in found.accepted:
         record.note(fact, fact.in_words())
     for name, reason in damaged.items():
         if ranks.first and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
-    _leave_out_what_is_new(history, reading, settings, state.cursor.batch, record)
+    leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if chosen is not None and not any(isinstance(entry.fact, Attached) for entry in record.records):
         record.advise_of(JOURNAL_GONE, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
@@ -287,32 +289,20 @@ def attach(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Rank
     if chosen is not None:
         record.advise_of(NOT_IN_CHECKPOINT, state.not_in_checkpoint, checkpoint=chosen.name)
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
-    sound = [manifest for manifest in reading.manifests if manifest.name not in damaged]
+    sound = [manifest for manifest in found.manifests if manifest.name not in damaged]
     held = [
         manifest for manifest in of_present_timeline(history, sound)
         if manifest == chosen or not is_provisional(history, manifest)
     ]  # fmt: skip
     if ranks.first:
-        cut_off = [m.name for m in sound if m not in held and m.name in reading.in_ring]
+        cut_off = [m.name for m in sound if m not in held and m.name in found.in_ring]
         _evict_what_was_cut_off(paths, cut_off, record)
-    seq = next_seq(history, [*damaged, *reading.strays, *(manifest.name for manifest in reading.manifests)])
-    slots = {manifest.name: slots[manifest.name] for manifest in held if manifest.name in slots}
-    return Attachment(run_id, record, history, held, slots, chosen, reading.attempt, seq, ranks_before)
-
-
-def _leave_out_what_is_new(
-    history: History, reading: FoundRun, settings: Settings, batch: int, record: Recorder
-) -> None:
-    """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
-    for order in left_out_by_order(history.quarantine, settings, reading.blamed, batch):
-        history.quarantine.append(order)
-        record.note(order, order.in_words())
-    given = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
-    blamed = [_skip_of(fact) for fact in reading.blamed if not leaves_out(settings, fact)]
-    for added in [*given, *blamed]:
-        if added.window not in [known.window for known in history.added]:
-            history.added.append(added)
-            record.note(added)
+    seq = next_seq(history, [*damaged, *found.strays, *(manifest.name for manifest in found.manifests)])
+    slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
+    return AttachedRun(
+        paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots, next_seq=seq,
+        restored=chosen, ranks_before=ranks_before,
+    )  # fmt: skip
 
 
 def _where(history: History, chosen: Manifest) -> str:
@@ -325,45 +315,42 @@ def _where(history: History, chosen: Manifest) -> str:
     return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
 
 
-def _places(paths: RunPaths, reading: FoundRun) -> dict[str, list[CheckpointPlace]]:
+def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]]:
     """Where this rank looks for each checkpoint: as many places on every rank, though its host may not have them."""
-    tier = tiers.fast_tier_of(paths)
-    places = {}
-    for manifest in reading.manifests:
-        name, found = manifest.name, []
-        if (number := reading.slots.get(name)) is not None:
-            found.append(CheckpointPlace((tier or SlotPaths(paths.fast_pointer)).slot(number), in_slot=True))
-        if name in reading.in_ring:
-            found.append(CheckpointPlace(paths.checkpoint(name)))
-        places[name] = found
+    slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
+    places: dict[str, list[CheckpointPlace]] = {}
+    for name in (manifest.name for manifest in found.manifests):
+        places[name] = [CheckpointPlace(slots.slot(found.slots[name]), in_slot=True)] if name in found.slots else []
+        if name in found.in_ring:
+            places[name].append(CheckpointPlace(paths.checkpoint(name)))
     return places
 
 
-def _first_writes(paths: RunPaths, reading: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
+def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
     """The run's id, and the pen that its journal is written with."""
     fault, run_id = "", ""
     record: Recorder | None = None
-    advised = reading.history.advised
+    advised = found.history.advised
     if ranks.first:
         try:
             for directory in (paths.ring, paths.ranks, paths.skips):
                 files.make_directory(directory)
             job = state.job(ranks.world_size)
-            if reading.identity is None:
+            if found.identity is None:
                 write_identity(paths, new_identity(job))
-            elif reading.accepted:
-                write_identity(paths, reading.identity.model_copy(update={"job": job}))
+            elif found.accepted:
+                write_identity(paths, found.identity.model_copy(update={"job": job}))
             ring.sweep(paths)
             require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
-            record = Recorder(paths, reading.attempt, first=True, advised=advised)
+            record = Recorder(paths, found.attempt, first=True, advised=advised)
         except (OSError, RollbackError) as error:
             fault = f"writing to the run directory {paths.root}: {error}"
     fault, run_id = ranks.from_first([fault, run_id])
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
-    return run_id, record or Recorder(paths, reading.attempt, first=False)
+    return run_id, record or Recorder(paths, found.attempt, first=False)
 
 
 def _quarantine(paths: RunPaths, name: str) -> None:

@@ -1,9 +1,10 @@
 """The ranks' part of `rollback drill`: lets one planned fault strike, and says what the run ended with.
 
 Nothing of this is in the way of a job that is not drilled: the guard asks once, when it is made, whether there is an
-exercise for its run directory. If so, this module puts itself between the guard and the script, where batches are
-handed out and where the guard ends, and uses the same public means as any script would: hooks on the model's forward,
-a batch, a weight, a signal. So what a drill tests is the code that runs without it.
+exercise for its run directory. If so, this module is given each batch on its way to the script
+(`StepInProgress.batch_filters`) and is told of the end (`TrainingEnd.on_complete`). It uses the same public means as
+any script would: hooks on the model's forward, a batch, a weight, a signal. So what a drill tests is the code that runs
+without it.
 
 Which update a fault strikes is the exercise's; that it has struck is on disk before it does, so that a restarted rank
 does not let it strike again. Only a corrupted batch stays corrupted, as it would in a real data set.
@@ -19,9 +20,10 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from datetime import datetime, timezone
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import xxhash
@@ -39,22 +41,44 @@ from rollback.rundir.exercise import (
 )
 from rollback.rundir.files import WRITES
 from rollback.train.data import rng
+from rollback.train.data.skips import SkipList
+from rollback.train.ending import TrainingEnd
+from rollback.train.process.stopping import StopRequest
+from rollback.train.run import AttachedRun
+from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
-
-if TYPE_CHECKING:
-    from rollback.train.guard import Guard
+from rollback.train.state.state import TrainingState
+from rollback.train.step import StepInProgress
 
 _SIGNAL_PATIENCE = 60.0  # seconds that a rank waits for its own SIGTERM, which comes by way of the supervisor
 _BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1 << 22), 8: (torch.int64, 1 << 51)}
 """By size of an element: the integer type to see it as, and a bit that changes the value but leaves it finite."""
 
 
-def take_part(guard: Guard, model: nn.Module) -> None:
-    """Put the drill between this guard and its script, if it is in one. `model`: as the script calls it."""
-    found = exercise_of(guard._paths.root)
-    if found is not None:
-        _DrilledRank(guard, model, *found).begin()
+@dataclass(frozen=True)
+class DrilledGuard:
+    """What a drill sees of a guard. model: as the script calls it. close: ends the guard."""
+
+    model: nn.Module
+    run: AttachedRun
+    state: TrainingState
+    step: StepInProgress
+    end: TrainingEnd
+    snapshots: Snapshots
+    skips: SkipList
+    stop: StopRequest
+    close: Callable[[], object]
+
+
+def take_part(guard: DrilledGuard) -> None:
+    """Put the drill between this guard and its script, if it is in one."""
+    if (found := exercise_of(guard.run.paths.root)) is None:
+        return
+    rank, end, steps = _DrilledRank(guard, *found), guard.end, found[0].steps
+    end.max_steps = steps if end.max_steps is None else min(steps, end.max_steps)
+    end.on_complete.append(rank.leave)
+    guard.step.batch_filters.append(rank.handed_out)
 
 
 class _When(Enum):
@@ -68,18 +92,17 @@ class _When(Enum):
 class _DrilledRank:
     """One rank's part in an exercise."""
 
-    def __init__(self, guard: Guard, model: nn.Module, exercise: Exercise, folder: Folder) -> None:
+    def __init__(self, guard: DrilledGuard, exercise: Exercise, folder: Folder) -> None:
         self._guard = guard
-        self._model = model
         self._exercise = exercise
         self._folder = folder
-        self._rank = guard._ranks.rank
+        self._rank = guard.run.ranks.rank
         self._mine = self._rank == exercise.rank
         self._struck = read_note(folder.injected(self._rank), Injected)
         self._when = _When.OVER if self._struck else _When.AHEAD
         self._last = -1
         self._hooks: list[Any] = []
-        self._disk = _FullDisk(str(guard._paths.root))
+        self._disk = _FullDisk(str(guard.run.paths.root))
         self._strike: dict[FaultName | None, Callable[[Any], Any]] = {
             None: lambda batch: batch,
             "nan-loss": self._make_loss_nan,
@@ -93,32 +116,14 @@ class _DrilledRank:
             "full-disk": self._fill_disk,
         }
 
-    def begin(self) -> None:
-        guard = self._guard
-        take, end_pass = guard._take_batch, guard._end_pass
-        limit = self._exercise.steps
-        guard._max_steps = limit if guard._max_steps is None else min(limit, guard._max_steps)
-
-        def take_and_strike() -> Any:
-            return self._handed_out(take())
-
-        def end_for_good(by: str, *, final: bool = False) -> bool:
-            ended = end_pass(by, final=final)
-            if final and ended:
-                self._leave()
-            return ended
-
-        guard._take_batch = take_and_strike  # type: ignore[method-assign]
-        guard._end_pass = end_for_good  # type: ignore[method-assign]
-
-    def _handed_out(self, batch: Any) -> Any:
+    def handed_out(self, batch: Any) -> Any:
         """A batch is about to reach the script."""
-        step, position = self._guard.step, self._guard.batch
+        step, position = self._guard.state.counters.step, self._guard.step.batch
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
         # A checkpoint that is on its way then meets the full disk too, however slowly it is written.
-        if step >= self._exercise.step + self._exercise.lasts and not self._guard._snapshots.in_flight:
+        if step >= self._exercise.step + self._exercise.lasts and not self._guard.snapshots.in_flight:
             self._disk.full = False
         if self._when is not _When.OVER:
             on = step == self._exercise.step and position > self._last
@@ -129,13 +134,13 @@ class _DrilledRank:
 
     def _note(self, what: str) -> None:
         """It strikes now. On disk when this returns."""
-        before, position = self._struck, self._guard.batch
+        before, position = self._struck, self._guard.step.batch
         batches = before.batches if before else ()
         if position in batches:
             return
         self._struck = Injected(
             rank=self._rank,
-            step=before.step if before else self._guard.step,
+            step=before.step if before else self._guard.state.counters.step,
             at=before.at if before else datetime.now(timezone.utc),
             batches=(*batches, position),
             what=what,
@@ -169,28 +174,28 @@ class _DrilledRank:
                 self._note(what)
             return changed
 
-        self._hooks.append(self._model.register_forward_hook(hook))
+        self._hooks.append(self._guard.model.register_forward_hook(hook))
         return batch
 
     def _corrupt(self, batch: Any) -> Any:
         if not self._mine:
             return batch
-        source = torch.Generator().manual_seed(self._exercise.seed + self._guard.batch)
+        source = torch.Generator().manual_seed(self._exercise.seed + self._guard.step.batch)
         changed, count = _mapped(batch, lambda value: _noise(value, source), lambda value: value.numel() > 0)
         if count:
             self._note(f"{count} tensors of the batch are noise")
         return changed
 
     def _flip_bit(self, batch: Any) -> Any:
-        weights = [p for p in self._model.parameters() if p.requires_grad and p.is_floating_point()]
+        weights = [p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point()]
         if self._mine and self._struck is None and weights:
             weight = max(weights, key=lambda parameter: parameter.numel())
             kind, bit = _BIT_OF[weight.element_size()]
             place = self._exercise.seed % weight.numel()
             self._note(f"bit {bit.bit_length() - 1} of element {place} of a weight of {weight.numel()} is flipped")
             with torch.no_grad():
-                seen = weight.data.view(-1)[place : place + 1].view(kind)
-                seen ^= bit
+                element = weight.data.view(-1)[place : place + 1].view(kind)
+                element ^= bit
         return batch
 
     def _die(self, batch: Any) -> Any:
@@ -211,7 +216,7 @@ class _DrilledRank:
             self._note("SIGTERM to the supervisor")
             os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
             deadline = time.monotonic() + _SIGNAL_PATIENCE
-            while not self._guard._stop.requested and time.monotonic() < deadline:
+            while not self._guard.stop.requested and time.monotonic() < deadline:
                 time.sleep(0.01)  # else a short job could be over before the signal has come round
         return batch
 
@@ -234,22 +239,22 @@ class _DrilledRank:
         with open(self._folder.samples(self._rank), "a", encoding="utf-8") as file:
             file.write(json.dumps([position, digest.hexdigest()]) + "\n")
 
-    def _leave(self) -> None:
+    def leave(self) -> None:
         """Write down the end state and end this rank, past the code behind the script's loop."""
-        guard = self._guard
+        state = self._guard.state
         self._disk.full = False
         self._folder.write(
             self._folder.end(self._rank),
-            EndState(rank=self._rank, step=guard.step, batch=guard._state.cursor.batch, parts=self._parts()),
+            EndState(rank=self._rank, step=state.counters.step, batch=state.cursor.batch, parts=self._parts()),
         )
-        guard._ranks.barrier()
-        guard.close()
+        self._guard.run.ranks.barrier()
+        self._guard.close()
         sys.stdout.flush()
         raise SystemExit(0)
 
     def _parts(self) -> dict[str, str]:
         """Hashes of all that an exact recovery must bring back."""
-        state = self._guard._state
+        state = self._guard.state
         buffers = all_of(state.model)
         model = state.model.state_dict()
         parts = {
@@ -269,7 +274,7 @@ class _DrilledRank:
         """Of the batches that count: at each position the one handed out last, without those passed over since."""
         with open(self._folder.samples(self._rank), encoding="utf-8") as file:
             handed_out = dict(json.loads(line) for line in file if line.endswith("\n"))
-        end, windows = self._guard._state.cursor.batch, self._guard._skips.windows
+        end, windows = self._guard.state.cursor.batch, self._guard.skips.windows
         kept = [
             (position, held)
             for position, held in sorted(handed_out.items())
@@ -296,10 +301,10 @@ class _FullDisk:
     def full(self, value: bool) -> None:
         if value and self not in self._installed:
             self._installed.append(self)
-            sys.addaudithook(self._asked)
+            sys.addaudithook(self._refuse)
         self._full = value
 
-    def _asked(self, event: str, arguments: tuple[Any, ...]) -> None:
+    def _refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
         if not self._full or event not in ("open", "os.mkdir", WRITES):
             return
         path = arguments[0]

@@ -10,75 +10,77 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
-from rollback.checkpoints.manifest import Manifest
 from rollback.errors import ExitCode
-from rollback.facts.history import History
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.train.comm.recorder import Recorder
 from rollback.train.incidents.judge import Halt, Judge
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
 
 class TrainingEnd:
-    """restored: the checkpoint that this attempt began with, None where it began anew. keeps: whether any are taken."""
+    """max_steps: end there; None: with the data. on_complete: called when the guard has ended the loop at max_steps."""
 
     def __init__(
         self,
+        run: AttachedRun,
         state: TrainingState,
-        saver: SnapshotSchedule,
-        keeper: CheckpointManager,
-        watch: Judge,
-        record: Recorder,
-        history: History,
-        restored: Manifest | None,
-        *,
-        keeps: bool,
+        schedule: SnapshotSchedule,
+        checkpoints: CheckpointManager,
+        judge: Judge,
+        max_steps: int | None,
     ) -> None:
         self._state = state
-        self._saver = saver
-        self._keeper = keeper
-        self._watch = watch
-        self._record = record
-        self._keeps = keeps
-        self._before = history.finished
+        self._schedule = schedule
+        self._checkpoints = checkpoints
+        self._judge = judge
+        self._record = run.record
+        self.max_steps = max_steps
+        self.on_complete: list[Callable[[], object]] = []
+        self._keeps = run.settings.snapshot_every != 0
+        self._before = run.history.finished
         self._kept: str | None = None
         self._by: str | None = None
         self._calm = True
-        self._said = self._trained = False
+        self._noted = self._trained = False
         self._left_over = 0
-        complete = restored is not None and restored.name == history.final
-        if self._before is not None and restored is not None and complete:
+        restored = run.restored
+        if self._before is not None and restored is not None and restored.name == run.history.final:
             self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
             self._left_over = self._before.left_over
 
-    def come(self, by: str, *, left_over: int, left: bool = False) -> None:
+    @property
+    def is_due(self) -> bool:
+        """Whether all steps that were asked for are made."""
+        return self.max_steps is not None and self._state.counters.step >= self.max_steps
+
+    def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
         """Collective: the data, or what was asked for, has come to its end. Keep the state; all steps are judged.
 
         left_over: batches behind the last update. left: what the script does behind its last epoch is done, too.
         """
         self._left_over = left_over
-        self._by, self._calm = by, self._watch.calm
+        self._by, self._calm = by, self._judge.calm
         self._state.counters.epoch_left = left
-        self._kept = self._saver.take_end(self._watch.timeline)
+        self._kept = self._schedule.take_end(self._judge.timeline)
 
-    def passed(self) -> None:
+    def go_on(self) -> None:
         """Collective: a batch is handed out, so it was not the end."""
         self._trained = True
         kept, self._kept, self._by = self._kept, None, None
         if kept is not None:
-            self._saver.go_on(kept)
+            self._schedule.go_on(kept)
 
     def stop(self, halt: Halt) -> ExitCode:
         """Collective: the ranks stop together before the end. With what a run without a supervisor ends then."""
-        kept = self._saver.take_now(self._watch.timeline) if halt.save else None
+        kept = self._schedule.take_now(self._judge.timeline) if halt.save else None
         if not halt.structural:
-            self._keeper.look_after()
-        newest, step, account = self._keeper.newest(), self._state.counters.step, halt.account
+            self._checkpoints.look_after()
+        newest, step, account = self._checkpoints.newest(), self._state.counters.step, halt.account
         failed = LastSaveFailed(
             step=step, batch=self._state.cursor.batch, checkpoint=newest.name if newest else None,
-            steps=step - (newest.step if newest else 0), reason=self._saver.fault,
+            steps=step - (newest.step if newest else 0), reason=self._schedule.fault,
         )  # fmt: skip
         if lost := halt.save and kept is None and self._keeps:
             account = failed.in_words()
@@ -91,7 +93,7 @@ class TrainingEnd:
             account=account,
         )
         self._record.note(stopped, f"stopped at step {step}: {account}")
-        self._said = True
+        self._noted = True
         if halt.structural:
             return ExitCode.STRUCTURAL
         if newest is not None:
@@ -104,24 +106,24 @@ class TrainingEnd:
         changed: it has made an update since it was given its last batch. judge: ends that step, where that needs no
         peer; what is planned then, the next start does.
         """
-        if self._said or sys.exc_info()[0] is not None:  # `finally` and `with` close the guard in an exception too
+        if self._noted or sys.exc_info()[0] is not None:  # `finally` and `with` close the guard in an exception too
             return
         if self._by is not None and not changed:
-            self.tell()
+            self.note_finished()
             return
         if not self._trained:
             return
         if changed and judge is not None:
             judge()
-            self._watch.settle()
+            self._judge.settle()
             changed = False
-        self._tell_left(changed + self._watch.awaits_verdict)
+        self._note_left(changed + self._judge.awaits_verdict)
 
-    def tell(self) -> None:
-        """It was the end: say so, once. Behind `come`. Not collective."""
-        if self._said:
+    def note_finished(self) -> None:
+        """It was the end: say so, once. Behind `keep_state`. Not collective."""
+        if self._noted:
             return
-        self._said = True
+        self._noted = True
         step, batch = self._state.counters.step, self._state.cursor.batch
         if self._kept is not None or not self._keeps:
             again = self._before is not None and (self._before.step, self._before.checkpoint) == (step, self._kept)
@@ -132,7 +134,7 @@ class TrainingEnd:
             )  # fmt: skip
             self._record.note(finished, notice if again else None)
             return
-        newest = self._keeper.newest()
+        newest = self._checkpoints.newest()
         lost = FinalStateLost(
             step=step, batch=batch, checkpoint=newest.name if newest else None,
             steps=step - (newest.step if newest else 0),
@@ -143,9 +145,9 @@ class TrainingEnd:
             "updates are in no checkpoint; once there is room, the same command trains them again",
         )  # fmt: skip
 
-    def _tell_left(self, unjudged: int) -> None:
-        self._said = True
-        newest, step = self._keeper.newest(), self._state.counters.step
+    def _note_left(self, unjudged: int) -> None:
+        self._noted = True
+        newest, step = self._checkpoints.newest(), self._state.counters.step
         name = newest.name if newest else None
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what

@@ -10,14 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from rollback.checkpoints import tiers
-from rollback.checkpoints.manifest import Manifest
-from rollback.config import Settings
 from rollback.errors import RollbackError, RunDoesNotFit, UsageError
-from rollback.sentinel import Hint
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
+from rollback.train.checkpointing import checkpoint_side
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
 from rollback.train.data.cursor import cursor_for
@@ -25,24 +22,18 @@ from rollback.train.data.passes import Again, Passes
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
+from rollback.train.events import RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
-from rollback.train.process.heartbeat import SignsOfLife
+from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
-from rollback.train.snapshots.buffers import fast_tier
-from rollback.train.snapshots.catalogue import Catalogue
-from rollback.train.snapshots.draining import at_exit, end_draining, start_draining
-from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import remote_ring
-from rollback.train.snapshots.schedule import SnapshotSchedule
-from rollback.train.snapshots.tier_choice import open_tier
-from rollback.train.state.state import Stateful, TrainingState
-from rollback.train.step import StepInHand
+from rollback.train.snapshots.draining import at_exit, end_draining
+from rollback.train.state.state import TrainingState
+from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
 from rollback.train.updates.optimizer import Updates
 
@@ -84,90 +75,57 @@ class Guard(ScriptSide):
         **others: Any,
     ) -> None:
         try:
-            self._ranks = attaching.meet()
+            ranks = attaching.meet()
             settings, objects = settings_and_objects(others)
             check_trained(model, optimizer)
             check_run(run)
-            self._max_steps = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
-            self._attach(model, optimizer, loader, objects, settings, run)
+            end = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
+            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel_for(settings))
+            self._state.check()  # refuses now what could not be kept later
+            self._run = attaching.attach(attaching.run_paths(run), self._state, ranks, settings)
+            self._build(model, loader, end)
         except RollbackError as error:
             attaching.refuse(error)
-        self._watch.max_steps = self._max_steps
-        self._hand = StepInHand()
-        self._closed = False
-        self._process = os.getpid()
         end_with_supervisor()
         atexit.register(self.close)
         at_exit(self.close)
-        drill.take_part(self, model)  # does nothing outside of `rollback drill`
+        drilled = drill.DrilledGuard(
+            model, self._run, self._state, self._step_in_progress, self._end, self._checkpoints.snapshots,
+            self._batches.skips, self._requests.stop, self.close,
+        )  # fmt: skip
+        drill.take_part(drilled)  # does nothing outside of `rollback drill`
 
-    def _attach(
-        self,
-        model: nn.Module,
-        optimizer: torch.optim.Optimizer,
-        loader: Any,
-        objects: dict[str, Stateful],
-        settings: Settings,
-        run: str | os.PathLike[str] | None,
-    ) -> None:
-        ranks, sentinel, cursor = self._ranks, sentinel_for(settings), cursor_for(loader)
-        self._settings, self._loader = settings, loader
-        self._paths = attaching.run_paths(run)
-        self._state = TrainingState(model, optimizer, objects, cursor, sentinel)
-        self._state.check()  # refuses now what could not be kept later
-        self._updates = Updates(optimizer, objects.get("scaler"), model)
-        reading, self._lock = attaching.read_run(self._paths, self._state.job(ranks.world_size), ranks, settings)
-        try:
-            attached = attaching.attach(self._paths, reading, self._state, ranks, settings)
-        except BaseException:
-            if self._lock is not None:
-                self._lock.release()
-            raise
-        self._stop, self._record = StopRequest(), attached.record
-        self._life = SignsOfLife(self._paths, ranks, attached.attempt, cursor)
-        tier = open_tier(self._paths, ranks, attached.run_id, tiers.base_of(settings.fast_tier))
-        self._drainer = start_draining(self._paths, settings, self._record, ranks)
-        fast = fast_tier(tier[0], ranks, attached.slots.values())
-        self._snapshots = Snapshots(self._paths, ranks, attached.next_seq, attached.attempt, fast)
-        self._skips = SkipList(self._paths, ranks.rank, attached.history, self._record)
-        self._skips.announce(cursor)
-        self._evidence = IncidentEvidence(
-            self._paths, ranks, attached.attempt, self._state.model, settings.evidence_bytes
-        )
-        in_slots = attached.slots if fast is not None else {}
-        catalogue = Catalogue(settings.probation, attached.manifests, attached.history.good, in_slots)
-        remote = remote_ring(self._paths, ranks, self._record, settings.ring, self._life.turn_to)
-        self._keeper = CheckpointManager(
-            self._paths, ranks, self._snapshots, catalogue, self._record, settings.keep, remote
-        )
-        pulse = Pulse(ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
-        self._watch = Judge(
-            ranks, settings, pulse, sentinel, self._keeper, self._snapshots, self._record, self._evidence,
-            attached.history, cursor.batch, Advisor(self._state.model, optimizer), self._skips,
-            finite=self._state.finite,
+    def _build(self, model: nn.Module, loader: Any, max_steps: int | None) -> None:
+        """The parts of the guard, around the run that it has attached to. Collective."""
+        run, state = self._run, self._state
+        cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
+        stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
+        updates, skips = Updates(optimizer, objects.get("scaler"), model), SkipList(run)
+        self._batches = Batches(run, loader, cursor, skips)
+        self._checkpoints = checkpoint_side(run, state, heartbeat.turn_to)
+        manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
+        evidence = IncidentEvidence(run, state.model, run.settings.evidence_bytes)
+        pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
+        self._judge = Judge(
+            run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
+            Advisor(state.model, optimizer), skips, max_steps,
         )  # fmt: skip
-        afresh = settings.accept_data_change or attached.ranks_before is not None
-        self._batches = Batches(self._paths, ranks, cursor, self._skips, self._record, afresh=afresh)
-        self._prefetch = PrefetchWatch(model, optimizer, self._updates.telltale)
+        prefetch = PrefetchWatch(model, optimizer, updates.telltale)
+        self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
         self._passes = Passes(cursor, objects.values())
-        self._rewinder = Rewinder(
-            ranks, self._state, self._watch, self._keeper, self._evidence, self._skips, self._passes, self._record,
-            attached.restored,
-        )  # fmt: skip
-        self._requests = Requests(
-            self._paths, ranks, self._record, attached.history, self._watch, self._keeper, self._skips, cursor
-        )
-        self._saver = SnapshotSchedule(
-            settings, ranks, self._state, self._snapshots, self._keeper, self._record, tier,
-            attached.restored.step if attached.restored else None,
-        )  # fmt: skip
-        self._end = TrainingEnd(
-            self._state, self._saver, self._keeper, self._watch, self._record, attached.history, attached.restored,
-            keeps=settings.snapshot_every != 0,
-        )  # fmt: skip
-        self._rehearsing = needs_rehearsal(model, ranks.world_size, self.step)
-        if attached.restored is not None:
-            self._passes.resume(left=self._state.counters.epoch_left)
+        self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
+        self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
+        rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
+        self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
+        # The judge journals what became of an incident before whoever asked for it has an answer. Passes step the
+        # script's schedulers. The script itself (`on_rollback`) comes last: all else is in place by then.
+        self._rewinder.subscribers += [
+            evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
+            self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
+            self._step_in_progress.rollback_applied, schedule.rollback_applied,
+        ]  # fmt: skip
+        if run.restored is not None:
+            self._passes.resume(left=state.counters.epoch_left)
 
     # What the script uses ------------------------------------------------------------------------------------------
 
@@ -185,14 +143,14 @@ class Guard(ScriptSide):
 
         The result is an ordinary iterator: several places of the loop's body may take from it.
         """
-        match self._passes.begin():
+        match self._passes.start_pass():
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
-                self._rewinder.restore_again()
+                self._rewinder.restore_again(RollbackCause.EPOCH_START)
         self._state.cursor.begin_pass()
         for code, text in self._passes.advice():
-            self._record.advise(code, text)
+            self._run.record.advise(code, text)
         return PassIterator(self)
 
     def __next__(self) -> Any:
@@ -206,22 +164,22 @@ class Guard(ScriptSide):
             attaching.refuse(error, status=1)
 
     def _next(self) -> Any:
-        if not self._passes.begun:
+        if not self._passes.count:
             iter(self)  # a script may call next() alone
         if self._passes.over:
             self._passes.note_end()
             raise StopIteration
         self._act(Attend() if self._requests.starting else self._end_step())
         while not self._passes.interrupted:
-            if self._max_steps is not None and self.step >= self._max_steps:
-                if self._all_is_well() and self._end_pass(f"max_steps={self._max_steps}", final=True):
+            if self._end.is_due:
+                if self._all_is_well() and self._end_pass(f"max_steps={self._end.max_steps}", final=True):
                     break
                 continue
             try:
                 if self._batches.open_epoch():
-                    self._state.counters.epoch_left, self._hand.epoch_began = False, True
+                    self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
                 if not self._snapshot_due() or self._take_snapshot():
-                    return self._take_batch()
+                    return self._hand_out_batch()
             except StopIteration:
                 if not self._all_is_well():
                     continue
@@ -233,80 +191,53 @@ class Guard(ScriptSide):
 
     def close(self) -> None:
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
-        if self._closed or os.getpid() != self._process:
-            return  # a loader worker, forked with all that is to be done at exit, is not the rank that ends
-        self._closed = True
-        if not self._life.raised:
-            changed = self._updates.happened or self._updates.dropped_by_scaler
-            self._end.close(changed=changed, judge=None if self._ranks.distributed else self._end_step)
-        self._watch.end_pulse()
-        self._life.end()
-        self._snapshots.close()
-        self._watch.close()
+        if not self._run.leave():
+            return
+        step = self._step_in_progress
+        if not step.heartbeat.raised:
+            self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
+        self._judge.end_pulse()
+        step.heartbeat.end()
+        self._checkpoints.snapshots.close()
+        self._judge.close()
         self._batches.close()
-        self._stop.withdraw()
-        end_draining(self._drainer)
-        if self._lock is not None:
-            self._lock.release()
+        self._requests.stop.withdraw()
+        end_draining(self._checkpoints.drainer)
+        if self._run.lock is not None:
+            self._run.lock.release()
 
     # Between two batches -------------------------------------------------------------------------------------------
 
-    def _take_batch(self) -> Any:
-        hand, whole = self._hand, self._state.counters.batches_per_step
-
-        def show(doing: str, position: int) -> None:
-            self._life.take(doing, self.step, position, hand.first_batch, whole)
-
-        batch = self._batches.next(self.step, self._watch.timeline, lambda position: show("reading", position))
-        position = self.batch
-        self._end.passed()
-        self._prefetch.handed_out()
-        hand.take(position)
-        show("training", position)
-        self._evidence.take(position, batch, self._state.cursor.indices())
-        self._updates.expect_backward(last=hand.batches >= whole)
-        return batch
+    def _hand_out_batch(self) -> Any:
+        batch = self._batches.read(
+            self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
+        )
+        self._end.go_on()
+        return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:
         """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
-        updates, counters, hand, cursor = self._updates, self._state.counters, self._hand, self._state.cursor
-        if not (updates.happened or updates.dropped_by_scaler):
-            if hand.batches == WITHOUT_UPDATE:
-                self._record.advise(*NEVER_UPDATED)
+        step, schedule = self._step_in_progress, self._checkpoints.schedule
+        if not step.updated:
+            if step.batches == WITHOUT_UPDATE:
+                self._run.record.advise(*NEVER_UPDATED)
             return None
-        if self._rehearsing:
-            self._end_rehearsal()
+        if self._rewinder.rehearsing:
+            self._rewinder.end_rehearsal()
             return None
-        counters.note_update(hand.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
-        hints = self._state.note_learning_rate() | (Hint.EPOCH if hand.epoch_began else Hint.NONE)
-        habit = updates.end_step(hand.batches)
-        mark = hand.mark(counters, cursor, hints, habit)
-        self._evidence.end_step(counters.step, hand.losses, updates.gradients)
-        norm, skipped = updates.grad_norm if hand.grad_norm is None else hand.grad_norm, updates.dropped_by_scaler
-        gauges, stop, asked = updates.gauges(), self._stop.requested, self._requests.waiting
-        self._saver.end_update()
-        decision = self._watch.end_step(
-            mark, hand.mean_loss(), norm, stop=stop, scaler_skipped=skipped, asked=asked, gauges=gauges,
-            seconds=self._saver.step_seconds,
+        mark, gauges = step.finish(), step.updates.gauges()
+        stop, requests_open = self._requests.stop.requested, self._requests.waiting
+        schedule.end_update()
+        decision = self._judge.end_step(
+            mark, step.mean_loss(), step.grad_norm(), stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
+            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds,
         )  # fmt: skip
-        counters.step += 1
-        self._forget_step(hand.next_phase)
+        step.next()
         return decision
-
-    def _end_rehearsal(self) -> None:
-        """The step that has just ended does not count: go back, and take it again."""
-        self._rehearsing = False
-        self._rewinder.restore_again()
-        self._passes.rewound(left=self._state.counters.epoch_left)
-        self._forget_step()
-
-    def _forget_step(self, phase: str | None = None) -> None:
-        self._hand = StepInHand(phase)
-        self._updates.forget()
 
     def _all_is_well(self) -> bool:
         """Judge the last step too. False if that led to a rewind: then there are batches to come."""
-        return not self._act(self._watch.settle())
+        return not self._act(self._judge.settle())
 
     def _act(self, decision: Decision | None) -> bool:
         """Carry out a decision. Whether training stands elsewhere now."""
@@ -325,15 +256,15 @@ class Guard(ScriptSide):
     def _attend(self) -> bool:
         """Do what operators have asked for. Whether training stands elsewhere now."""
         moved = False
-        while decision := self._requests.take_up(self.step, may_stop=self._batches.may_resume_here()):
+        while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here()):
             moved |= self._act(decision)
         return moved
 
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        between_steps = self._hand.first_batch is None
-        due = between_steps and self._watch.calm and self._saver.due(self._watch.beat)
+        between_steps = self._step_in_progress.first_batch is None
+        due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
 
     def _take_snapshot(self) -> bool:
@@ -343,58 +274,58 @@ class Guard(ScriptSide):
         """
         if not self._all_is_well():
             return False
-        if self._watch.calm:
-            self._saver.take_snapshot(self._watch.timeline)
+        if self._judge.calm:
+            self._checkpoints.schedule.take_snapshot(self._judge.timeline)
         return True
 
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def _end_pass(self, by: str, *, final: bool = False) -> bool:
         """False if the state at the end turned out to demand a return: then there are batches to come."""
-        self._life.show("saving", self.step, self.batch, now=True)
-        if not self._keep_end(by, left_over=self._hand.batches):
+        self._step_in_progress.show("saving")
+        if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
         if final:
-            self._stop.withdraw()  # nobody will read the flag any more: SIGTERM means again what it meant before
-            self._end.tell()
-        self._life.turn_to("training")
+            self._requests.stop.withdraw()  # nobody will read the flag any more: SIGTERM means what it meant before
+            self._end.note_finished()
+        self._step_in_progress.heartbeat.turn_to("training")
+        if final:
+            for act in self._end.on_complete:
+                act()
         return True
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
-        self._end.come(by, left_over=left_over, left=left)
-        while self._keeper.ailing is not None:
-            if self._act(self._watch.answer_state()):
+        self._end.keep_state(by, left_over=left_over, left=left)
+        while self._checkpoints.manager.ailing is not None:
+            if self._act(self._judge.answer_state()):
                 return False
-            self._end.come(by, left_over=left_over, left=left)  # it is left alone, and kept as it is
+            self._end.keep_state(by, left_over=left_over, left=left)  # it is left alone, and kept as it is
         return True
 
     def _end_epochs(self, count: int) -> bool:
         """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
         if self._act(self._end_step()) or not self._all_is_well():
             return False
-        left, left_over = self._passes.leave_broken_epoch(), self._hand.batches
+        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
         if not self._keep_end(f"guard.epochs({count})", left_over=left_over, left=left):
             return False
-        self._end.tell()
+        self._end.note_finished()
         return True
 
     def _halt(self, halt: Halt) -> None:
         if halt.save:
-            self._life.show("saving", self.step, self.batch, now=True)
+            self._step_in_progress.show("saving")
         code = self._end.stop(halt)
         self._requests.note_stop(self.step)
-        self._ranks.barrier()
+        self._run.ranks.barrier()
         self.close()
         raise SystemExit(0 if attaching.supervised() else int(code))
 
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan that is in the journal already."""
-        self._life.show("rewinding", self.step, self.batch, now=True)
-        reached = self._rewinder.carry_out(decision)
-        if not isinstance(reached, Manifest):
-            self._act(reached)
+        self._step_in_progress.show("rewinding")
+        halt = self._rewinder.carry_out(decision)
+        if halt is not None:
+            self._act(halt)
             raise AssertionError("a rollback without a checkpoint halts the run")
-        self._requests.rewound(decision)
-        self._forget_step()
-        self._saver.restored(reached.step)

@@ -2,26 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Passes
+from rollback.train.events import RollbackApplied
+from rollback.train.incidents.rollback import Rewinder
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
-from rollback.train.step import StepInHand
-from rollback.train.updates.optimizer import Updates
+from rollback.train.step import StepInProgress
 
 
 class ScriptSide:
     """All of `Guard` but its loop. Nothing here is collective, and nothing waits for the device."""
 
-    _loader: Any
+    _batches: Batches
     _passes: Passes
+    _rewinder: Rewinder
     _state: TrainingState
-    _hand: StepInHand
-    _updates: Updates
+    _step_in_progress: StepInProgress
 
     # What it tells -------------------------------------------------------------------------------------------------
 
@@ -32,7 +34,7 @@ class ScriptSide:
         loss: scalar, of this rank. The losses of an update's batches are averaged; they may be divided by the number of
         accumulation steps.
         """
-        self._hand.observe(loss, grad_norm)
+        self._step_in_progress.observe(loss, grad_norm)
 
     def keep(self, **first: Any) -> KeptValues:
         """Keep values of the script in each checkpoint; a resume and a rollback restore them.
@@ -55,8 +57,17 @@ class ScriptSide:
         The phase begins with the update in progress, or with the next one if that update is complete. All ranks should
         announce it; one suffices. After a rollback to before the phase, no new announcement is needed.
         """
-        updated = self._updates.happened or self._updates.dropped_by_scaler
-        setattr(self._hand, "next_phase" if updated else "phase", phase)
+        self._step_in_progress.announce(phase)
+
+    def on_rollback(self, act: Callable[[RollbackApplied], object]) -> None:
+        """Call `act(event)` whenever training is put back to a checkpoint: for what the script keeps beside the guard.
+
+        By then all that the guard keeps has been put back. `event.step` and `event.batch` say where training goes on,
+        `event.checkpoint` from what, `event.cause` why (`rollback.train.events`). On every rank, with the same event,
+        between two batches or at the start of an epoch; several are called in the order in which they were given. A
+        resume is none: where it stands is known when the guard is made. What `act` raises ends this rank.
+        """
+        self._rewinder.subscribers.append(act)
 
     # What it asks --------------------------------------------------------------------------------------------------
 
@@ -71,7 +82,7 @@ class ScriptSide:
 
         Batches count from 0 over the whole run; micro-batches of an accumulation count one by one.
         """
-        return self._state.cursor.batch - self._state.batch_in_hand
+        return self._step_in_progress.batch
 
     @property
     def batch_in_epoch(self) -> int:
@@ -91,7 +102,7 @@ class ScriptSide:
 
     def __len__(self) -> int:
         """Batches in an epoch: `len(loader)`. Raises TypeError where the loader has no length."""
-        return len(self._loader)
+        return len(self._batches.loader)
 
     def __bool__(self) -> bool:
         return True  # also where the loader is empty, or has no length
@@ -99,12 +110,12 @@ class ScriptSide:
     @property
     def dataset(self) -> Any:
         """The loader's data set. Raises AttributeError where it has none."""
-        return self._loader.dataset
+        return self._batches.loader.dataset
 
     if not TYPE_CHECKING:  # a type checker would believe that there is everything
 
         def __getattr__(self, name: str) -> NoReturn:
-            kind = type(self.__dict__.get("_loader")).__name__
+            kind = type(getattr(self.__dict__.get("_batches"), "loader", None)).__name__
             raise AttributeError(
                 f"the guard has no attribute {name!r}; what its loader ({kind}) has, ask of the loader"
             )

@@ -7,11 +7,12 @@ from contextlib import suppress
 
 from rollback.config import Settings
 from rollback.errors import StoppedAsStructural
-from rollback.facts.history import fold
-from rollback.facts.training import Blamed, SampleQuarantine
+from rollback.facts.history import History, fold
+from rollback.facts.training import THE_SUPERVISOR, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, read_request
+from rollback.train.comm.recorder import Recorder
 
 
 def require_a_change(paths: RunPaths, settings: Settings) -> None:
@@ -34,8 +35,25 @@ def require_a_change(paths: RunPaths, settings: Settings) -> None:
     )
 
 
+def leave_out_what_is_new(
+    history: History, blamed: Sequence[Blamed], settings: Settings, batch: int, record: Recorder
+) -> None:
+    """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
+    for order in left_out_by_order(history.quarantine, settings, blamed, batch):
+        history.quarantine.append(order)
+        record.note(order, order.in_words())
+    added = [SkipAdded(window=w, who="settings", why="given at the start of an attempt") for w in settings.skip]
+    for crash in blamed:
+        if not leaves_out(settings, crash):
+            added.append(SkipAdded(window=crash.window, who=THE_SUPERVISOR, why=crash.in_words()))
+    for fact in added:
+        if fact.window not in [known.window for known in history.added]:
+            history.added.append(fact)
+            record.note(fact)
+
+
 def left_out_by_order(
-    past: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
+    recorded: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
 ) -> list[SampleQuarantine]:
     """What settings and the supervisor leave out that the record does not have yet, from `batch` on at the earliest."""
     orders: list[tuple[str, str, int, set[int], set[int]]] = []
@@ -47,7 +65,7 @@ def left_out_by_order(
     for crash in blamed:
         if leaves_out(settings, crash):
             orders.append(("the supervisor", crash.in_words(), crash.window.first, {*crash.samples}, set()))
-    known = list(past)
+    known = list(recorded)
     for who, why, first, added, released in orders:
         if any((fact.who, {*fact.added}, {*fact.released}) == (who, added, released) for fact in known):
             continue
@@ -58,7 +76,7 @@ def left_out_by_order(
                 added=tuple(sorted(added)), released=tuple(sorted(released)),
             )
         )  # fmt: skip
-    return known[len(past) :]
+    return known[len(recorded) :]
 
 
 def leaves_out(settings: Settings, blamed: Blamed) -> bool:

@@ -1,57 +1,138 @@
-"""The step in hand: what the script has been given and has told since the last step's end."""
+"""The step in progress: what the script was given and has told since the last step's end."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from rollback.sentinel import Hint
 from rollback.train.arguments import scalar
-from rollback.train.data.cursor import Cursor
+from rollback.train.data.prefetch import PrefetchWatch
+from rollback.train.events import RollbackApplied
+from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import StepMark
-from rollback.train.state.state import Counters
-from rollback.train.updates.habits import Habit
+from rollback.train.process.heartbeat import HeartbeatWriter
+from rollback.train.state.state import TrainingState
+from rollback.train.updates.optimizer import Updates
 
 
-class StepInHand:
-    """One rank's step in progress.
+class StepInProgress:
+    """One rank's step in progress. Nothing here is collective.
 
-    first_batch: position of its first batch, None before that. batches: how many it has so far. losses: of its batches,
-    as observed. grad_norm: as observed, None if the script does not say. epoch_began: whether an epoch begins with it.
-    phase: announced phase that begins with it. next_phase: one that begins with the step after it.
+    first_batch: position of its first batch, None before that. batches: how many it has so far. epoch_began: whether an
+    epoch begins with it. updates: what the optimizer has done. heartbeat: says where this rank stands.
+
+    batch_filters: called with each batch on its way to the script; the script gets what the last one returns.
     """
 
-    def __init__(self, phase: str | None = None) -> None:
-        self.losses: list[Tensor] = []
-        self.grad_norm: Tensor | None = None
+    def __init__(
+        self,
+        state: TrainingState,
+        updates: Updates,
+        evidence: IncidentEvidence,
+        prefetch: PrefetchWatch,
+        heartbeat: HeartbeatWriter,
+    ) -> None:
+        self._state = state
+        self._evidence = evidence
+        self._prefetch = prefetch
+        self.updates = updates
+        self.heartbeat = heartbeat
+        self.batch_filters: list[Callable[[Any], Any]] = []
+        self._start(None)
+
+    def _start(self, phase: str | None) -> None:
+        """phase: announced phase that begins with this step."""
+        self._losses: list[Tensor] = []
+        self._grad_norm: Tensor | None = None
+        self._phase = phase
+        self._next_phase: str | None = None
         self.first_batch: int | None = None
         self.batches = 0
         self.epoch_began = False
-        self.phase = phase
-        self.next_phase: str | None = None
 
-    def take(self, position: int) -> None:
-        """A batch is handed out."""
-        if self.first_batch is None:
-            self.first_batch = position
+    # What the script is given and tells ----------------------------------------------------------------------------
+
+    def show(self, doing: str) -> None:
+        """Say at once what this rank is doing."""
+        self.heartbeat.show(doing, self._state.counters.step, self.batch, now=True)
+
+    def show_batch(self, doing: str, position: int) -> None:
+        """A batch is read or trained on."""
+        counters = self._state.counters
+        self.heartbeat.show_batch(doing, counters.step, position, self.first_batch, counters.batches_per_step)
+
+    def hand_out(self, batch: Any) -> Any:
+        """A batch that was read goes to the script. Raises UsageError where it was asked for too early."""
+        self._prefetch.handed_out()
+        position = self.batch
+        self.first_batch = position if self.first_batch is None else self.first_batch
         self.batches += 1
+        self.show_batch("training", position)
+        self._evidence.keep_batch(position, batch, self._state.cursor.indices())
+        self.updates.expect_backward(last=self.batches >= self._state.counters.batches_per_step)
+        for change in self.batch_filters:
+            batch = change(batch)
+        return batch
+
+    @property
+    def batch(self) -> int:
+        """Position of the batch in hand; of the next one, where none is."""
+        return self._state.cursor.batch - self._state.batch_in_hand
 
     def observe(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> None:
         """The script tells a loss. Raises UsageError where it is not one number."""
-        self.losses.append(scalar(loss, "loss"))
+        self._losses.append(scalar(loss, "loss"))
         if grad_norm is not None:
-            self.grad_norm = scalar(grad_norm, "grad_norm")
+            self._grad_norm = scalar(grad_norm, "grad_norm")
 
-    def mark(self, counters: Counters, cursor: Cursor, hints: Hint, habit: Habit) -> StepMark:
-        """The step, now that its update is done."""
+    def announce(self, phase: str) -> None:
+        """A phase begins: with this step, or with the next one where this one's update is done."""
+        if self.updated:
+            self._next_phase = phase
+        else:
+            self._phase = phase
+
+    # Its end -------------------------------------------------------------------------------------------------------
+
+    @property
+    def updated(self) -> bool:
+        """Whether its update was made, or dropped by a gradient scaler."""
+        return self.updates.happened or self.updates.dropped_by_scaler
+
+    def finish(self) -> StepMark:
+        """Its update is done: count its batches, keep its losses and gradients, and say what it was."""
+        counters, cursor = self._state.counters, self._state.cursor
+        counters.note_update(self.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
+        hints = self._state.note_learning_rate() | (Hint.EPOCH if self.epoch_began else Hint.NONE)
+        habit = self.updates.end_step(self.batches)
+        self._evidence.end_step(counters.step, self._losses, self.updates.gradients)
         assert self.first_batch is not None
         return StepMark(
-            counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self.phase, habit,
+            counters.step, self.first_batch, cursor.batch - 1, counters.batches_per_step, hints, self._phase, habit,
             self.batches, cursor.epoch_end, cursor.epoch_batches,
         )  # fmt: skip
 
     def mean_loss(self) -> Tensor | None:
         """Over its batches; None if none was told."""
-        if len(self.losses) == 1:
-            return self.losses[0]
-        return torch.stack([loss.float() for loss in self.losses]).mean() if self.losses else None
+        if len(self._losses) == 1:
+            return self._losses[0]
+        return torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None
+
+    def grad_norm(self) -> Tensor | None:
+        """As observed, else as measured."""
+        return self.updates.grad_norm if self._grad_norm is None else self._grad_norm
+
+    def next(self) -> None:
+        """It counts; the next one is in progress."""
+        self._state.counters.step += 1
+        self._start(self._next_phase)
+        self.updates.forget()
+
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """It never was. Without a plan training stands where it stood: a phase that was announced begins with it."""
+        self._start(self._phase if event.case is None else None)
+        self.updates.forget()

@@ -14,7 +14,7 @@ from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, 
 from rollback.errors import RunInUse
 from rollback.facts.training import Attached, Concluded, Incident, Planned, Restored, Stopped
 from rollback.rundir.paths import RunPaths
-from rollback.train.process.heartbeat import SignsOfLife
+from rollback.train.process.heartbeat import HeartbeatWriter
 
 JOBS = {
     "shuffled": Toy(augment=True),
@@ -134,14 +134,14 @@ def test_the_second_of_two_on_one_run_directory_is_refused(tmp_path: Path) -> No
 def test_loader_workers_that_end_with_their_epoch_end_nothing_of_their_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ended, end = tmp_path / "ended", SignsOfLife.end
+    ended, end = tmp_path / "ended", HeartbeatWriter.end
 
-    def noted(self: SignsOfLife) -> None:
+    def noted(self: HeartbeatWriter) -> None:
         with ended.open("a") as file:
             file.write(f"{os.getpid()}\n")
         end(self)
 
-    monkeypatch.setattr(SignsOfLife, "end", noted)
+    monkeypatch.setattr(HeartbeatWriter, "end", noted)
     train(Toy(100, epochs=2, loop="epochs", workers=1), tmp_path / "run")
     assert ended.read_text().split() == [str(os.getpid())]
 

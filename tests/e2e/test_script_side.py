@@ -42,7 +42,7 @@ class Script:
         self.optimizer.step()
         self.optimizer.zero_grad()
         self.guard.observe(loss)
-        self.guard._snapshots.wait()
+        self.guard._checkpoints.snapshots.wait()
         return loss.item()
 
 

@@ -281,7 +281,7 @@ class _Loop:
             for batch in self.guard:
                 self.position, self.steps = self.guard.batch, self.guard.step
                 if self.toy.patient:
-                    self.guard._snapshots.wait()
+                    self.guard._checkpoints.snapshots.wait()
                 yield batch
             return
         loader = self.parts.loader

@@ -100,7 +100,8 @@ class _Training:
         if guard is not None:
             for batch in guard:
                 self.step, self.batch = guard.step, guard.batch
-                guard._snapshots.wait()  # a step is shorter than a sync: else the disk's speed decided what there is
+                # A step is shorter than a sync: else the disk's speed decided what there is.
+                guard._checkpoints.snapshots.wait()
                 yield batch
             return
         for batch in loader if hasattr(loader, "__iter__") else iter(loader, self):

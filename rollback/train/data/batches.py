@@ -8,28 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollback.rundir.paths import RunPaths
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.data.skips import SkipList
+from rollback.train.events import RollbackApplied
+from rollback.train.run import AttachedRun
 
 
 class Batches:
     """Nothing here is collective, unless it says so. Raises UsageError, RunDoesNotFit for data that do not come back.
 
-    afresh: what earlier attempts drew does not count (see `DrawLog`).
+    loader: the script's. skips: what is to be passed over and left out; the cursor is told at once.
     """
 
-    def __init__(
-        self, paths: RunPaths, ranks: Ranks, cursor: Cursor, skips: SkipList, record: Recorder, *, afresh: bool
-    ) -> None:
-        self._ranks = ranks
+    def __init__(self, run: AttachedRun, loader: Any, cursor: Cursor, skips: SkipList) -> None:
+        self._ranks = run.ranks
+        self._record = run.record
+        self.loader = loader
         self._cursor = cursor
-        self._skips = skips
-        self._record = record
-        self._log = DrawLog(paths.draws(ranks.rank), afresh=afresh)
+        self.skips = skips
+        skips.announce(cursor)
+        # What others drew, or from other data, says nothing of what is drawn now.
+        afresh = run.settings.accept_data_change or run.ranks_before is not None
+        self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
         cursor.witness = self
 
     def open_epoch(self) -> bool:
@@ -39,17 +40,17 @@ class Batches:
         self._cursor.open_epoch()
         return True
 
-    def next(self, step: int, timeline: int, reading: Callable[[int], None]) -> Any:
+    def read(self, step: int, timeline: int, show: Callable[[int], None]) -> Any:
         """The batch behind what is to be skipped. StopIteration at the epoch's end.
 
-        reading: called with the batch's position before it is read.
+        show: called with the batch's position before it is read.
         """
         cursor = self._cursor
         opening = cursor.opening_digest()
         try:
-            self._skips.pass_over(cursor, step, timeline)
+            self.skips.pass_over(cursor, step, timeline)
             position = cursor.batch
-            reading(position)
+            show(position)
             data = cursor.next()
         except StopIteration:
             self._log.check_end(cursor.batch, opening)
@@ -61,11 +62,11 @@ class Batches:
 
     def knows(self, batch: int) -> bool:
         """As the cursor's witness: whether there is anything to compare a batch with that is read to be dropped."""
-        return self._log.knows(batch, self._skips.past_of(batch))
+        return self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
         """As the cursor's witness: RunDoesNotFit where the batch was another one."""
-        self._log.compare(batch, data, self._skips.past_of(batch))
+        self._log.compare(batch, data, self.skips.digest_before(batch))
 
     def may_resume_here(self) -> bool:
         """Collective: not behind an epoch's last batch, where the code after the script's loop would find none came.
@@ -82,8 +83,14 @@ class Batches:
 
     def _check(self, position: int, data: Any) -> None:
         """Hold a batch that was read against the draw log, and note it there."""
-        past, opening = self._skips.past_of(position), self._cursor.opening_digest()
-        self._log.check(position, self._cursor.order_digest(), data, past, opening)
+        skipped, opening = self.skips.digest_before(position), self._cursor.opening_digest()
+        self._log.check(position, self._cursor.order_digest(), data, skipped, opening)
+
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """The batches behind it are drawn again, but for those that are passed over now."""
+        if event.skip is not None:
+            self.skips.add(event.skip)
+        self.skips.announce(self._cursor)
 
     def close(self) -> None:
         self._log.close()

@@ -67,8 +67,8 @@ class DrawLog:
     def check(self, batch: int, order: int | None, data: Any, past: int, opening: int = 0) -> None:
         """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
 
-        order: hash of its data set indices. past: of what was left out before it (`SkipList.past_of`). Waits for the
-        device only where there is something to compare with. opening: see the module.
+        order: hash of its data set indices. past: `SkipList.digest_before` it. Waits for the device only
+        where there is something to compare with. opening: see the module.
         """
         self._settle()
         digest = Digest(data)

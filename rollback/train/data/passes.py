@@ -24,6 +24,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.updates.advice import of_loops
 
 
@@ -49,7 +50,7 @@ class Passes:
         self._by_epochs = self._between = False
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
-        self.begun = 0
+        self.count = 0
         """How many passes have begun in this process; where epochs() numbers them, up to which number."""
         self.epoch = 0
         """Number of the pass that is running."""
@@ -66,10 +67,10 @@ class Passes:
         self._target_is_over = self._stands_behind_an_epoch() and not left
         self._target = self._cursor.epoch - self._target_is_over
 
-    def begin(self) -> Again:
+    def start_pass(self) -> Again:
         """A `for batch in guard` begins."""
-        number = self.begun if self._announced is None else self._announced
-        self.begun, self._announced = number + 1, None
+        number = self.count if self._announced is None else self._announced
+        self.count, self._announced = number + 1, None
         self.interrupted = False
         self.uncounted = not self._by_epochs and number > 0 and self._cursor.has_epochs
         self._own_epoch = None if self._by_epochs or number > 0 else self._cursor.told_epoch
@@ -99,9 +100,11 @@ class Passes:
     def note_end(self) -> None:
         self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
 
-    def rewound(self, *, left: bool = False) -> None:
-        """A rollback has put the cursor back, perhaps into an earlier epoch. left: as in `resume`."""
-        behind = self._stands_behind_an_epoch() and not left
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """The cursor was put back, perhaps into an earlier epoch; or, at an epoch's start, to where the pass begins."""
+        if event.cause is RollbackCause.EPOCH_START:
+            return
+        behind = self._stands_behind_an_epoch() and not event.epoch_left
         if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):
             self._target, self._target_is_over = self._cursor.epoch - behind, behind
             self._strayed, self.interrupted = True, True

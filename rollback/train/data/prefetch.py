@@ -39,9 +39,9 @@ class PrefetchWatch:
         self._updates = 0
         self._forward = self._suspect = self._backward = False
         self._idle = True
-        """Whether no forward has been seen since the last batch was handed out."""
-        self._seen = False
-        """Whether a forward has been seen in this update at all."""
+        """Whether there was no forward since the last batch was handed out."""
+        self._forward_in_update = False
+        """Whether there has been a forward in this update at all."""
         self._between = 0
         """Updates in a row before whose step a batch was handed out that nothing was done with."""
         self._ahead = False
@@ -74,14 +74,14 @@ class PrefetchWatch:
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
         if torch.is_grad_enabled() and module.training:
-            self._forward, self._suspect, self._idle, self._seen = True, False, False, True
+            self._forward, self._suspect, self._idle, self._forward_in_update = True, False, False, True
 
     def _after_backward(self, parameter: nn.Parameter) -> None:
         self._ahead = self._ahead or self._suspect
         self._forward, self._backward = False, True
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._between = self._between + 1 if self._backward and self._idle and self._seen else 0
+        self._between = self._between + 1 if self._backward and self._idle and self._forward_in_update else 0
         self._ahead = self._ahead or self._between > 1
-        self._backward = self._seen = False
+        self._backward = self._forward_in_update = False
         self._updates += 1

@@ -6,12 +6,12 @@ from collections.abc import Callable
 
 import xxhash
 
-from rollback.facts.history import History, merge_windows
+from rollback.facts.history import merge_windows
 from rollback.facts.training import PassedOver, SampleQuarantine, Window
-from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, SkippedBatch
-from rollback.train.comm.recorder import Recorder, say
+from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
+from rollback.train.run import AttachedRun
 
 
 class SkipList:
@@ -20,18 +20,18 @@ class SkipList:
     quarantine: which samples were left out from where on, in the order of the journal; the same on all ranks.
     """
 
-    def __init__(self, paths: RunPaths, rank: int, history: History, record: Recorder) -> None:
-        self.windows = merge_windows(history.skip_list)
-        self.quarantine = list(history.quarantine)
-        self._path = paths.skip_record(rank)
+    def __init__(self, run: AttachedRun) -> None:
+        self.windows = merge_windows(run.history.skip_list)
+        self.quarantine = list(run.history.quarantine)
+        self._path = run.paths.skip_record(run.ranks.rank)
         self._writer: LineWriter | None = None
-        self._record = record
+        self._record = run.record
         self._failing = False
 
     def add(self, window: Window) -> None:
         self.windows = merge_windows([*self.windows, window])
 
-    def past_of(self, batch: int) -> int:
+    def digest_before(self, batch: int) -> int:
         """A hash of what was skipped and left out up to a batch; 0 where that is nothing."""
         skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
         left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]

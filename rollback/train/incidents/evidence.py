@@ -34,10 +34,10 @@ from rollback.rundir.evidence import (
     StepSeen,
     write_evidence,
 )
-from rollback.rundir.paths import RunPaths
-from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
+from rollback.train.events import RollbackApplied
+from rollback.train.run import AttachedRun
 from rollback.train.state import tree
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
 
@@ -63,26 +63,29 @@ class _BatchTensor:
 
 @dataclass
 class _Step:
-    step: int
-    losses: list[Tensor]
-    gradients: GradientNorms | None
+    step: int = 0
+    losses: list[Tensor] = field(default_factory=list)
+    gradients: GradientNorms | None = None
     parts: list[_BatchTensor] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
-    nbytes: int = 0
     indices: list[Indices] = field(default_factory=list)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(part.tensor.nbytes for part in self.parts)
 
     def samples(self) -> set[int]:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
         batches = self.indices
         if len(batches) == len(self.losses):
-            told = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
-            batches = told or batches
+            broken = [own for own, loss in zip(batches, self.losses, strict=True) if not _is_finite(loss)]
+            batches = broken or batches
         return {index for own in batches for index in own or ()}
 
     def let_go(self, why: str) -> None:
         """Keep no batch of this step."""
         self.left_out.append(LeftOut(name="all", reason=why))
-        self.parts, self.nbytes = [], 0
+        self.parts = []
 
 
 class IncidentEvidence:
@@ -91,72 +94,71 @@ class IncidentEvidence:
     limit: bytes of finished steps' batches that are held, and so the most that an incident's file has; 0 holds none.
     """
 
-    def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, model: nn.Module, limit: int) -> None:
-        self._paths = paths
-        self._rank = ranks.rank
-        self._alone = not ranks.distributed
-        self._attempt = attempt
+    def __init__(self, run: AttachedRun, model: nn.Module, limit: int) -> None:
+        self._paths = run.paths
+        self._rank = run.ranks.rank
+        self._alone = not run.ranks.distributed
+        self._attempt = run.attempt
         self._model = model
         self._names = {id(p): name for name, p in model.named_parameters()}
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
-        self._parts: list[_BatchTensor] = []
-        self._left_out: list[LeftOut] = []
-        self._indices: list[Indices] = []
+        self._in_progress = _Step()
         self._suspected: int | None = None
         self._failed = False
 
-    def take(self, position: int, batch: Any, indices: Indices = None) -> None:
+    def keep_batch(self, position: int, batch: Any, indices: Indices = None) -> None:
         """A batch is handed out. indices: of the data set, where there are any."""
-        self._indices.append(indices)
+        step = self._in_progress
+        step.indices.append(indices)
         if self._limit == 0:
             return
-        room = self._limit - sum(part.tensor.nbytes for part in self._parts)
+        room = self._limit - step.nbytes
         for count, (name, value) in enumerate(_tensors(batch, str(position))):
             if count >= _TENSORS:
-                self._left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
+                step.left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
                 break
             if isinstance(value, str):
-                self._left_out.append(LeftOut(name=name, reason=value))
+                step.left_out.append(LeftOut(name=name, reason=value))
                 continue
             if value.nbytes > room:
                 reason = f"{value.nbytes} bytes, and {max(room, 0)} of the limit were left"
-                self._left_out.append(LeftOut(name=name, reason=reason))
+                step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
             kept = value.clone() if value.is_shared() and not value.is_cuda else value  # type: ignore[no-untyped-call]
             room -= kept.nbytes
-            self._parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
+            step.parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
-        """An update is over; the batches taken since the last one were its own."""
-        nbytes = sum(part.tensor.nbytes for part in self._parts)
-        self._steps.append(_Step(step, losses, gradients, self._parts, self._left_out, nbytes, self._indices))
-        self._parts, self._left_out, self._indices = [], [], []
+        """An update is over; the batches kept since the last one were its own."""
+        ended, self._in_progress = self._in_progress, _Step()
+        ended.step, ended.losses, ended.gradients = step, losses, gradients
+        self._steps.append(ended)
         self._trim()
 
     def suspect(self, onset: int | None) -> None:
         """The sentinel is on watch and holds this step to be where it began; None: it is calm."""
         self._suspected = onset
 
-    def forget(self, step: int) -> None:
-        """Training goes back to `step`: what came after it has not happened."""
-        self._steps = [seen for seen in self._steps if seen.step < step]
-        self._parts, self._left_out, self._indices = [], [], []
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """What came after that step has not happened."""
+        self._steps = [step for step in self._steps if step.step < event.step]
+        self._in_progress = _Step()
         self._suspected = None
 
     def samples(self, steps: Collection[int]) -> list[int]:
         """Data set indices of what this rank was handed out in these steps, as far as it remembers."""
-        return sorted(set().union(*(seen.samples() for seen in self._steps if seen.step in steps)))
+        return sorted(set().union(*(step.samples() for step in self._steps if step.step in steps)))
 
     def write(self, incident: Incident) -> None:
         """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""
-        seen = [step for step in self._steps if step.step >= incident.onset_step]
+        steps = [step for step in self._steps if step.step >= incident.onset_step]
         try:
             files.make_directory(self._paths.incident(incident.incident))
-            batch = self._write_batch(incident.incident, seen[0] if seen else None)
-            write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, seen, batch))
+            batch = self._write_batch(incident.incident, steps[0] if steps else None)
+            write_evidence(self._paths.evidence(incident.incident, self._rank), self._account(incident, steps, batch))
         except (OSError, ValueError) as error:
             if not self._failed:
                 say(f"writing the evidence of incident {incident.incident} failed ({error}); training goes on")
@@ -178,10 +180,10 @@ class IncidentEvidence:
 
     # Writing down --------------------------------------------------------------------------------------------------
 
-    def _account(self, incident: Incident, seen: list[_Step], batch: BatchKept) -> RankEvidence:
-        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in seen if step.gradients}
-        kinds = {step.step: _kind(norms[step.step], step.gradients) for step in seen if step.gradients}
-        told = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
+    def _account(self, incident: Incident, steps: list[_Step], batch: BatchKept) -> RankEvidence:
+        norms = {step.step: self._norms(*_listed(step.gradients, self._names)) for step in steps if step.gradients}
+        kinds = {step.step: _kind(norms[step.step], step.gradients) for step in steps if step.gradients}
+        exploded = next((step for step, kind in kinds.items() if kind), next(iter(kinds), None))
         weights = self._weights()
         buffers = [name for name, value in self._model.named_buffers() if not _is_finite(value)]
         return RankEvidence(
@@ -191,7 +193,7 @@ class IncidentEvidence:
             timeline=incident.timeline,
             onset_step=incident.onset_step,
             detection_step=incident.detection_step,
-            origin=self._origin(seen, norms, kinds, weights, buffers),
+            origin=self._origin(steps, norms, kinds, weights, buffers),
             steps=[
                 StepSeen(
                     step=step.step,
@@ -199,10 +201,10 @@ class IncidentEvidence:
                     grad_norm=float(step.gradients.total) if step.gradients else None,
                     kind=kinds.get(step.step),
                 )
-                for step in seen
+                for step in steps
             ],
-            gradients=None if told is None else norms[told],
-            gradients_step=told,
+            gradients=None if exploded is None else norms[exploded],
+            gradients_step=exploded,
             weights=weights,
             nonfinite_buffers=buffers,
             batch=batch,
@@ -210,13 +212,13 @@ class IncidentEvidence:
 
     def _origin(
         self,
-        seen: list[_Step],
+        steps: list[_Step],
         norms: Mapping[int, Norms],
         kinds: Mapping[int, Explosion | None],
         weights: Norms,
         buffers: list[str],
     ) -> Origin | None:
-        for step in seen:
+        for step in steps:
             if not all(math.isfinite(loss) for loss in step.losses):
                 return Origin(where="loss", step=step.step, name=None, local=None)
             if step.gradients and kinds[step.step] == "nonfinite":

@@ -16,19 +16,17 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from rollback.config import Settings
-from rollback.facts.history import Case, History
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.suspects import MOST
 from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
+from rollback.train.events import RollbackApplied
 from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck, agreed
@@ -100,38 +98,34 @@ class Judge:
 
     def __init__(
         self,
-        ranks: Ranks,
-        settings: Settings,
+        run: AttachedRun,
         pulse: Pulse,
         sentinel: Sentinel,
-        keeper: CheckpointManager,
+        finite: FiniteCheck,
+        checkpoints: CheckpointManager,
         snapshots: Snapshots,
-        record: Recorder,
         evidence: IncidentEvidence,
-        history: History,
         batch: int = 0,
         advisor: Advisor | None = None,
         skips: SkipList | None = None,
-        *,
-        finite: FiniteCheck,
+        max_steps: int | None = None,
     ) -> None:
-        self._ranks = ranks
-        self._settings = settings
+        self._ranks = run.ranks
         self._pulse = pulse
         self._sentinel = sentinel
-        self._keeper = keeper
+        self._checkpoints = checkpoints
         self._snapshots = snapshots
-        self._record = record
+        self._record = run.record
         self._evidence = evidence
         self._marks: deque[StepMark] = deque(maxlen=_MARKS)
-        self._cases = Cases(record, settings, history, skips)
+        self._cases = Cases(run.record, run.settings, run.history, skips)
         self._scale = ScaleWatch()
         self._advisor = advisor
         self._finite = finite
-        self._phases = set(history.phases)
+        self._phases = set(run.history.phases)
         self._next_batch = batch
-        self.max_steps: int | None = None
-        self.timeline = history.timeline
+        self._max_steps = max_steps
+        self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
         self.beat: Beat | None = None  # the last one that was read
@@ -144,21 +138,21 @@ class Judge:
         *,
         stop: bool,
         scaler_skipped: bool,
-        asked: bool = False,
+        requests_open: bool = False,
         gauges: Gauges = NO_GAUGES,
         seconds: float = 0.0,
     ) -> Decision | None:
         """Judge the step before this one and send this one's beat, unless there is something to do.
 
-        seconds: what a step takes on this rank.
+        requests_open: operators' ones, as this rank sees it. seconds: what a step takes on this rank.
         """
         decision = self.settle()
         if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
             return decision
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
-        signs.asked = asked
-        signs.step_seconds, signs.missed = seconds, self._keeper.misses_a_candidate()
+        signs.asked = requests_open
+        signs.step_seconds, signs.missed = seconds, self._checkpoints.misses_a_candidate()
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs, gauges)
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
@@ -186,22 +180,20 @@ class Judge:
         """No collective of ours is under way any more. Not collective."""
         self._pulse.close()
 
-    def rewound(self, case: Case, step: int) -> None:
-        """A plan was carried out; `step` is where training stands now."""
-        assert case.plan is not None
-        self._cases.carried_out(case, step)
-        self._keeper.restart_probation()
-        self.timeline = case.plan.timeline
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """The steps behind it have not been judged. Where a plan was carried out, its case goes on."""
+        if event.case is not None and event.case.plan is not None:
+            self._cases.carried_out(event.case, event.step)
+            self.timeline = event.case.plan.timeline
         self.calm = True
-        self._keeper.ailing = None
         self._scale.restart()
-        self._next_batch = case.plan.batch or 0
-        while self._marks and self._marks[-1].step >= step:
+        self._next_batch = event.batch
+        while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()
 
     def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
         """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
-        self._keeper.put_aside(name, reason)
+        self._checkpoints.put_aside(name, reason)
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
             return Halt(structural=False, account=account, save=False)
@@ -210,7 +202,7 @@ class Judge:
     def plan_request(self, name: str, request: Request, target: PolicyCheckpoint, *, step: int, batch: int) -> Rewind:
         """An operator wants to go back to `target`: an incident of theirs, planned and carried out like any other."""
         incident, plan = self._cases.plan_request(
-            name, request, target, self._keeper.as_held(), step=step, batch=batch, timeline=self.timeline
+            name, request, target, self._checkpoints.as_held(), step=step, batch=batch, timeline=self.timeline
         )
         return Rewind(incident, plan, DataStream())
 
@@ -221,7 +213,7 @@ class Judge:
 
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
         self.beat = beat
-        self._keeper.advance(beat)
+        self._checkpoints.advance(beat)
         hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
         hints |= Hint.ANNOUNCED if self._phase_begins(beat, mark) else Hint.NONE
         verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
@@ -250,7 +242,7 @@ class Judge:
         self.calm = verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
         self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
-        self._keeper.judge(self.calm, verdict.onset)
+        self._checkpoints.judge(self.calm, verdict.onset)
         if self.calm:
             self._observed = False
         decision = None
@@ -277,14 +269,14 @@ class Judge:
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
-        landing, self._keeper.ailing = self._keeper.ailing, None
+        landing, self._checkpoints.ailing = self._checkpoints.ailing, None
         if landing is None:
             return None
         found = agreed(self._ranks.from_each, landing.nonfinite)
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
         if not self._marks or self._observed:
             return None  # the script did it before its first update, or it is of a trouble that is left alone
-        manifest, newest = landing.manifest, self._keeper.newest()
+        manifest, newest = landing.manifest, self._checkpoints.newest()
         since = newest.step if newest else 0
         what = self._finite.in_words(min(found))
         text = self._finite.account(found, landing.ailing, manifest.step, since)
@@ -294,7 +286,7 @@ class Judge:
 
     def _answer(self, verdict: Verdict, mark: StepMark, ailing: tuple[int, ...], *, lost: bool) -> Decision | None:
         # Whatever is in flight lands first, so that the plan knows all checkpoints there are.
-        self._keeper.settle()
+        self._checkpoints.settle()
         onset = self._mark_of(verdict.onset if verdict.onset is not None else mark.step, mark)
         samples = self._samples({onset.step, mark.step}, ailing)
         incident = Incident(
@@ -327,21 +319,21 @@ class Judge:
         """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
         suspected = not ailing or self._ranks.rank in ailing
         own = self._evidence.samples(steps) if suspected else []
-        told: set[int] = set()
+        found: set[int] = set()
         for text in self._ranks.from_each(json.dumps(own[: MOST + 1])):
-            told.update(json.loads(text))
-        return tuple(sorted(told)) if len(told) <= MOST else ()
+            found.update(json.loads(text))
+        return tuple(sorted(found)) if len(found) <= MOST else ()
 
     def _stream(self, mark: StepMark) -> DataStream:
         """How the script cuts the data, by the updates that are remembered."""
         per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
-        total = max(mark.epoch_end or 0, (self.max_steps or 0) * per_step)
+        total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):
             return DataStream(per_step, total=total)
         return DataStream(per_step, mark.epoch_end, mark.epoch_batches, total=total)
 
     def _plan(self, incident: Incident, stream: DataStream) -> Decision | None:
-        plan = self._cases.plan(incident, self._keeper.as_held(), stream)
+        plan = self._cases.plan(incident, self._checkpoints.as_held(), stream)
         if plan.action == "observe":
             self._observed = True
             return None

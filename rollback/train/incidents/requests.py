@@ -11,17 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from rollback.facts.history import History, fold
+from rollback.facts.history import fold
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
-from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox, Request, read_request
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList
+from rollback.train.events import RollbackApplied
 from rollback.train.incidents.judge import Halt, Judge, Rewind
+from rollback.train.process.stopping import StopRequest
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import verify
 
@@ -29,7 +29,7 @@ _REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish
 
 
 @dataclass(frozen=True)
-class _Taken:
+class _OpenRequest:
     """An open request, the same on all ranks. done: what an earlier attempt did of it, in words."""
 
     name: str
@@ -38,22 +38,23 @@ class _Taken:
 
 
 class Requests:
-    """Open requests of a run. history: as at the start of this attempt."""
+    """Open requests of a run. stop: what this rank has been asked by a signal."""
 
     def __init__(
-        self, paths: RunPaths, ranks: Ranks, record: Recorder, history: History, watch: Judge,
-        keeper: CheckpointManager, skips: SkipList, cursor: Cursor,
+        self, run: AttachedRun, stop: StopRequest, judge: Judge, checkpoints: CheckpointManager, skips: SkipList,
+        cursor: Cursor,
     ) -> None:  # fmt: skip
-        self._paths = paths
-        self._ranks = ranks
-        self._record = record
-        self._watch = watch
-        self._keeper = keeper
+        self._paths = run.paths
+        self._ranks = run.ranks
+        self._record = run.record
+        self.stop = stop
+        self._judge = judge
+        self._checkpoints = checkpoints
         self._skips = skips
         self._cursor = cursor
-        self._inbox = Inbox(paths, history.answers) if ranks.first else None
-        self._launch = launch_of(paths) if ranks.first else None
-        self._begun = set(history.requests)
+        self._inbox = Inbox(run.paths, run.history.answers) if run.ranks.first else None
+        self._launch = launch_of(run.paths) if run.ranks.first else None
+        self._requested = set(run.history.requests)
         self.starting = True
         """Whether this attempt has not looked yet."""
 
@@ -62,16 +63,16 @@ class Requests:
         """Whether there are open ones, as rank 0 sees it; False on the others, who hear of them by pulse."""
         return self._inbox is not None and bool(self._inbox.open())
 
-    def take_up(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
+    def carry_out(self, step: int, *, may_stop: bool) -> Rewind | Halt | None:
         """Collective: carry out open requests, oldest first, up to one for which the guard must act: that decision.
 
         step: the update in progress. may_stop: whether a checkpoint can be taken here; else a stop is left open.
         """
         self.starting = False
-        while (taken := self._take(step)) is not None:
-            name, request = taken.name, taken.request
-            if taken.done is not None:
-                self.answer(name, True, taken.done)
+        while (oldest := self._oldest(step)) is not None:
+            name, request = oldest.name, oldest.request
+            if oldest.done is not None:
+                self.answer(name, True, oldest.done)
             elif request.order == "stop":
                 account = _by(f"asked to stop by {request.who}", request)
                 return Halt(structural=False, account=account, save=True) if may_stop else None
@@ -91,7 +92,7 @@ class Requests:
             except (OSError, ValueError):
                 continue
             if request.order == "stop" and request.launch in (None, self._launch):
-                self._begin(name, request, step)
+                self._note_requested(name, request, step)
                 self.answer(name, True, f"stopped at step {step}; the same command goes on from there")
 
     def answer(self, name: str, carried_out: bool, text: str) -> None:
@@ -101,12 +102,12 @@ class Requests:
             fact = Answered(request=name, carried_out=carried_out, text=text)
             self._record.note(fact, f"request {name}: {text}")
 
-    def _take(self, step: int) -> _Taken | None:
+    def _oldest(self, step: int) -> _OpenRequest | None:
         """Collective: the oldest open request that is one, or None."""
-        body = self._ranks.from_first(self._look(step))
-        return _Taken(body["name"], Request.model_validate(body["request"]), body["done"]) if body else None
+        body = self._ranks.from_first(self._read_oldest(step))
+        return _OpenRequest(body["name"], Request.model_validate(body["request"]), body["done"]) if body else None
 
-    def _look(self, step: int) -> dict[str, Any] | None:
+    def _read_oldest(self, step: int) -> dict[str, Any] | None:
         if self._inbox is None:
             return None
         refused = 0
@@ -121,14 +122,14 @@ class Requests:
                 refused += 1
                 self.answer(name, False, f"refused: {error}")
                 continue
-            self._begin(name, request, step)
+            self._note_requested(name, request, step)
             return {"name": name, "request": request.model_dump(mode="json"), "done": self._done_of(name, request)}
         return None
 
-    def _begin(self, name: str, request: Request, step: int) -> None:
-        if name in self._begun:
+    def _note_requested(self, name: str, request: Request, step: int) -> None:
+        if name in self._requested:
             return
-        self._begun.add(name)
+        self._requested.add(name)
         fact = Requested(
             request=name, order=request.order, to=request.to, skip=request.skip, who=request.who, why=request.why,
             step=step, batch=self._cursor.batch, samples=request.samples,
@@ -169,12 +170,12 @@ class Requests:
         if beyond := [sample for sample in request.samples if sample >= length]:
             self.answer(name, False, f"refused: the data set has {length} samples, and no sample {beyond[0]}")
             return
-        asked = {*request.samples}
+        samples = {*request.samples}
         before = {*self._skips.quarantine[-1].samples} if self._skips.quarantine else set()
         adds = request.order == "quarantine"
         fact = SampleQuarantine(
-            batch=self._cursor.batch, samples=tuple(sorted(before | asked if adds else before - asked)),
-            added=tuple(sorted(asked)) if adds else (), released=() if adds else tuple(sorted(asked)),
+            batch=self._cursor.batch, samples=tuple(sorted(before | samples if adds else before - samples)),
+            added=tuple(sorted(samples)) if adds else (), released=() if adds else tuple(sorted(samples)),
             who=request.who, why=request.why, request=name,
         )  # fmt: skip
         self._skips.leave_out(fact)
@@ -187,7 +188,7 @@ class Requests:
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
             return None
-        self._keeper.settle()  # so that all checkpoints there are can be chosen
+        self._checkpoints.settle()  # so that all checkpoints there are can be chosen
         target, oldest = self._target(request.to)
         if target is None:
             known = f"the oldest one that can be used is of step {oldest}" if oldest is not None else "there is none"
@@ -199,29 +200,28 @@ class Requests:
                 f"{target.name} begins; rewind further to pass over them",
             )  # fmt: skip
             return None
-        return self._watch.plan_request(name, request, target, step=step, batch=self._cursor.batch)
+        return self._judge.plan_request(name, request, target, step=step, batch=self._cursor.batch)
 
     def _target(self, step: int) -> tuple[PolicyCheckpoint | None, int | None]:
         """Collective: the newest checkpoint at or before `step` that every rank can read; and the oldest step held."""
-        self._keeper.look_into_ring()
-        for point in reversed(self._keeper.as_held()):
+        self._checkpoints.look_into_ring()
+        for point in reversed(self._checkpoints.as_held()):
             if point.step > step:
                 continue
-            fault = self._keeper.fetch_if_remote(point.name)
+            fault = self._checkpoints.fetch_if_remote(point.name)
             if fault is None:
-                fault = verify(point.name, self._keeper.places(point.name), self._ranks)
+                fault = verify(point.name, self._checkpoints.places(point.name), self._ranks)
             if fault is None:
                 return point, None
-            self._keeper.put_aside(point.name, str(fault))
-        return None, min((point.step for point in self._keeper.as_held()), default=None)
+            self._checkpoints.put_aside(point.name, str(fault))
+        return None, min((point.step for point in self._checkpoints.as_held()), default=None)
 
-    def rewound(self, decision: Rewind) -> None:
+    def rollback_applied(self, event: RollbackApplied) -> None:
         """What was asked for has been done. Not collective."""
-        plan, name = decision.plan, decision.incident.request
-        assert plan.step is not None
-        assert plan.batch is not None
-        if name is not None:
-            self.answer(name, True, _back_at(plan.step, plan.batch, f"{plan.checkpoint}, {plan.reason}", plan.skip))
+        case = event.case
+        if case is not None and case.plan is not None and case.incident.request is not None:
+            checkpoint = f"{event.checkpoint}, {case.plan.reason}"
+            self.answer(case.incident.request, True, _back_at(event.step, event.batch, checkpoint, case.plan.skip))
 
 
 def _by(text: str, request: Request) -> str:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 from rollback.checkpoints.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.facts.history import Case
 from rollback.facts.training import Restored
-from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder
-from rollback.train.data.passes import Passes
-from rollback.train.data.skips import SkipList
-from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Decision, Judge, Rewind
+from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.incidents.judge import Halt, Judge, Rewind
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import restore
 from rollback.train.state.state import TrainingState
@@ -21,61 +19,50 @@ from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 
 
 class Rewinder:
-    """Carries out plans that are in the journal. Methods are collective.
+    """Puts training back to a checkpoint, and tells everybody who keeps something of it. Methods are collective.
 
-    source: the checkpoint that the live objects were last restored from, None where they never were.
+    rehearsing: whether the first step to come is a rehearsal.
+    subscribers: called in this order with every `RollbackApplied`, whatever its cause, once the live objects are those
+    of the checkpoint and the journal has all there is to say of it.
     """
 
     def __init__(
-        self,
-        ranks: Ranks,
-        state: TrainingState,
-        watch: Judge,
-        keeper: CheckpointManager,
-        evidence: IncidentEvidence,
-        skips: SkipList,
-        passes: Passes,
-        record: Recorder,
-        source: Manifest | None,
+        self, run: AttachedRun, state: TrainingState, judge: Judge, checkpoints: CheckpointManager, *, rehearsing: bool
     ) -> None:
-        self._ranks = ranks
+        self._ranks = run.ranks
+        self._record = run.record
         self._state = state
-        self._watch = watch
-        self._keeper = keeper
-        self._evidence = evidence
-        self._skips = skips
-        self._passes = passes
-        self._record = record
-        self.source = source
+        self._judge = judge
+        self._checkpoints = checkpoints
+        self._source = run.restored
+        self.rehearsing = rehearsing
+        self.subscribers: list[Callable[[RollbackApplied], object]] = []
 
-    def carry_out(self, decision: Rewind) -> Manifest | Decision | None:
-        """Restore what is planned, and skip what is planned from now on. Returns the checkpoint that was restored.
+    def carry_out(self, decision: Rewind) -> Halt | None:
+        """Restore what is planned; the plan is in the journal already.
 
-        A planned checkpoint that cannot be believed leaves the ring and the plan is made anew; what is returned is then
-        that new plan's decision if it is another one than to go back.
+        A planned checkpoint that cannot be believed leaves the ring and the plan is made anew. Returns that new plan's
+        decision if it is not to go back: then nothing was restored.
         """
         began, reached = time.monotonic(), self._state.counters.step
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
             assert name is not None
-            fault = self._keeper.fetch_if_remote(name)
+            fault = self._checkpoints.fetch_if_remote(name)
             if fault is None:
-                target = self._keeper.manifest(name)
-                result = restore(name, self._keeper.places(name), self._ranks, self._state)
+                target = self._checkpoints.manifest(name)
+                result = restore(name, self._checkpoints.places(name), self._ranks, self._state)
                 if result.place is not None:
                     break
                 fault = result.fault
-            replanned = self._watch.plan_without(name, str(fault), decision)
+            replanned = self._judge.plan_without(name, str(fault), decision)
             if not isinstance(replanned, Rewind):
+                assert isinstance(replanned, Halt), "who only observes never goes back"
                 return replanned
             decision = replanned
         plan = decision.plan
-        self._evidence.forget(target.step)
-        if plan.action == "rollback" and plan.skip is not None:
-            self._skips.add(plan.skip)
-        self._skips.announce(self._state.cursor)
-        self._keeper.discard(plan)
+        self._checkpoints.discard(plan)
         restored = Restored(
             incident=plan.incident,
             checkpoint=target.name,
@@ -88,19 +75,29 @@ class Rewinder:
         )
         self._record.note(restored, f"back at step {target.step} in {restored.seconds:.2f} s")
         self._record.advise_of(NOT_IN_CHECKPOINT, self._state.not_in_checkpoint, checkpoint=target.name)
-        self._watch.rewound(Case(decision.incident, plan, restored), target.step)
-        self.source = target
-        self._passes.rewound(left=self._state.counters.epoch_left)
-        return target
+        self._publish(RollbackCause.PLAN, target, Case(decision.incident, plan, restored))
+        return None
 
-    def restore_again(self) -> None:
+    def restore_again(self, cause: RollbackCause) -> None:
         """The script has run code of its own since the restore. Undo what that did, without a word in the record."""
-        assert self.source is not None
-        self._evidence.forget(self.source.step)
-        name = self.source.name
-        result = restore(name, self._keeper.places(name), self._ranks, self._state)
+        source = self._source
+        assert source is not None
+        result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
         if result.place is None:
             raise RollbackError(
-                f"restoring {name} once more at the start of its epoch: {result.fault}",
+                f"restoring {source.name} once more at the start of its epoch: {result.fault}",
                 hint="run the same command again: an older checkpoint will be used",
             )
+        self._publish(cause, source)
+
+    def end_rehearsal(self) -> None:
+        """The step that has just ended does not count: go back, and take it again."""
+        self.rehearsing = False
+        self.restore_again(RollbackCause.REHEARSAL)
+
+    def _publish(self, cause: RollbackCause, source: Manifest, case: Case | None = None) -> None:
+        self._source = source
+        counters = self._state.counters
+        event = RollbackApplied(cause, source.step, source.batch, source.name, counters.epoch_left, case)
+        for subscriber in self.subscribers:
+            subscriber(event)

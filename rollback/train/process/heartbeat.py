@@ -1,4 +1,4 @@
-"""Signs of life: each rank says twice a second who it is, where it stands, and whether it moves.
+"""Heartbeats: each rank says twice a second who it is, where it stands, and whether it moves.
 
 It says so in two places: on the supervisor's board, which is memory and by which it is judged
 (`rollback.supervisor.diagnosis.hang`), and in a small file in the run directory, for people and for the next start. A
@@ -32,11 +32,11 @@ from rollback.train.process.movement import Movement
 _EVERY_SECONDS = 0.5
 
 
-class SignsOfLife:
+class HeartbeatWriter:
     """Writes this rank's heartbeat for as long as the process lives, its stacks when it is signalled to, and its last
     words. Where one process trains several times, the next guard's take the place of the last one's."""
 
-    _present: SignsOfLife | None = None
+    _present: HeartbeatWriter | None = None
 
     def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor | None = None) -> None:
         self._path = paths.heartbeat(ranks.rank)
@@ -57,9 +57,9 @@ class SignsOfLife:
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where
-        if SignsOfLife._present is not None:
-            SignsOfLife._present._over.set()
-        SignsOfLife._present = self
+        if HeartbeatWriter._present is not None:
+            HeartbeatWriter._present._over.set()
+        HeartbeatWriter._present = self
         atexit.register(self._leave)
         threading.Thread(target=self._watch, name="rollback-life", daemon=True).start()
         threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
@@ -88,11 +88,11 @@ class SignsOfLife:
     def _leave(self) -> None:
         """The interpreter ends. The thread goes on: it says so for as long as handlers of others run at the exit, and
         falls silent when no Python code can run any more. Where the process is still there then, it is stuck."""
-        if SignsOfLife._present is self and os.getpid() == self._pid:
+        if HeartbeatWriter._present is self and os.getpid() == self._pid:
             self._leaving = self._ended and not self.raised
             self._write()
 
-    def take(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
+    def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
         """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
         first = batch if first is None else first
         whole = Window.model_construct(first=first, last=max(batch, first + batches_per_step - 1))

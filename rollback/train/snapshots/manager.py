@@ -30,6 +30,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.faults import RestoreFault, SnapshotFault
 from rollback.train.snapshots.in_flight import Landing
@@ -148,9 +149,10 @@ class CheckpointManager:
         for manifest in self._catalogue.judge(healthy, onset):
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
 
-    def restart_probation(self) -> None:
-        """A plan was carried out: candidates have their probation before them again."""
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """Candidates have their probation before them again, and what was amiss in a later state is undone."""
         self._catalogue.restart_probation()
+        self.ailing = None
 
     def as_held(self) -> list[PolicyCheckpoint]:
         """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""

@@ -15,6 +15,7 @@ from rollback.facts.training import Paced, Saving
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
+from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
@@ -156,9 +157,9 @@ class SnapshotSchedule:
         newest, here = self._checkpoints.newest(), (self._state.counters.step, self._state.cursor.batch)
         return newest.name if newest is not None and (newest.step, newest.batch) == here else None
 
-    def restored(self, step: int) -> None:
-        """Training goes on at an earlier step."""
-        self._taken_at = step
+    def rollback_applied(self, event: RollbackApplied) -> None:
+        """Training goes on where there is a checkpoint; what came between is no part of a step."""
+        self._taken_at = event.step
         self._step_began = None
 
     def _prepare(self) -> None:

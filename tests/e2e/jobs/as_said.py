@@ -59,7 +59,8 @@ class Trained:
         if str(self.guard.step) == os.environ.get("KILL") and RANK == RANKS - 1 and not killed.exists():
             killed.touch()
             os.kill(os.getpid(), signal.SIGKILL)
-        self.guard._snapshots.wait()  # a step is shorter than a sync: there would be no checkpoint in mid-epoch
+        # A step is shorter than a sync: there would be no checkpoint in mid-epoch.
+        self.guard._checkpoints.snapshots.wait()
         line = {
             "step": self.guard.step,
             "batch": self.guard.batch,

@@ -7,6 +7,7 @@ import pytest
 from rollback.errors import UsageError
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.passes import Again, Passes
+from rollback.train.events import RollbackApplied, RollbackCause
 
 
 def at(epoch: int, offset: int = 0) -> Cursor:
@@ -21,9 +22,14 @@ def at(epoch: int, offset: int = 0) -> Cursor:
     return cursor
 
 
+def put_back(passes: Passes) -> None:
+    """As a plan does it, when it has put the cursor back."""
+    passes.rollback_applied(RollbackApplied(RollbackCause.PLAN, 0, 0, "c000000-s00000000"))
+
+
 def test_a_new_run_begins_with_its_first_pass() -> None:
     passes = Passes(at(0), [])
-    assert passes.begin() is Again.NOTHING
+    assert passes.start_pass() is Again.NOTHING
     assert (passes.epoch, passes.over) == (0, False)
 
 
@@ -32,23 +38,23 @@ def test_under_range_a_resumed_run_walks_through_what_is_over(epoch: int) -> Non
     passes = Passes(at(epoch, 2), [])
     passes.resume()
     for _ in range(epoch):
-        assert passes.begin() is Again.NOTHING
+        assert passes.start_pass() is Again.NOTHING
         assert passes.over
-    assert passes.begin() is Again.EVERYTHING, "the script ran code of its own on the way"
+    assert passes.start_pass() is Again.EVERYTHING, "the script ran code of its own on the way"
     assert (passes.epoch, passes.over) == (epoch, False)
 
 
 def test_a_run_resumed_in_its_first_pass_needs_its_random_states_only() -> None:
     passes = Passes(at(0, 2), [])
     passes.resume()
-    assert passes.begin() is Again.RANDOM_STATES
+    assert passes.start_pass() is Again.RANDOM_STATES
 
 
 def test_epochs_begins_where_a_resumed_run_stands() -> None:
     passes = Passes(at(2, 1), [])
     passes.resume()
     assert next(passes.epochs(5)) == 2
-    assert passes.begin() is Again.RANDOM_STATES
+    assert passes.start_pass() is Again.RANDOM_STATES
 
 
 def test_epochs_goes_back_over_an_epoch_s_start() -> None:
@@ -57,22 +63,22 @@ def test_epochs_goes_back_over_an_epoch_s_start() -> None:
     passes.resume()
     epochs = passes.epochs(4)
     assert next(epochs) == 1
-    passes.begin()
+    passes.start_pass()
     cursor.load_state_dict(at(0, 2).state_dict())
-    passes.rewound()
+    put_back(passes)
     assert passes.interrupted
     assert next(epochs) == 0
-    assert passes.begin() is Again.EVERYTHING
+    assert passes.start_pass() is Again.EVERYTHING
     assert not passes.interrupted
 
 
 def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass() -> None:
     cursor = at(1, 1)
     passes = Passes(cursor, [])
-    passes.begin()
-    passes.begin()
+    passes.start_pass()
+    passes.start_pass()
     cursor.load_state_dict(at(0, 2).state_dict())
-    passes.rewound()
+    put_back(passes)
     assert not passes.interrupted
     cursor.end_epoch()
     assert passes.replaying
@@ -84,8 +90,8 @@ def test_under_range_a_rollback_over_an_epoch_s_start_goes_on_in_the_same_pass()
 def test_an_epoch_that_the_script_broke_off_is_left() -> None:
     cursor = at(0, 2)
     passes = Passes(cursor, [])
-    passes.begin()
-    passes.begin()
+    passes.start_pass()
+    passes.start_pass()
     assert (cursor.epoch, cursor.opened) == (1, False)
 
 
@@ -93,10 +99,10 @@ def test_a_finished_run_has_no_more_batches_and_no_more_epochs() -> None:
     passes = Passes(at(0), [])
     epochs = passes.epochs(9)
     assert next(epochs) == 0
-    passes.begin()
+    passes.start_pass()
     passes.end(final=True)
     assert list(epochs) == []
-    passes.begin()
+    passes.start_pass()
     assert passes.over
 
 
@@ -110,10 +116,10 @@ def behind(epoch: int) -> Cursor:
 def test_behind_an_epoch_that_pass_begins_once_more_and_is_over_and_the_next_one_has_batches() -> None:
     passes = Passes(behind(1), [])
     passes.resume()
-    assert passes.begin() is Again.NOTHING
-    assert passes.begin() is Again.EVERYTHING, "what the script does behind that epoch is done on the restored state"
+    assert passes.start_pass() is Again.NOTHING
+    assert passes.start_pass() is Again.EVERYTHING, "what the script does behind it is done on the restored state"
     assert (passes.epoch, passes.over) == (1, True)
-    assert passes.begin() is Again.NOTHING
+    assert passes.start_pass() is Again.NOTHING
     assert (passes.epoch, passes.over) == (2, False)
 
 
@@ -121,7 +127,7 @@ def test_behind_an_epoch_at_which_the_script_was_through_the_next_one_begins() -
     passes = Passes(behind(1), [])
     passes.resume(left=True)
     assert next(passes.epochs(4)) == 2
-    assert passes.begin() is Again.RANDOM_STATES
+    assert passes.start_pass() is Again.RANDOM_STATES
     assert not passes.over
 
 
@@ -135,14 +141,14 @@ def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
         asked.append(count)
         if len(asked) == 1:
             cursor.load_state_dict(at(1, 2).state_dict())
-            passes.rewound()
+            put_back(passes)
         return len(asked) == 2
 
     epochs = passes.epochs(2, end)
     assert next(epochs) == 1
-    passes.begin()
+    passes.start_pass()
     assert next(epochs) == 1, "the last update was judged to demand a return into this epoch"
-    passes.begin()
+    passes.start_pass()
     assert list(epochs) == []
     assert asked == [2, 2]
 

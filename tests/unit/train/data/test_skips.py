@@ -9,14 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from rollback.config import Settings
 from rollback.facts.history import History
 from rollback.facts.training import PassedOver, SkipAdded, Window
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
+from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.cursor import Cursor, cursor_for
 from rollback.train.data.skips import SkipList
+from rollback.train.run import AttachedRun
 
 
 def opened(samples: int = 20) -> Cursor:
@@ -28,7 +31,8 @@ def opened(samples: int = 20) -> Cursor:
 def skips(folder: Path, *windows: tuple[int, int]) -> tuple[SkipList, RunPaths]:
     paths = RunPaths(folder)
     listed = [SkipAdded(window=Window(first=first, last=last), who="test", why="") for first, last in windows]
-    return SkipList(paths, 0, History(added=listed), Recorder(paths, 1, first=True)), paths
+    run = AttachedRun(paths, Ranks(), Settings(), Recorder(paths, 1, first=True), History(added=listed))
+    return SkipList(run), paths
 
 
 def drain(listed: SkipList, cursor: Cursor) -> list[int]:
@@ -92,9 +96,9 @@ def test_exactly_the_batches_outside_all_windows_are_handed_out(
     assert drain(listed, opened()) == [batch for batch in range(10) if batch not in inside]
 
 
-def test_the_past_of_a_batch_is_what_was_skipped_before_it(tmp_path: Path) -> None:
+def test_the_digest_before_a_batch_is_of_what_was_skipped_before_it(tmp_path: Path) -> None:
     listed, _ = skips(tmp_path / "run", (3, 4))
     other, _ = skips(tmp_path / "other", (3, 4), (9, 12))
-    assert listed.past_of(3) == 0
-    assert listed.past_of(5) == other.past_of(5) != 0
-    assert listed.past_of(13) != other.past_of(13)
+    assert listed.digest_before(3) == 0
+    assert listed.digest_before(5) == other.digest_before(5) != 0
+    assert listed.digest_before(13) != other.digest_before(13)

@@ -22,8 +22,10 @@ from rollback.facts.training import (
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
+from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
+from rollback.train.run import AttachedRun
 
 RING = [PolicyCheckpoint(CheckpointName.of(seq, 50 * seq), 50 * seq, 100 * seq, True) for seq in range(6)]
 PER_STEP = 2  # as in recorded_run
@@ -48,7 +50,8 @@ class Run:
         self.settings = Settings(**{"max_skipped": "100%", "probation": 5, **settings})
         self.history = fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(past))
         self.pen: Any = Pen()
-        self.skips = SkipList(RunPaths(Path("nowhere")), 0, self.history, self.pen) if quarantines else None
+        run = AttachedRun(RunPaths(Path("nowhere")), Ranks(), self.settings, self.pen, self.history)
+        self.skips = SkipList(run) if quarantines else None
         self.cases = Cases(self.pen, self.settings, self.history, self.skips)
 
     def meets(self, found: Incident) -> Planned:

@@ -15,10 +15,15 @@ from torch.utils.data import DataLoader, Dataset
 
 import rollback
 from recorded_run import incident
+from rollback.config import Settings
+from rollback.facts.history import History
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import Recorder
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.run import AttachedRun
 from rollback.train.updates.gradients import Gradients, norm_of_each
 
 SETTINGS: dict[str, Any] = {"snapshot_every": 10, "rewind": 5, "skip_after": 3, "probation": 8}
@@ -166,7 +171,8 @@ class Bench:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.gradients = Gradients(self.optimizer, None)
         self.paths = RunPaths(folder)
-        self.evidence = IncidentEvidence(self.paths, Ranks(), 1, self.model, limit)
+        run = AttachedRun(self.paths, Ranks(), Settings(), Recorder(self.paths, 1, first=False), History())
+        self.evidence = IncidentEvidence(run, self.model, limit)
 
     def step(self, number: int, loss: float = 1.0, **gradients: float) -> float:
         for name, parameter in self.model.items():
@@ -234,7 +240,7 @@ def test_the_onset_steps_batch_is_kept_as_it_was_handed_out(tmp_path: Path) -> N
 def test_a_batch_into_which_the_script_writes_is_marked(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     batch = [torch.zeros(2), torch.zeros(2)]
-    bench.evidence.take(0, batch)
+    bench.evidence.keep_batch(0, batch)
     batch[1].add_(1)
     bench.step(0)
     assert [part.altered for part in bench.account(0).batch.tensors] == [False, True]
@@ -242,7 +248,7 @@ def test_a_batch_into_which_the_script_writes_is_marked(tmp_path: Path) -> None:
 
 def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=100)
-    bench.evidence.take(3, (torch.zeros(4), torch.zeros(30), {"s": torch.zeros(2).to_sparse(), "o": object()}))
+    bench.evidence.keep_batch(3, (torch.zeros(4), torch.zeros(30), {"s": torch.zeros(2).to_sparse(), "o": object()}))
     bench.step(0)
     batch = bench.account(0).batch
     assert [part.name for part in batch.tensors] == ["3/0"]
@@ -253,7 +259,7 @@ def test_what_does_not_fit_is_left_out_and_said(tmp_path: Path) -> None:
 def test_no_more_than_the_limit_is_held_and_the_suspected_step_goes_last(tmp_path: Path) -> None:
     bench = Bench(tmp_path, limit=100)
     for step in range(6):
-        bench.evidence.take(step, torch.zeros(10))
+        bench.evidence.keep_batch(step, torch.zeros(10))
         bench.step(step)
         if step == 1:
             bench.evidence.suspect(1)
@@ -272,7 +278,7 @@ def test_steps_that_a_rollback_undid_are_forgotten(tmp_path: Path) -> None:
     bench = Bench(tmp_path)
     for step in range(4):
         bench.step(step, loss=float(step))
-    bench.evidence.forget(2)
+    bench.evidence.rollback_applied(RollbackApplied(RollbackCause.PLAN, 2, 2, "c000000-s00000002"))
     bench.step(2, loss=20.0)
     assert [(seen.step, seen.losses) for seen in bench.account(1).steps] == [(1, [1.0]), (2, [20.0])]
 

@@ -20,6 +20,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Decision, Halt, Judge, Rewind, StepMark
+from rollback.train.run import AttachedRun
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
@@ -30,7 +31,7 @@ NAN = float("nan")
 
 
 class Steps:
-    """A watch that is fed with losses, one for each step."""
+    """A judge that is fed with losses, one for each step."""
 
     def __init__(self, folder: Path, settings: Settings | None = None, batches_per_step: int = 1) -> None:
         self.paths = RunPaths(folder)
@@ -40,28 +41,27 @@ class Steps:
         self.record = record = Recorder(self.paths, 1, first=True)
         self.snapshots = Snapshots(self.paths, ranks, 0, 1)
         self.catalogue = Catalogue(settings.probation, [], [])
-        self.keeper = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
-        self.watch = Judge(
-            ranks, settings, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity),
-            self.keeper, self.snapshots, record,
-            IncidentEvidence(self.paths, ranks, 1, torch.nn.Linear(1, 1), 0), History(),
-            finite=FiniteCheck((), repr),
+        self.checkpoints = CheckpointManager(self.paths, ranks, self.snapshots, self.catalogue, record, settings.keep)
+        run = AttachedRun(self.paths, ranks, settings, record, History())
+        self.judge = Judge(
+            run, Pulse(ranks, torch.device("cpu")), Sentinel(settings.sensitivity), FiniteCheck((), repr),
+            self.checkpoints, self.snapshots, IncidentEvidence(run, torch.nn.Linear(1, 1), 0),
         )  # fmt: skip
         self.step = 0
         self.per_step = batches_per_step
 
-    def take(self, loss: float, *, stop: bool = False, dropped: bool = False) -> Decision | None:
+    def end_with(self, loss: float, *, stop: bool = False, dropped: bool = False) -> Decision | None:
         first = self.step * self.per_step
         mark = StepMark(self.step, first, first + self.per_step - 1, self.per_step, Hint.NONE)
         self.step += 1
-        return self.watch.end_step(mark, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
+        return self.judge.end_step(mark, torch.tensor(loss), None, stop=stop, scaler_skipped=dropped)
 
     def snapshot(self) -> None:
         image = Image({}, {}, {}, {})
         self.snapshots.await_ready(image)
-        timeline = self.watch.timeline
-        self.keeper.start_snapshot(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
-        self.keeper.settle()
+        timeline = self.judge.timeline
+        self.checkpoints.begin(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
+        self.checkpoints.settle()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
         return [r.fact for r in read_journal(self.paths.train_journal).records if isinstance(r.fact, kind)]
@@ -76,24 +76,24 @@ def steps(tmp_path: Path) -> Iterator[Steps]:
 
 def test_a_step_is_judged_when_the_next_one_ends(steps: Steps) -> None:
     steps.snapshot()
-    assert steps.take(NAN) is None
-    decision = steps.take(1.0)
+    assert steps.end_with(NAN) is None
+    decision = steps.end_with(1.0)
     assert isinstance(decision, Rewind)
     assert (decision.incident.onset_step, decision.incident.step, decision.plan.step) == (0, 1, 0)
 
 
 def test_the_plan_is_in_the_journal_before_anybody_is_told(steps: Steps) -> None:
     steps.snapshot()
-    steps.take(NAN)
-    assert isinstance(steps.watch.settle(), Rewind)
+    steps.end_with(NAN)
+    assert isinstance(steps.judge.settle(), Rewind)
     assert len(steps.facts(Incident)) == len(steps.facts(Planned)) == 1
 
 
 def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) -> None:
-    steps.take(1.0)
+    steps.end_with(1.0)
     steps.snapshot()
-    steps.take(NAN)
-    decision = steps.watch.settle()
+    steps.end_with(NAN)
+    decision = steps.judge.settle()
     assert isinstance(decision, Halt)
     assert (decision.structural, decision.save) == (True, False)
 
@@ -103,8 +103,8 @@ def test_what_comes_to_light_while_stopping_is_not_forgotten(steps: Steps, at_fi
     """Told to stop with one step, and the next one, judged in the same moment, is not finite."""
     if not at_first:
         steps.snapshot()
-    steps.take(1.0, stop=True)
-    decision = steps.take(NAN)
+    steps.end_with(1.0, stop=True)
+    decision = steps.end_with(NAN)
     assert isinstance(decision, Halt)
     assert not decision.save, "the state is on the wrong side of an onset"
     assert decision.structural == at_first
@@ -112,20 +112,20 @@ def test_what_comes_to_light_while_stopping_is_not_forgotten(steps: Steps, at_fi
 
 
 def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
-    steps.take(1.0, stop=True)
-    decision = steps.take(1.0)
+    steps.end_with(1.0, stop=True)
+    decision = steps.end_with(1.0)
     assert decision == Halt(structural=False, account="told to stop", save=True)
 
 
 def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:
     for _ in range(3):
-        steps.take(1.0)
-    steps.watch.settle()
+        steps.end_with(1.0)
+    steps.judge.settle()
     steps.snapshot()
     for done in range(8):
         assert not any(point.good for point in steps.catalogue.as_held()), done
-        steps.take(1.0)
-        steps.watch.settle()
+        steps.end_with(1.0)
+        steps.judge.settle()
     assert [point.good for point in steps.catalogue.as_held()] == [True]
 
 
@@ -133,9 +133,9 @@ def test_an_onset_is_told_in_batches_of_the_step_it_lies_in(tmp_path: Path) -> N
     steps = Steps(tmp_path / "run", batches_per_step=4)
     steps.snapshot()
     for _ in range(5):
-        steps.take(1.0)
-    steps.take(NAN)
-    decision = steps.watch.settle()
+        steps.end_with(1.0)
+    steps.end_with(NAN)
+    decision = steps.judge.settle()
     assert isinstance(decision, Rewind)
     assert (decision.incident.onset_batch, decision.incident.detection_batch) == (20, 23)
     assert decision.plan.skip is not None
@@ -147,7 +147,7 @@ def test_observing_only_decides_nothing(tmp_path: Path) -> None:
     steps = Steps(tmp_path / "run", Settings(observe_only=True, probation=8))
     steps.snapshot()
     for _ in range(4):
-        assert steps.take(NAN) is None
+        assert steps.end_with(NAN) is None
     assert {plan.action for plan in steps.facts(Planned)} == {"observe"}
     steps.snapshots.close()
 
@@ -160,11 +160,11 @@ def test_advice_is_given_once(steps: Steps) -> None:
 
 def test_a_checkpoint_that_has_been_removed_never_becomes_good(steps: Steps) -> None:
     for step in range(30):
-        steps.take(1.0)
+        steps.end_with(1.0)
         if step in (2, 4):
             steps.snapshot()
         if step == 6:
             shutil.rmtree(steps.paths.checkpoint("c000001-s00000005"))
     assert [fact.checkpoint for fact in steps.facts(BecameGood)] == ["c000000-s00000003"]
     assert [fact.checkpoint for fact in steps.facts(CheckpointLost)] == ["c000001-s00000005"]
-    assert [point.name for point in steps.keeper.as_held()] == ["c000000-s00000003"]
+    assert [point.name for point in steps.checkpoints.as_held()] == ["c000000-s00000003"]

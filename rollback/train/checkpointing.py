@@ -1,0 +1,47 @@
+"""The checkpoint side of a guard: the parts that take, keep and drain checkpoints, put together for one run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from rollback.checkpoints import tiers
+from rollback.ring.drainer import Drainer
+from rollback.ring.helper import Helper
+from rollback.train.run import AttachedRun
+from rollback.train.snapshots.buffers import fast_tier
+from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.snapshots.draining import start_draining
+from rollback.train.snapshots.manager import CheckpointManager
+from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.remote import remote_ring
+from rollback.train.snapshots.schedule import SnapshotSchedule
+from rollback.train.snapshots.tier_choice import open_tier
+from rollback.train.state.state import TrainingState
+
+
+@dataclass(frozen=True)
+class CheckpointSide:
+    """snapshots: on their way to becoming checkpoints. manager: of the checkpoints that there are. schedule: when the
+    next one is taken. drainer: what copies them to the durable ring, where this rank does."""
+
+    snapshots: Snapshots
+    manager: CheckpointManager
+    schedule: SnapshotSchedule
+    drainer: Drainer | Helper | None
+
+
+def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
+    """Collective. show: told what this rank is doing, for its heartbeat."""
+    paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
+    tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
+    drainer = start_draining(paths, settings, record, ranks)
+    fast = fast_tier(tier[0], ranks, run.slots.values())
+    snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
+    in_slots = run.slots if fast is not None else {}
+    catalogue = Catalogue(settings.probation, run.manifests, run.history.good, in_slots)
+    remote = remote_ring(paths, ranks, record, settings.ring, show)
+    manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote)
+    began_at = run.restored.step if run.restored is not None else None
+    schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)
+    return CheckpointSide(snapshots, manager, schedule, drainer)

@@ -1,0 +1,151 @@
+"""Whoever keeps something of a training hears of it when training is put back, for whatever cause."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from toy import SETTINGS, facts
+
+import rollback
+from rollback.facts.training import PhaseAnnounced
+from rollback.train.events import RollbackApplied, RollbackCause
+
+TRAIN = Path(rollback.__file__).parent / "train"
+EPOCH = 12  # batches
+
+
+class Script:
+    """Epochs of a small job on one rank. The first time that batch `broken` comes by, it is NaN."""
+
+    def __init__(self, run: Path, broken: int | None = None) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
+        data = torch.randn(EPOCH, 4, 4, generator=torch.Generator().manual_seed(1))
+        self.guard = rollback.Guard(
+            model=self.model, optimizer=self.optimizer, loader=list(data), run=run, **SETTINGS | {"snapshot_every": 5}
+        )
+        self.broken = broken
+        self.events: list[RollbackApplied] = []
+        self.guard.on_rollback(self.events.append)
+
+    def train(self, epochs: int, leave_at: int | None = None, between: Callable[[], object] = lambda: None) -> None:
+        """leave_at: the batch at which the process is gone. between: what the script does behind each epoch."""
+        guard = self.guard
+        for _ in guard.epochs(epochs):
+            for x in guard:
+                self.update(x * torch.nan if guard.batch == self.broken else x)
+                if guard.batch == leave_at:
+                    return
+            between()
+
+    def update(self, x: torch.Tensor) -> None:
+        if self.guard.batch == self.broken:
+            self.broken = None
+        self.guard._checkpoints.snapshots.wait()
+        loss = self.model(x).square().mean()
+        loss.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.guard.observe(loss)
+
+
+def subscribers(guard: rollback.Guard) -> list[Any]:
+    """The objects behind the methods that are called."""
+    return [getattr(subscriber, "__self__", None) for subscriber in guard._rewinder.subscribers]
+
+
+def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
+    """Who is told, and of what, from now on."""
+    heard: list[tuple[str, RollbackCause]] = []
+
+    def noting(subscriber: Callable[[RollbackApplied], object]) -> Callable[[RollbackApplied], object]:
+        def note(event: RollbackApplied) -> None:
+            heard.append((subscriber.__qualname__, event.cause))
+            subscriber(event)
+
+        return note
+
+    guard._rewinder.subscribers = [noting(subscriber) for subscriber in guard._rewinder.subscribers]
+    return heard
+
+
+def resumed(run: Path) -> Script:
+    """A process that goes on in the second epoch."""
+    script = Script(run)
+    script.train(2, leave_at=EPOCH + 8)
+    script.guard.close()
+    return Script(run)
+
+
+def test_who_can_be_told_of_a_rollback_is_told(tmp_path: Path) -> None:
+    able = {
+        defined.name
+        for path in TRAIN.rglob("*.py")
+        for defined in ast.walk(ast.parse(path.read_text()))
+        if isinstance(defined, ast.ClassDef)
+        and any(getattr(part, "name", "") == "rollback_applied" for part in defined.body)
+    }
+    script = Script(tmp_path / "run")
+    assert able == {type(one).__name__ for one in subscribers(script.guard) if one is not script.events}
+    script.guard.close()
+
+
+@pytest.mark.parametrize("cause", RollbackCause)
+def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: RollbackCause) -> None:
+    match cause:
+        case RollbackCause.PLAN:
+            script = Script(tmp_path / "run", broken=8)
+        case RollbackCause.REHEARSAL:
+            script = resumed(tmp_path / "run")
+            script.guard._rewinder.rehearsing = True  # as on more than two ranks
+        case RollbackCause.EPOCH_START:
+            script = Script(tmp_path / "run", broken=EPOCH + 1)
+    names = [subscriber.__qualname__ for subscriber in script.guard._rewinder.subscribers]
+    heard = listen_to_each(script.guard)
+    script.train(2)
+    assert [name for name, told_of in heard if told_of is cause] == names
+    (event,) = [event for event in script.events if event.cause is cause]
+    assert (event.case is not None) == (cause is RollbackCause.PLAN)
+    assert event.checkpoint.endswith(f"{event.step:08d}")
+
+
+def test_a_script_is_told_of_a_rollback_when_the_guard_stands_where_it_leads(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run", broken=8)
+    stood: list[tuple[int, int]] = []
+    script.guard.on_rollback(lambda event: stood.append((script.guard.step, script.guard.batch)))
+    script.train(1)
+    (event,) = script.events
+    assert event.case is not None
+    assert event.case.restored is not None
+    assert stood == [(event.step, event.batch)] == [(event.case.restored.step, event.case.restored.batch)]
+
+
+def test_an_update_between_two_epochs_that_is_undone_does_not_count(tmp_path: Path) -> None:
+    """A script steps once more behind its loop, with what is left of an accumulation; then the epoch begins again."""
+    script = Script(tmp_path / "run", broken=EPOCH + 1)
+    updates: list[int] = []
+
+    def step_behind_an_interrupted_epoch() -> None:
+        if script.events and not updates:
+            updates.append(script.guard.step)
+            script.optimizer.step()
+
+    script.train(2, between=step_behind_an_interrupted_epoch)
+    assert updates
+    passed_over = sum(len(event.skip) for event in script.events if event.skip is not None)
+    assert script.guard.step == 2 * EPOCH - passed_over
+
+
+def test_a_phase_announced_before_the_loop_begins_with_the_step_that_counts(tmp_path: Path) -> None:
+    script = resumed(tmp_path / "run")
+    script.guard._rewinder.rehearsing = True
+    script.guard.announce("fine")
+    script.train(2)
+    assert [fact.phase for fact in facts(tmp_path / "run", PhaseAnnounced)] == ["fine"]
