@@ -96,7 +96,7 @@ class Undertaking:
         """The same command as ever."""
         command = [
             sys.executable, "-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run),
-            *WORDS, *(["--no-preload"] if self.warm else []), str(JOB), str(self.scenarios.path),
+            *WORDS, str(JOB), str(self.scenarios.path),
         ]  # fmt: skip
         environment = {**os.environ, "NO_COLOR": "1", **self.environment}
         with open(self.output, "ab") as output:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -16,8 +17,10 @@ from typing import Any
 
 import hosts
 import pytest
+from job_results import WARM_PYTHON
 from launching import LIMIT, WITHOUT_TORCHRUN
 from toy import facts
+from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Stopped
@@ -33,10 +36,12 @@ def start(
     folder: Path, arguments: list[Any], *flags: str, program: list[str] = DIRECT, before: list[str] | None = None,
     limit: Callable[[], None] | None = None, **environment: str,
 ) -> subprocess.Popen[str]:  # fmt: skip
-    command = [*(before or []), sys.executable, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
-    return subprocess.Popen(
+    python = WARM_PYTHON if before else [sys.executable]
+    command = [*(before or []), *python, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
+    popen = functools.partial(subprocess.Popen[str], preexec_fn=limit) if before or limit else WarmPopen[str]
+    return popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="surrogateescape",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}, preexec_fn=limit,  # noqa: PLW1509
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment},
     )  # fmt: skip
 
 
@@ -92,10 +97,8 @@ def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path:
     run = tmp_path / "runs" / "careless"
     assert read_journal(RunPaths(run).supervisor_journal).records
     for command in (["audit"], ["audit", "--json"], ["status"], ["status", "--json"], ["why"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "rollback", command[0], str(run), *command[1:]], capture_output=True, timeout=LIMIT,
-            check=False,
-        )  # fmt: skip
+        asked = [sys.executable, "-m", "rollback", command[0], str(run), *command[1:]]
+        done = run_warm(asked, capture_output=True, errors="surrogateescape")
         assert done.returncode == 0, (command, done.stderr[-2000:])
     assert finish(tmp_path, odd, program=WITH_TORCHRUN)[0] == ExitCode.DONE, "the same command again"
 
