@@ -30,14 +30,14 @@ from rollback.rundir.paths import RunPaths
 JOB = Path(__file__).parent / "jobs" / "careless.py"
 DIRECT = ["-c", WITHOUT_TORCHRUN]
 WITH_TORCHRUN = ["-m", "rollback"]
+WARM = [WARM_PYTHON[1], *DIRECT]
 
 
 def start(
     folder: Path, arguments: list[Any], *flags: str, program: list[str] = DIRECT, before: list[str] | None = None,
     limit: Callable[[], None] | None = None, **environment: str,
 ) -> subprocess.Popen[str]:  # fmt: skip
-    python = WARM_PYTHON if before else [sys.executable]
-    command = [*(before or []), *python, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
+    command = [*(before or []), sys.executable, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
     popen = functools.partial(subprocess.Popen[str], preexec_fn=limit) if before or limit else WarmPopen[str]
     return popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="surrogateescape",
@@ -106,7 +106,7 @@ def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path:
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path) -> None:
     apart = ["unshare", "--uts"]
-    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart)
+    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart, program=WARM)
     until = time.monotonic() + LIMIT
     while not (tmp_path / "renamed").exists():
         assert process.poll() is None, process.communicate()[0]
@@ -119,7 +119,7 @@ def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path)
     (stopped,) = facts(run, Stopped)
     assert stopped.checkpoint is not None
     again = ["unshare", "--uts", "sh", "-c", 'hostname a-third-name; exec "$@"', "sh"]
-    code, output = finish(tmp_path, ["rename", "another"], before=again)
+    code, output = finish(tmp_path, ["rename", "another"], before=again, program=WARM)
     assert code == ExitCode.DONE, output
     assert facts(run, Attached)[-1].checkpoint == stopped.checkpoint
     assert facts(run, Attached)[-1].host == "a-third-name" != socket.gethostname()

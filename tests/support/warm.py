@@ -48,7 +48,7 @@ def warm_up(register: Path) -> None:
     them: a supervisor looks for what a killed one has left."""
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
-    assert rollback.Guard
+    _ = rollback.Guard
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
@@ -149,13 +149,13 @@ def become(
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, number in ((stdout, 1), (stderr, 2)):
+    for stream, own in ((stdout, 1), (stderr, 2)):
         if stream is subprocess.STDOUT:
-            os.dup2(1, number)
+            os.dup2(1, own)
         elif stream is subprocess.DEVNULL:
-            os.dup2(os.open(os.devnull, os.O_RDWR), number)
+            os.dup2(os.open(os.devnull, os.O_RDWR), own)
         elif stream is not None:
-            os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
+            os.dup2(stream if isinstance(stream, int) else stream.fileno(), own)
     kept = [2, *sorted(pass_fds), 1 << 16]
     for below, above in itertools.pairwise(kept):
         os.closerange(below + 1, above)
@@ -175,10 +175,10 @@ def _start_warm_from_here() -> None:
     """Also what this process starts, the supervisor torchrun and its spare, and torchrun the ranks, is forked."""
     if psutil.Process.environ is _environ:
         os.register_at_fork(after_in_child=_enter_register)
-        psutil.Process.environ = environment_of  # type: ignore[method-assign]
-    host.start = _start  # type: ignore[assignment]
-    standby.subprocess = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)  # type: ignore[assignment]
-    subprocess_handler.Popen = WarmPython  # type: ignore[misc,assignment]
+        psutil.Process.environ = environment_of  # type: ignore[method-assign, assignment]
+    vars(host)["start"] = _start
+    vars(standby)["subprocess"] = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)
+    vars(subprocess_handler)["Popen"] = WarmPython
 
 
 def _start(

@@ -30,27 +30,27 @@ _NUMBER = struct.Struct("q")
 class WarmPopen(subprocess.Popen[AnyStr]):
     """`subprocess.Popen` for `[sys.executable, ...]`. It knows no `preexec_fn` and passes no descriptors on."""
 
-    def _execute_child(  # type: ignore[override]
-        self, args: Sequence[str], executable: Any, preexec_fn: Any, close_fds: bool, pass_fds: Sequence[int], cwd: Any,
-        env: Any, startupinfo: Any, creationflags: int, shell: bool, p2cread: int, p2cwrite: int, c2pread: int,
-        c2pwrite: int, errread: int, errwrite: int, *more: Any,
+    def _execute_child(
+        self, args: Sequence[str | bytes | os.PathLike[str]], executable: Any, preexec_fn: Any, close_fds: bool,
+        pass_fds: Sequence[int], cwd: Any, env: Any, startupinfo: Any, creationflags: int, shell: bool, p2cread: int,
+        p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: Any,
     ) -> None:  # fmt: skip
         assert args[0] == sys.executable, args
         assert preexec_fn is None
-        assert not shell
-        new_session = more[5]
         order = {
-            "arguments": [str(argument) for argument in args[1:]],
+            "arguments": [os.fsdecode(argument) for argument in args[1:]],
             "environment": dict(os.environ if env is None else env),
             "folder": os.fspath(cwd or os.getcwd()),
-            "new_session": new_session,
+            "new_session": more[5],
         }
         status, theirs = os.pipe()
         sheet = os.memfd_create("order")  # arguments and environment may be larger than a message can be
         try:
             with open(sheet, "wb", closefd=False) as file:
                 file.write(json.dumps(order).encode())
-            streams = [own if number == -1 else number for own, number in enumerate((p2cread, c2pwrite, errwrite))]
+            streams: list[int] = [
+                own if number == -1 else number for own, number in enumerate((p2cread, c2pwrite, errwrite))
+            ]
             socket.send_fds(_server(), [b"start"], [*streams, theirs, sheet])
         finally:
             os.close(theirs)
