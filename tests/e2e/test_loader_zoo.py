@@ -28,8 +28,8 @@ from zoo.trials import PROGRAM, Specimen
 
 _WIDTH = 72
 IN_FULL = {
-    "shuffle", "DistributedSampler", "sampler with own random.Random", "augmented in process", "iterable told the epoch",
-    "wrapper over DistributedSampler", "wrapper over shuffle, no length", "list", "callable",
+    "shuffle", "DistributedSampler", "sampler with own random.Random", "augmented in process", "list", "callable",
+    "iterable told the epoch", "wrapper over DistributedSampler", "wrapper over shuffle, no length",
     "generator that draws for ever", "opaque objects from a callable", "StatefulDataLoader, shuffle", "nodes, shuffle",
     "hand-written, order of the epoch in its state", "data set that remembers what it has read",
 }  # fmt: skip
