@@ -33,7 +33,7 @@ def test_a_run_directory_that_becomes_read_only_stops_no_training(tmp_path: Path
     disk.mkdir()
     command = ["unshare", "--mount", sys.executable, str(SUPPORT / "mounted.py"), str(disk), "18"]
     done = subprocess.run(
-        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=100, check=False
+        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     undisturbed = train(mounted.TOY, tmp_path / "undisturbed")
@@ -55,7 +55,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "jumping.py"), str(tmp_path)], env=environment, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     undisturbed = train(jumping.TOY, tmp_path / "undisturbed")
