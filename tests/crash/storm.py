@@ -115,7 +115,7 @@ class Undertaking:
         found["spare"] = [child for child in children if child not in found["torchrun"]]
         for child in itertools.chain.from_iterable(map(_children, found["torchrun"])):
             # A rank that the fork server has forked bears a name.
-            found["rank" if self.warm or _name(child).startswith("rank ") else "fork server"].append(child)
+            found["rank" if _name(child).startswith("rank ") else "fork server"].append(child)
         found["worker"] = list(itertools.chain.from_iterable(map(_children, found["rank"])))
         return found
 
