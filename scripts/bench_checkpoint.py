@@ -38,9 +38,10 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
+from torch.multiprocessing.spawn import spawn
 
 from rollback.supervisor.command import LARGE_COPIES
-from savers import MEMORY, Method, Ours, Script, barrier, peers_of, torchsnapshot
+from savers import MEMORY, Method, Ours, Script, barrier, has_torchsnapshot, peers_of
 
 OURS = 3
 """Times that ours is measured in a round, and the memmove beside it: small as they are next to what the machine's own
@@ -220,7 +221,7 @@ def main() -> int:
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.megabytes = 1, 24
-    if torchsnapshot is None:
+    if not has_torchsnapshot:
         print("torchsnapshot is not installed and is left out")
     for name, value in LARGE_COPIES.items():
         os.environ.setdefault(name, value)
@@ -232,7 +233,7 @@ def main() -> int:
                 free.bind(("127.0.0.1", 0))
                 port = free.getsockname()[1]
             with tempfile.TemporaryDirectory(dir=args.folder, prefix="rollback-bench-") as folder:
-                mp.spawn(measure, (world, args, port, folder, results), nprocs=world)
+                spawn(measure, (world, args, port, folder, results), nprocs=world)  # type: ignore[no-untyped-call]
             show(results[world])
         found = {row: medians(values) for world in worlds for row, values in results[world].items()}
     return 1 if not args.quick and judge(found) else 0

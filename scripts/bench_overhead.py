@@ -25,6 +25,7 @@ import torch.multiprocessing as mp
 from rich.console import Console
 from rich.table import Table
 from torch import nn
+from torch.multiprocessing.spawn import spawn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 import rollback
@@ -43,7 +44,7 @@ class Loop:
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4)
         samples = args.batch * args.ranks * (args.steps + 2 * WARMUP)
         data = TensorDataset(torch.randint(0, 256, (samples, args.tokens + 1)))
-        sampler = DistributedSampler(data) if dist.is_initialized() else None
+        sampler: DistributedSampler[Any] | None = DistributedSampler(data) if dist.is_initialized() else None
         loader = DataLoader(data, batch_size=args.batch, sampler=sampler)
         self.hand_over_norm = hand_over_norm
         self.guard: rollback.Guard | None = None
@@ -58,7 +59,7 @@ class Loop:
         (tokens,) = next(self.batches)
         logits = self.model(tokens[:, :-1])
         loss = nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
@@ -106,7 +107,7 @@ def main() -> None:
         port = free.getsockname()[1]
     with tempfile.TemporaryDirectory() as folder, mp.Manager() as manager:
         results = manager.dict()
-        mp.spawn(measure, (args, port, folder, results), nprocs=args.ranks)
+        spawn(measure, (args, port, folder, results), nprocs=args.ranks)  # type: ignore[no-untyped-call]
         table = Table(title=f"{args.ranks} ranks, {args.steps} steps each, in turn; milliseconds are medians")
         for column in ("", "plain ms", "guarded ms", "median ratio", "added us a step"):
             table.add_column(column, justify="right")

@@ -194,7 +194,7 @@ def run_job(kind: str, folder: Path, width: int) -> None:
         bad = batch in FAULTS[fault] and not met.exists()
         if bad and rank == 1:
             mark("fault", batch)
-        loss = (model(x) - y).square().mean()
+        loss: torch.Tensor = (model(x) - y).square().mean()
         if bad:
             dist.barrier()  # both ranks have looked
             met.touch()
@@ -202,7 +202,7 @@ def run_job(kind: str, folder: Path, width: int) -> None:
                 loss = loss * float("nan")
             elif rank == 1:
                 os.kill(os.getpid(), signal.SIGKILL)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         optimizer.step()
         optimizer.zero_grad()
         mark("end", batch)

@@ -62,9 +62,10 @@ def train(factor: float, run: Path | None = None, *, retry_first: bool = True) -
         )  # fmt: skip
     for number, (tokens, _) in enumerate(guard or islice(loader, STEPS)):
         loss = loss_of(model, tokens)
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         if number == FAULT_AT:  # counts iterations, which a rewind does not take back: the fault comes once
             for parameter in model.parameters():
+                assert parameter.grad is not None
                 parameter.grad *= factor
         optimizer.step()
         optimizer.zero_grad()

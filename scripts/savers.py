@@ -11,8 +11,8 @@ from typing import Any
 import safetensors.torch
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import rollback
@@ -24,6 +24,7 @@ try:
     import torchsnapshot
 except ImportError:
     torchsnapshot = None
+has_torchsnapshot = torchsnapshot is not None
 
 WIDTH = 1024
 SAMPLES = 64  # of a step: enough for a step to compute more than it moves, as training does
@@ -43,8 +44,9 @@ class Script:
 
     def train_on(self, x: Tensor) -> Tensor:
         loss: Tensor = self.model(x).square().mean()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         for parameter in self.model.parameters():
+            assert parameter.grad is not None
             if dist.is_initialized() and dist.get_world_size() > 1:
                 dist.all_reduce(parameter.grad[:1])  # a little of DDP, so that the ranks keep step
         self.optimizer.step()
@@ -132,18 +134,16 @@ class Safetensors(Method):
 
 class Dcp(Method):
     def save(self) -> None:
-        dcp.save(self.script.state(), checkpoint_id=self.folder)
+        state_dict_saver.save(self.script.state(), checkpoint_id=self.folder)
 
     def restore(self) -> None:
         state = self.script.state()
-        dcp.load(state, checkpoint_id=self.folder)
+        state_dict_loader.load(state, checkpoint_id=self.folder)
         self.script.model.load_state_dict(state["model"])
         self.script.optimizer.load_state_dict(state["optimizer"])
 
 
 class DcpAsync(Method):
-    kind = dcp.AsyncCheckpointerType.THREAD if hasattr(dcp, "AsyncCheckpointerType") else None
-
     def __init__(self, script: Script, folder: Path) -> None:
         super().__init__(script, folder)
         self.future: Any = None
@@ -157,7 +157,7 @@ class DcpAsync(Method):
         from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
         kind = AsyncCheckpointerType.PROCESS if self.in_process else AsyncCheckpointerType.THREAD
-        self.future = dcp.async_save(
+        self.future = state_dict_saver.async_save(
             self.script.state(), checkpoint_id=self.folder, async_checkpointer_type=kind, async_stager=self.stager
         )
 
@@ -261,7 +261,7 @@ def peers_of(script: Script, folder: Path) -> dict[str, Method]:
         "torch.save": TorchSave, "safetensors": Safetensors, "DCP": Dcp,
         "DCP async, thread": DcpAsync, "DCP async, process": DcpAsyncProcess,
     }  # fmt: skip
-    if torchsnapshot is not None:
+    if has_torchsnapshot:
         kinds["torchsnapshot"] = TorchSnapshot
     return {name: kind(script, folder / name.replace(" ", "-").replace(",", "")) for name, kind in kinds.items()}
 

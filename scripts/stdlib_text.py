@@ -9,10 +9,21 @@ data set with two stretches of it gone bad, the way a broken shard of a real cor
 `python scripts/stdlib_text.py` prints which samples are bad.
 """
 
+from __future__ import annotations
+
+import os
 import sysconfig
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:  # a DataLoader takes whatever has a length and items; its type says less
+    from torch.utils.data import Dataset
+
+    DataSet = Dataset[Any]
+else:
+    DataSet = object
 
 WINDOW = 128  # bytes of context in a sample
 SAMPLES = 24_000  # in the training set: 3 MB
@@ -21,7 +32,7 @@ GARBAGE = range(8_320, 9_984)  # data set indices: with 32 samples in a batch, 5
 NON_FINITE_WEIGHTS = range(14_720, 14_848)  # 4 batches from 460 on
 
 
-class StdlibText:
+class StdlibText(DataSet):
     """Windows of Python source in one fixed, shuffled order.
 
     Item i is a pair: `WINDOW + 1` bytes as int64, and the sample's weight as float32. A data set needs nothing of
@@ -51,7 +62,11 @@ def _sources(held_out: bool, size: int) -> np.ndarray:
     """The first `size` bytes of the library's modules in the order of their names; every tenth file is held out."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"site-packages", "dist-packages", "test", "tests", "idle_test"}
-    files = [path for path in sorted(root.rglob("*.py")) if not left_out & set(path.relative_to(root).parts)]
+    files: list[Path] = []
+    for folder, below, names in os.walk(root):
+        below[:] = {*below} - left_out  # what is installed is not walked through: it may be a hundred times as much
+        files += (Path(folder, name) for name in names if name.endswith(".py"))
+    files.sort()
     chosen = [path for number, path in enumerate(files) if (number % 10 == 9) == held_out]
     text, read = [], 0
     for path in chosen:

@@ -7,6 +7,7 @@ import argparse
 import json
 import math
 from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,8 @@ class Block(nn.Module):
         q, k, v = self.qkv(self.norm_attention(x)).unflatten(2, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
         attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(attended.transpose(1, 2).flatten(2))
-        return x + self.mlp(self.norm_mlp(x))
+        out: torch.Tensor = x + self.mlp(self.norm_mlp(x))
+        return out
 
 
 class GPT(nn.Module):
@@ -75,16 +77,17 @@ def main() -> None:
     world = dist.get_world_size() if dist.is_initialized() else 1
 
     data = StdlibText(corrupt=args.corrupt)
-    sampler = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=False, drop_last=True)
+    sampler: Any = DistributedSampler(data, num_replicas=world, rank=rank, shuffle=False, drop_last=True)
     loader = DataLoader(data, args.batch_size, sampler=sampler, num_workers=args.workers, drop_last=True)
-    model = GPT(args.width, args.depth)
+    model: Any = GPT(args.width, args.depth)
     if dist.is_initialized():
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr, weight_decay=0.1)
 
     def learning_rate(step: int) -> float:
         warm = min(1.0, (step + 1) / args.warmup)
-        return warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / args.steps)))
+        rate: float = warm * (0.55 + 0.45 * math.cos(math.pi * min(1.0, step / args.steps)))
+        return rate
 
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, learning_rate)
 

@@ -96,7 +96,7 @@ class Undertaking:
         """The same command as ever."""
         command = [
             sys.executable, "-m", "rollback", "launch", "--nproc", str(self.ranks), "--run", str(self.run),
-            *WORDS, *(["--no-preload"] if self.warm else []), str(JOB), str(self.scenarios.path),
+            *WORDS, str(JOB), str(self.scenarios.path),
         ]  # fmt: skip
         environment = {**os.environ, "NO_COLOR": "1", **self.environment}
         with open(self.output, "ab") as output:
@@ -115,7 +115,7 @@ class Undertaking:
         found["spare"] = [child for child in children if child not in found["torchrun"]]
         for child in itertools.chain.from_iterable(map(_children, found["torchrun"])):
             # A rank that the fork server has forked bears a name.
-            found["rank" if self.warm or _name(child).startswith("rank ") else "fork server"].append(child)
+            found["rank" if _name(child).startswith("rank ") else "fork server"].append(child)
         found["worker"] = list(itertools.chain.from_iterable(map(_children, found["rank"])))
         return found
 

@@ -12,6 +12,7 @@ import attack
 import pytest
 from attack import HARMS, KINDS, TARGETS, Case, Violation, ask, draw, our_traceback
 from storm import MOMENTS, VICTIMS
+from warm_server import run_warm
 
 
 def test_cases_are_a_pure_function_of_their_seed_and_cover_everything() -> None:
@@ -51,15 +52,7 @@ def storm(tmp_path: Path, *options: str, limit: float) -> str:
     """In a process of its own: what trains is forked from it, and autograd does not survive a fork."""
     command = [sys.executable, attack.__file__, *options, "--folder", str(tmp_path)]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
-    done = subprocess.run(
-        command,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=limit,
-        check=False,
-    )
+    done = run_warm(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=limit)
     assert done.returncode == 0, done.stdout
     assert not any(tmp_path.iterdir())
     return done.stdout

@@ -12,7 +12,7 @@ import jumping
 import mounted
 import pytest
 from disks import may_mount
-from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from job_results import JOB, LAUNCH, LIMIT, WARM_PYTHON, Scenarios
 from toy import Toy, facts, require_same, train
 
 from rollback.errors import ExitCode
@@ -33,7 +33,7 @@ def test_a_run_directory_that_becomes_read_only_stops_no_training(tmp_path: Path
     disk.mkdir()
     command = ["unshare", "--mount", sys.executable, str(SUPPORT / "mounted.py"), str(disk), "18"]
     done = subprocess.run(
-        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=100, check=False
+        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=LIMIT, check=False
     )
     assert done.returncode == 0, done.stderr
     undisturbed = train(mounted.TOY, tmp_path / "undisturbed")
@@ -55,7 +55,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
     }  # fmt: skip
     done = subprocess.run(
         [sys.executable, str(SUPPORT / "jumping.py"), str(tmp_path)], env=environment, capture_output=True, text=True,
-        timeout=100, check=False,
+        timeout=LIMIT, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     undisturbed = train(jumping.TOY, tmp_path / "undisturbed")
@@ -93,7 +93,7 @@ def test_a_wall_clock_that_is_put_right_ends_no_rank(tmp_path: Path, seconds: in
     """In mid-run: ranks look once a second whether their supervisor is there."""
     scenarios, run, stat = Scenarios(tmp_path), tmp_path / "job", tmp_path / "stat"
     scenarios.add("job", Toy(), shell=[0, 30, f"{put_right(stat, seconds)}; sleep 2.5"])
-    command = [*LAUNCH, "--nproc", "1", "--run", str(run), str(JOB), str(scenarios.path)]
+    command = [*WARM_PYTHON, *LAUNCH[1:], "--nproc", "1", "--run", str(run), str(JOB), str(scenarios.path)]
     done = subprocess.run(
         in_its_own_proc(stat, command), env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,

@@ -18,6 +18,7 @@ import pytest
 from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, facts, require_same
+from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
 from rollback.rundir.journal import read_journal
@@ -112,7 +113,7 @@ def _launch(toy: Toy, run: Path) -> subprocess.Popen[str]:
     scenarios.add(run.name, toy)
     command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios.path)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return subprocess.Popen(
+    return WarmPopen(
         command, cwd=run.parent, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )
 

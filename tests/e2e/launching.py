@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+from warm_server import WarmPopen, run_warm
 
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -33,12 +35,11 @@ cli.main()
 
 
 class Launch:
-    """A supervised job in its own folder, and what is left of it."""
+    """A supervised job in its own folder, and what is left of it. cold: its processes are started as users do."""
 
-    def __init__(self, folder: Path, with_torchrun: bool, script: Path = RANK) -> None:
-        self.folder = folder
+    def __init__(self, folder: Path, with_torchrun: bool, script: Path = RANK, cold: bool = False) -> None:
+        self.folder, self.cold = folder, cold
         self.script = script
-        self.python = [sys.executable]
         self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
         self.run = folder / "runs" / script.stem
         self.paths = RunPaths(self.run)
@@ -48,13 +49,14 @@ class Launch:
     def start(self, arguments: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
         """Start the script with `arguments`, separated by blanks, under `rollback launch` with `flags`."""
         flags = ("--nproc", str(ranks), *flags)
-        command = [*self.python, *self.program, "launch", *flags, str(self.script), *arguments.split()]
+        command = [sys.executable, *self.program, "launch", *flags, str(self.script), *arguments.split()]
         environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
-        process = subprocess.Popen(
-            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            preexec_fn=self.before_it_starts,  # noqa: PLW1509 - a test's own, and nothing here has threads
-        )  # fmt: skip
+        cold = functools.partial(subprocess.Popen[str], preexec_fn=self.before_it_starts)
+        popen = cold if self.cold or self.before_it_starts else WarmPopen[str]
+        process = popen(
+            command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
         self.started.append(process)
         return process
 
@@ -73,10 +75,9 @@ class Launch:
         return self._read("audit")
 
     def _read(self, command: str, *arguments: str) -> str:
-        done = subprocess.run(
+        done = run_warm(
             [sys.executable, "-m", "rollback", command, str(self.run), *arguments],
-            env={**os.environ, "NO_COLOR": "1", "COLUMNS": "500"}, stdout=subprocess.PIPE, text=True, check=True,
-            timeout=LIMIT,
+            env={**os.environ, "NO_COLOR": "1", "COLUMNS": "500"}, stdout=subprocess.PIPE, check=True, timeout=LIMIT,
         )  # fmt: skip
         return "".join(f"{line.rstrip()}\n" for line in done.stdout.splitlines())
 
@@ -108,9 +109,9 @@ class Launch:
 
 
 @contextmanager
-def launching(folder: Path, *, with_torchrun: bool, script: Path = RANK) -> Iterator[Launch]:
+def launching(folder: Path, *, with_torchrun: bool, script: Path = RANK, cold: bool = False) -> Iterator[Launch]:
     """A `Launch` whose supervisors are gone at the end, however the test ended."""
-    launch = Launch(folder, with_torchrun, script)
+    launch = Launch(folder, with_torchrun, script, cold)
     try:
         yield launch
     finally:

@@ -12,6 +12,7 @@ from attempts import DIED, Forker
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import PRESETS, Toy, facts, left_out, require_same, same_skips_from_the_start, skipped, train
 from typer.testing import CliRunner
+from warm_server import run_warm
 
 from rollback.cli import app
 from rollback.facts.training import Incident, Planned, SampleQuarantine, Stopped
@@ -33,9 +34,9 @@ def forker() -> Iterator[Forker]:
 def launch(job: Scenarios, name: str) -> tuple[int, str]:
     """The first scenario's exit code under `rollback launch` on two ranks, without any flag, and what it printed."""
     command = [*LAUNCH, "--nproc", "2", "--run", str(job.run(name)), str(JOB), str(job.path)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, timeout=LIMIT, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    done = run_warm(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout
 

@@ -73,7 +73,7 @@ def job(tmp_path: Path, forker: Forker) -> Job:
 
 
 def launch(ranks: int) -> tuple[str, ...]:
-    return ("-m", "rollback", "launch", "--no-preload", "--nproc", str(ranks))
+    return ("-m", "rollback", "launch", "--nproc", str(ranks))
 
 
 # Each sample once an epoch, whatever happens --------------------------------------------------------------------------

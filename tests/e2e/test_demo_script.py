@@ -7,7 +7,6 @@ import io
 import json
 import math
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from warm_server import run_warm
 
 from demo import DemoFailed, Job, checks, compare_with_planted, run_to_end
 from demo_view import Progress, View, chart
@@ -37,9 +37,7 @@ def test_the_guarded_script_trains_exactly_as_the_plain_one(launcher: list[str],
     for name in ("train_gpt_plain.py", "train_gpt.py"):
         command = [sys.executable, *launcher, str(SCRIPTS / name), *SMALL]
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        done = subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False
-        )
+        done = run_warm(command, cwd=tmp_path, env=environment, capture_output=True)
         assert done.returncode == 0, done.stderr
         printed.append([json.loads(line) for line in done.stdout.splitlines()])
     assert len(printed[0]) == 5

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from launching import WITHOUT_TORCHRUN
 from rich.console import Console
 from typer.testing import CliRunner
+from warm_server import WarmPopen
 
 from rollback.cli import app
+from rollback.drill import trials
 from rollback.drill.drill import DrillOrder, DrillReport, drill
 from rollback.drill.faults import choose
 from rollback.drill.text import print_report
@@ -22,6 +26,12 @@ from rollback.errors import RollbackError, UsageError
 
 JOBS = Path(__file__).parent / "jobs"
 WITH_TORCHRUN = ("-m", "rollback")
+
+
+@pytest.fixture(autouse=True)
+def warm(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches are forked from a process that has torch imported."""
+    monkeypatch.setattr(trials, "subprocess", SimpleNamespace(**{**vars(subprocess), "Popen": WarmPopen}))
 
 
 def drilled(

@@ -12,6 +12,7 @@ import pytest
 from disks import disk_of, fill, may_mount
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import Toy, facts, require_same
+from warm_server import run_warm
 
 from rollback.checkpoints import tiers
 from rollback.facts.training import (
@@ -51,9 +52,9 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 def launch(scenarios: Scenarios, run: Path, *flags: str) -> tuple[int, str]:
     command = [*LAUNCH, "--nproc", "1", "--run", str(run), *flags, str(JOB), str(scenarios.path)]
-    done = subprocess.run(
-        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, text=True, timeout=LIMIT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    done = run_warm(
+        command, env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     return done.returncode, done.stdout
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -12,8 +11,10 @@ from pathlib import Path
 import hosts
 import pytest
 from hosts import CABLE, two_hosts
+from job_results import WARM_PYTHON
 from launching import LIMIT
 from test_hangs import IMPATIENT
+from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Hung
 from rollback.rundir.journal import read_journal
@@ -28,7 +29,7 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
     with two_hosts() as both:
         for node, host in enumerate(both):
             command = [
-                sys.executable, "-c", IMPATIENT, "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "2",
+                *WARM_PYTHON, "-c", IMPATIENT, "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "2",
                 "--rdzv-endpoint", "10.77.0.1:29400", "--restart-budget", "0", "--run", str(run.root), str(JOB),
                 both[1].name,
             ]  # fmt: skip
@@ -63,4 +64,4 @@ def wait_for_a_leader(run: RunPaths) -> None:
 def why(run: RunPaths, *arguments: str) -> str:
     command = [sys.executable, "-m", "rollback", "why", str(run.root), *arguments]
     environment = {**os.environ, "NO_COLOR": "1", "COLUMNS": "200"}
-    return subprocess.run(command, env=environment, text=True, capture_output=True, check=True, timeout=LIMIT).stdout
+    return run_warm(command, env=environment, capture_output=True, check=True, timeout=LIMIT).stdout

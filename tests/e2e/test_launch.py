@@ -37,6 +37,13 @@ def job(tmp_path: Path) -> Iterator[Launch]:
         yield launch
 
 
+@pytest.fixture
+def cold(tmp_path: Path) -> Iterator[Launch]:
+    """Its processes are started as users do."""
+    with launching(tmp_path, with_torchrun=True, cold=True) as launch:
+        yield launch
+
+
 def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) -> None:
     code, output = job.finish("finish -x", "--rewind", "7", "--skip=3:5", "--observe_only", "--", ranks=2)
     assert code == 0
@@ -55,15 +62,15 @@ def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) ->
     assert not job.paths.holder.exists()
 
 
-def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch) -> None:
-    code, output = job.finish("die_once", ranks=2)
+def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(cold: Launch) -> None:
+    code, output = cold.finish("die_once", ranks=2)
     assert code == 0, output
-    first, second = job.facts(AttemptEnded)
+    first, second = cold.facts(AttemptEnded)
     assert first.cause.startswith("rank 1 (pid ")
     assert first.cause.endswith("was killed by signal 9 (SIGKILL), last seen step at step 7, batch 7")
     assert first.step == 7
     assert second.status == 0
-    (restart,) = job.facts(RestartScheduled)
+    (restart,) = cold.facts(RestartScheduled)
     assert restart.delay == 0.0
     assert "Traceback" not in output
 
@@ -128,22 +135,22 @@ def test_flags_that_torchrun_does_not_accept_are_one_message(job: Launch, flag: 
     assert tree(job.folder) == {}
 
 
-def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(job: Launch) -> None:
-    supervisor = job.start("ignore_everything")
-    (rank,) = job.wait_for_heartbeats(1)
-    torchrun = job.torchrun()
-    worker = psutil.Process(int((job.folder / "worker-0").read_text()))
-    job.wait_for(lambda: job.facts(AttemptStarted))
+def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(cold: Launch) -> None:
+    supervisor = cold.start("ignore_everything")
+    (rank,) = cold.wait_for_heartbeats(1)
+    torchrun = cold.torchrun()
+    worker = psutil.Process(int((cold.folder / "worker-0").read_text()))
+    cold.wait_for(lambda: cold.facts(AttemptStarted))
     supervisor.kill()
     supervisor.wait(timeout=LIMIT)
     # This rank has no guard that would end it, and torchrun cannot: the next supervisor must.
-    code, output = job.finish("ignore_everything")
+    code, output = cold.finish("ignore_everything")
     assert code == 0, output
     assert "an earlier supervisor left behind" in output
     assert is_gone(rank)
     assert is_gone(torchrun)
     assert is_gone(worker)
-    assert [record.attempt for record in read_journal(job.paths.train_journal).records] == [1, 2, 2]
+    assert [record.attempt for record in read_journal(cold.paths.train_journal).records] == [1, 2, 2]
 
 
 def test_a_killed_supervisor_ends_ranks_that_hold_no_guard(job: Launch) -> None:

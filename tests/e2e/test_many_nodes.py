@@ -18,6 +18,7 @@ from hosts import CABLE, Host, two_hosts
 from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
 from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
+from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import read_manifest
@@ -55,7 +56,7 @@ class Nodes:
         ]  # fmt: skip
         environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1"}
         with open(self.folder / f"output-{node}", "ab") as output:
-            process = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+            process = WarmPopen(command, env=environment, stdout=output, stderr=output)
         self.started.append(process)
         return process
 
@@ -153,7 +154,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
 
     def launch(host: Host, node: int) -> None:
         command = [
-            *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            *WARM_PYTHON, *LAUNCH[1:], "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", "10.77.0.1:29400", "--run", str(run.root), str(JOB), str(scenarios.path),
         ]  # fmt: skip
         environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto"}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import resource
@@ -16,8 +17,10 @@ from typing import Any
 
 import hosts
 import pytest
+from job_results import WARM_PYTHON
 from launching import LIMIT, WITHOUT_TORCHRUN
 from toy import facts
+from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Stopped
@@ -27,6 +30,7 @@ from rollback.rundir.paths import RunPaths
 JOB = Path(__file__).parent / "jobs" / "careless.py"
 DIRECT = ["-c", WITHOUT_TORCHRUN]
 WITH_TORCHRUN = ["-m", "rollback"]
+WARM = [WARM_PYTHON[1], *DIRECT]
 
 
 def start(
@@ -34,9 +38,10 @@ def start(
     limit: Callable[[], None] | None = None, **environment: str,
 ) -> subprocess.Popen[str]:  # fmt: skip
     command = [*(before or []), sys.executable, *program, "launch", "--nproc", "1", *flags, str(JOB), *arguments]
-    return subprocess.Popen(
+    popen = functools.partial(subprocess.Popen[str], preexec_fn=limit) if before or limit else WarmPopen[str]
+    return popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="surrogateescape",
-        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment}, preexec_fn=limit,  # noqa: PLW1509
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1", **environment},
     )  # fmt: skip
 
 
@@ -92,10 +97,8 @@ def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path:
     run = tmp_path / "runs" / "careless"
     assert read_journal(RunPaths(run).supervisor_journal).records
     for command in (["audit"], ["audit", "--json"], ["status"], ["status", "--json"], ["why"]):
-        done = subprocess.run(
-            [sys.executable, "-m", "rollback", command[0], str(run), *command[1:]], capture_output=True, timeout=LIMIT,
-            check=False,
-        )  # fmt: skip
+        asked = [sys.executable, "-m", "rollback", command[0], str(run), *command[1:]]
+        done = run_warm(asked, capture_output=True, errors="surrogateescape")
         assert done.returncode == 0, (command, done.stderr[-2000:])
     assert finish(tmp_path, odd, program=WITH_TORCHRUN)[0] == ExitCode.DONE, "the same command again"
 
@@ -103,7 +106,7 @@ def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path:
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path) -> None:
     apart = ["unshare", "--uts"]
-    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart)
+    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart, program=WARM)
     until = time.monotonic() + LIMIT
     while not (tmp_path / "renamed").exists():
         assert process.poll() is None, process.communicate()[0]
@@ -116,7 +119,7 @@ def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path)
     (stopped,) = facts(run, Stopped)
     assert stopped.checkpoint is not None
     again = ["unshare", "--uts", "sh", "-c", 'hostname a-third-name; exec "$@"', "sh"]
-    code, output = finish(tmp_path, ["rename", "another"], before=again)
+    code, output = finish(tmp_path, ["rename", "another"], before=again, program=WARM)
     assert code == ExitCode.DONE, output
     assert facts(run, Attached)[-1].checkpoint == stopped.checkpoint
     assert facts(run, Attached)[-1].host == "a-third-name" != socket.gethostname()

@@ -18,6 +18,7 @@ from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from toy import Toy, facts, require_same
+from warm_server import WarmPopen, run_warm
 
 from rollback.facts.training import Attached, Committed, RunEnded, Signalled, Stopped
 from rollback.rundir.journal import read_journal
@@ -109,7 +110,7 @@ def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
     job = launch(scenarios.path, run)
     wait_for(lambda: is_training(run))
     command = [sys.executable, "-m", "rollback", "stop", str(run), "--why", "maintenance", "--who", "ann@site"]
-    asked = subprocess.run(command, text=True, capture_output=True, timeout=LIMIT, check=False)
+    asked = run_warm(command, capture_output=True, timeout=LIMIT)
     assert asked.returncode == 0, asked.stderr
     assert "; the same command goes on from there" in asked.stderr
     output, _ = job.communicate(timeout=LIMIT)
@@ -129,7 +130,7 @@ def is_training(run: Path) -> bool:
 def launch(scenarios: Path, run: Path) -> subprocess.Popen[str]:
     command = [*LAUNCH, "--nproc", "2", "--run", str(run), str(JOB), str(scenarios)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
-    return subprocess.Popen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    return WarmPopen(command, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def wait_for(condition: Callable[[], object]) -> None:

@@ -16,7 +16,7 @@ MIRROR = Path(__file__).parent / "jobs" / "mirror.py"
 def seen(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[Any], str]:
     """What the ranks saw, what they drew without a seed, and what was printed."""
     folder.mkdir()
-    with launching(folder, with_torchrun=True, script=MIRROR) as job:
+    with launching(folder, with_torchrun=True, script=MIRROR, cold=True) as job:
         code, output = job.finish(f"{folder} --planned", "--restart-budget", "0", *flags, ranks=2)
     assert code == 1, output
     told = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -36,7 +36,7 @@ def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path)
 
 
 def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path) -> None:
-    with launching(tmp_path, with_torchrun=True) as job:
+    with launching(tmp_path, with_torchrun=True, cold=True) as job:
         code, output = job.finish("train_until_the_next_one_waits")
         assert code == 0, output
         first, second = job.facts(AttemptStarted)

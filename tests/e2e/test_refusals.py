@@ -6,15 +6,16 @@ import os
 import re
 import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from job_results import WARM_PYTHON
 from torch import nn
 from torch.utils.data import DataLoader
 from toy import Toy, files, train
+from warm_server import run_warm
 
 import rollback
 from rollback.errors import (
@@ -332,8 +333,8 @@ def test_a_number_of_epochs_that_is_none(tmp_path: Path, count: Any) -> None:
 def test_a_model_that_is_sharded_inside_is_refused_on_all_ranks_at_once(tmp_path: Path) -> None:
     """Its state_dict() exchanges tensors: whoever asked for it before looking would wait for ranks that do not."""
     job = Path(__file__).parent / "jobs" / "sharded.py"
-    command = [*WARM_PYTHON, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
-    done = subprocess.run(command, cwd=tmp_path, timeout=180, text=True, stdout=subprocess.PIPE, check=True)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
+    done = run_warm(command, cwd=tmp_path, timeout=180, stdout=subprocess.PIPE, check=True)
     told = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
     shards = {
         "first": "FSDP has its module '1'",

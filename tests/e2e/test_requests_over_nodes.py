@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from pathlib import Path
 
 from asking import answers, hand_in
@@ -11,6 +10,7 @@ from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT
 from test_many_nodes import Nodes, nodes_of, supervisors_facts, wait_for
 from toy import Toy, facts, require_same, skipped
+from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
 from rollback.rundir.records import read_heartbeats
@@ -70,6 +70,6 @@ def codes(nodes: Nodes, scenarios: Path) -> list[int]:
         ]  # fmt: skip
         with open(nodes.folder / f"output-{node}", "ab") as output:
             environment = {**os.environ, "NO_COLOR": "1"}
-            started.append(subprocess.Popen(command, env=environment, stdout=output, stderr=output))
+            started.append(WarmPopen(command, env=environment, stdout=output, stderr=output))
     nodes.started += started
     return [process.wait(2 * LIMIT) for process in started]

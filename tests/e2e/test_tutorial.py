@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
+
+from warm_server import run_warm
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -20,9 +21,8 @@ def script(name: str, page: str = "tutorial.md") -> str:
 
 def printed_by(path: Path, **environment: str) -> list[str]:
     environment = {**os.environ, "MAX_ITERS": "101", "OMP_NUM_THREADS": "1", **environment}
-    result = subprocess.run(
-        [sys.executable, path.name], cwd=path.parent, env=environment, check=True, capture_output=True, text=True
-    )
+    command = [sys.executable, path.name]
+    result = run_warm(command, cwd=path.parent, env=environment, check=True, capture_output=True)
     return [line for line in result.stdout.splitlines() if line.startswith(("iter ", "epoch "))]
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from toy import Toy
+from warm_server import WarmPopen
 
 FORKER = Path(__file__).parent / "forker.py"
 DIED = 99  # the exit code of an attempt that was told to die around a fact
@@ -23,7 +24,7 @@ class Forker:
 
     def __enter__(self) -> Forker:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-        self._process = subprocess.Popen(
+        self._process = WarmPopen(
             [sys.executable, str(self._program)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,

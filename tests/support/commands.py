@@ -57,7 +57,7 @@ def _serve(seconds: int) -> None:
     from rollback import cli
     from rollback.inspect.audit import compile, reading  # noqa: F401
     from rollback.inspect.ring import at_url, verify  # noqa: F401
-    from rollback.inspect.ring import text as _
+    from rollback.inspect.ring import text as ring_text  # noqa: F401
     from rollback.inspect.status import status  # noqa: F401
     from rollback.inspect.why import why  # noqa: F401
     from rollback.report import page  # noqa: F401
@@ -70,10 +70,10 @@ def _serve(seconds: int) -> None:
                 os.dup2(output.fileno(), 1)
                 os.dup2(output.fileno(), 2)
                 os._exit(_command(json.loads(line), cli.main))
-            _, status_, usage = os.wait4(child, 0)
+            _, ended, usage = os.wait4(child, 0)
             output.seek(0)
             text = output.read(1 << 20).decode(errors="replace")
-        told = {"code": os.waitstatus_to_exitcode(status_), "output": text, "rss": usage.ru_maxrss // 1024}
+        told = {"code": os.waitstatus_to_exitcode(ended), "output": text, "rss": usage.ru_maxrss // 1024}
         print(json.dumps(told), flush=True)
 
 

@@ -40,7 +40,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     if scenario.get("skips_of"):
         toy = told_from_the_start(toy, Path(scenario["skips_of"]))
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
-    write = pipeline.write_direct
+    write = vars(pipeline)["write_direct"]
     reader, *what = scenario.get("unreadable", [None])
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
@@ -51,7 +51,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     except RollbackError as error:
         return {"error": type(error).__name__, "message": str(error)}
     finally:
-        pipeline.write_direct = write
+        vars(pipeline)["write_direct"] = write
 
 
 def hook(scenario: dict[str, Any], rank: int) -> Hook:
@@ -61,7 +61,7 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
             if not attempt or attempt == [int(os.environ["ROLLBACK_ATTEMPT"])]:
                 os.kill(os.getpid(), number)
         if scenario.get("full_disk") == [rank, position]:
-            pipeline.write_direct = refuse
+            vars(pipeline)["write_direct"] = refuse
         time.sleep(scenario.get("slow", 0.0))
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":

@@ -11,7 +11,7 @@ import subprocess
 from typing import Any
 
 from forker import serve
-from warm import _become
+from warm import become
 
 LIMIT = 120  # seconds
 
@@ -20,7 +20,7 @@ def start(request: dict[str, Any]) -> int:
     signal.alarm(LIMIT)
     output = os.open(request["output"], os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     environment = {**os.environ, **request["environment"]}
-    return _become(request["arguments"], environment, request["cwd"], True, output, subprocess.STDOUT)
+    return become(request["arguments"], environment, request["cwd"], True, output, subprocess.STDOUT)
 
 
 if __name__ == "__main__":

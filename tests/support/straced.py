@@ -71,7 +71,7 @@ class Strace:
         self._process.communicate(timeout=60)
         names = re.findall(r"^(\w+)\(", self._log.read_text(), re.MULTILINE)
         seen: Counter[str] = Counter()
-        places = []
+        places: list[tuple[str, int | str]] = []
         for name in names:
             seen[name] += 1
             places.append((name, seen[name]))

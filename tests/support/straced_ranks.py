@@ -39,7 +39,7 @@ def main() -> None:
             if child == 0:
                 os._exit(attempt(request, rank, store))
             ranks[child] = rank
-        statuses = {}
+        statuses: dict[int, int] = {}
         while len(statuses) < RANKS:
             pid, status = os.wait()
             statuses[ranks[pid]] = os.waitstatus_to_exitcode(status)

@@ -102,8 +102,9 @@ class Toy:
 
     @classmethod
     def from_json(cls, text: str) -> Toy:
-        fields = json.loads(text)
-        return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+        fields: dict[str, Any] = json.loads(text)
+        lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
+        return cls(**{**fields, **lists})
 
 
 class Samples(Dataset[Any]):
@@ -214,7 +215,7 @@ class _Parts:
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
         data = Samples(toy.samples - 40 * rank * toy.join, toy.augment, toy.poison)
         data.y[list(toy.bad)] = float("nan")
-        self.sampler = None
+        self.sampler: DistributedSampler[Any] | None = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1
             self.sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
@@ -337,7 +338,7 @@ class _Loop:
         if position in toy.nan and toy.nan_rank in (None, self.rank):
             return y * float("nan")
         if toy.garbage is not None and toy.garbage[0] <= position <= toy.garbage[1]:
-            return y * 20 + 30 * (-1) ** position
+            return y * 20 + (30 if position % 2 == 0 else -30)
         return y
 
     def evaluate(self) -> None:

@@ -3,7 +3,7 @@
 Nine tenths of an attempt of a toy job are imports. `WarmPython` stands in for `subprocess.Popen` and does everything
 else as the real thing: the supervisor, torchrun and each rank are processes of their own, with the sessions, the
 environments and the signals that they would have. As a program, `python warm.py [-u] -m MODULE | -c CODE | SCRIPT ...`
-is what Python would be, and all that it starts is forked: give `rollback launch` `--no-preload` then.
+is what Python would be, and all that it starts is forked. A test gets such a process from `warm_server`.
 
 What a fork does otherwise than an exec is put right here: handlers and open files (among them the lock of the run
 directory) are not passed on, and `psutil.Process.environ`, which reads what a process was exec'ed with, is answered
@@ -13,6 +13,8 @@ from a register that every fork enters itself into.
 from __future__ import annotations
 
 import atexit
+import io
+import itertools
 import os
 import runpy
 import signal
@@ -24,6 +26,7 @@ import time
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -33,7 +36,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 
 import rollback
 from rollback.rundir.processes import start_of
-from rollback.supervisor import host
+from rollback.supervisor import host, standby
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"
@@ -45,10 +48,17 @@ def warm_up(register: Path) -> None:
     them: a supervisor looks for what a killed one has left."""
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
-    assert rollback.Guard
+    _ = rollback.Guard
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
+
+
+def warm_up_here() -> None:
+    """The same, for whatever is forked from this process."""
+    warm_up(_register)
+    _start_warm_from_here()
+    _enter_register()
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
@@ -85,6 +95,7 @@ class WarmPython:
         start_new_session: bool = False,
         stdout: Any = None,
         stderr: Any = None,
+        pass_fds: Sequence[int] = (),
     ) -> None:
         self.args, self.returncode = args, None
         assert args[0] == sys.executable, args
@@ -94,7 +105,7 @@ class WarmPython:
         if self.pid == 0:
             status = 1
             try:
-                status = _become(args[1:], env, cwd, start_new_session, stdout, stderr)
+                status = become(args[1:], env, cwd, start_new_session, stdout, stderr, pass_fds)
             finally:
                 os._exit(status)  # whatever was raised: what lies above in the stack is the parent's, to be ended by it
 
@@ -123,13 +134,14 @@ class WarmPython:
         self.send_signal(signal.SIGKILL)
 
 
-def _become(
+def become(
     arguments: Sequence[str],
     environment: Mapping[str, str] | None,
     cwd: str | os.PathLike[str] | None,
     new_session: bool,
     stdout: Any,
     stderr: Any,
+    pass_fds: Sequence[int] = (),
 ) -> int:
     """In the child: be the Python that was asked for, until it ends; its exit status."""
     atexit._clear()  # what the parent is to do at its end
@@ -137,12 +149,16 @@ def _become(
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    for stream, number in ((stdout, 1), (stderr, 2)):
+    for stream, own in ((stdout, 1), (stderr, 2)):
         if stream is subprocess.STDOUT:
-            os.dup2(1, number)
+            os.dup2(1, own)
+        elif stream is subprocess.DEVNULL:
+            os.dup2(os.open(os.devnull, os.O_RDWR), own)
         elif stream is not None:
-            os.dup2(stream if isinstance(stream, int) else stream.fileno(), number)
-    os.closerange(3, 1 << 16)
+            os.dup2(stream if isinstance(stream, int) else stream.fileno(), own)
+    kept = [2, *sorted(pass_fds), 1 << 16]
+    for below, above in itertools.pairwise(kept):
+        os.closerange(below + 1, above)
     _start_warm_from_here()
     if new_session:
         os.setsid()
@@ -156,12 +172,13 @@ def _become(
 
 
 def _start_warm_from_here() -> None:
-    """Also what this process starts, the supervisor torchrun and torchrun the ranks, is forked."""
+    """Also what this process starts, the supervisor torchrun and its spare, and torchrun the ranks, is forked."""
     if psutil.Process.environ is _environ:
         os.register_at_fork(after_in_child=_enter_register)
-        psutil.Process.environ = environment_of  # type: ignore[method-assign]
-    host.start = _start  # type: ignore[assignment]
-    subprocess_handler.Popen = WarmPython  # type: ignore[misc,assignment]
+        psutil.Process.environ = environment_of  # type: ignore[method-assign, assignment]
+    vars(host)["start"] = _start
+    vars(standby)["subprocess"] = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)
+    vars(subprocess_handler)["Popen"] = WarmPython
 
 
 def _start(
@@ -173,8 +190,11 @@ def _start(
 def _run_python(arguments: list[str]) -> None:
     if arguments[0] == "-u":
         arguments.pop(0)
+        sys.stdout = io.TextIOWrapper(io.FileIO(1, "w", closefd=False), write_through=True)
+    sys.path[:0] = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
     if arguments[0] == "-m":
         sys.argv = arguments[1:]
+        sys.path.insert(0, os.getcwd())
         runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
     elif arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]
@@ -211,7 +231,5 @@ def _status_of(program: Callable[[], None]) -> int:
 
 
 if __name__ == "__main__":
-    warm_up(_register)
-    _start_warm_from_here()
-    _enter_register()
+    warm_up_here()
     os._exit(_exit_status(lambda: _run_python(sys.argv[1:])))

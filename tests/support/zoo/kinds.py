@@ -58,7 +58,7 @@ class Fed:
     loader: Any
     at_epoch: Callable[[int], object] | None = None
     steps: int | None = None
-    read: Callable[[Any], tuple[Tensor, Any]] = tuple  # type: ignore[assignment]
+    read: Callable[[Any], tuple[Tensor, Any]] = tuple
     counted: bool = False
     after: Callable[[list[int]], object] | None = None
 

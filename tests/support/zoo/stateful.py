@@ -81,7 +81,7 @@ def _(again: bool) -> Any:
 @kind("StatefulDataLoader, samples moved between attempts", REFUSED, trials=RESUMED)
 def _(again: bool) -> Any:
     order = [(i + 5) % COUNT for i in range(COUNT)] if again else list(range(COUNT))
-    return StatefulDataLoader([(X[i], i) for i in order], batch_size=SIZE)  # type: ignore[arg-type]
+    return StatefulDataLoader([(X[i], i) for i in order], batch_size=SIZE)
 
 
 @kind("StatefulDataLoader, StatefulDistributedSampler")
@@ -192,7 +192,7 @@ def _(again: bool) -> Any:
 @kind("nodes, MultiNodeWeightedSampler")
 def _(again: bool) -> Any:
     parts = {
-        name: nodes.MapStyleWrapper(_Part(first), SequentialSampler(range(COUNT)))  # type: ignore[arg-type]
+        name: nodes.MapStyleWrapper(_Part(first), SequentialSampler(range(COUNT)))
         for name, first in (("one", 0), ("other", COUNT))
     }
     mixed = nodes.MultiNodeWeightedSampler(parts, {"one": 0.7, "other": 0.3}, seed=3)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 import mutants
-from mutants import MODULES, argued, mutants_of
+from mutants import MODULES, argued
+from mutations import mutants_of
 from rollback.checkpoints import retention
 
 SOURCE = b'''"""Text, which decides nothing: 1 < 2."""
@@ -73,7 +74,8 @@ def test_what_stands_does_what_the_mutant_would_whoever_has_imported_it(monkeypa
                  "_least_missed(staying, fixed)) is not None:")  # fmt: skip
     code = f"""
 from pathlib import Path
-from mutants import mutants_of, put_in_place
+from mutant_trials import put_in_place
+from mutations import mutants_of
 from rollback.checkpoints.retention import choose_evictions
 names = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
 assert len(choose_evictions(names, names, (), 3)) == 0

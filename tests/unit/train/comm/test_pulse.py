@@ -19,6 +19,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from warm_server import WarmPopen
 
 from rollback.train.comm.pulse import (
     FIELDS,
@@ -208,7 +209,7 @@ def test_two_ranks_read_the_same(tmp_path: Path) -> None:
         port = free.getsockname()[1]
     environment = {**os.environ, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     ranks = [
-        subprocess.Popen(
+        WarmPopen[str](
             [sys.executable, "-c", RANK], env={**environment, "RANK": str(rank), "OMP_NUM_THREADS": "1"},
             stdout=subprocess.PIPE, text=True,
         )

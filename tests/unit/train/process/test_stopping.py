@@ -13,6 +13,7 @@ from typing import Any
 import psutil
 import pytest
 from torch.utils.data import DataLoader, Dataset
+from warm_server import WarmPopen
 
 from rollback.config import ENV_SUPERVISOR
 from rollback.train.data.workers import LeavesStoppingToTheRank, leave_stopping_to_the_rank
@@ -160,7 +161,7 @@ input()
 @pytest.mark.parametrize("killed", [False, True])
 def test_a_stuck_worker_ends_with_its_rank(killed: bool) -> None:
     """At the rank's exit, and when it is killed and the supervisor then ends what is left of it."""
-    rank = subprocess.Popen([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    rank = WarmPopen[str]([sys.executable, "-c", STUCK], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     assert rank.stdout is not None
     worker = psutil.Process(int(rank.stdout.readline()))
     if killed:

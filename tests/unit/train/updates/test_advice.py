@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
+from warm_server import run_warm
 
 import rollback
 from rollback.facts.training import Advice, Incident
@@ -320,7 +320,7 @@ def test_accumulation_without_no_sync_is_noticed(tmp_path: Path, with_no_sync: b
         "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     command = [sys.executable, "-c", RANK, str(int(with_no_sync)), str(tmp_path)]
-    subprocess.run(command, env=environment, check=True, timeout=60)
+    run_warm(command, env=environment, check=True)
     facts = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
     assert [fact.code for fact in facts if isinstance(fact, Advice)] == codes
 

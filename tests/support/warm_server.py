@@ -1,0 +1,159 @@
+"""`subprocess` for commands that begin with this Python, without its imports: `WarmPopen` and `run_warm`.
+
+Where a test starts a command, its process is forked from a server that has imported torch once, for all tests of a
+pytest process, and so is all that it starts (see `warm`). The server is a program of its own, since autograd does not
+survive a fork and pytest's process trains. It ends with the process that it works for.
+
+    test ── asks ──> server ── forks ──> attendant ── forks ──> the command
+
+The attendant waits for the command and writes down how it ended, since a test cannot wait for what is not its child.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any, AnyStr, NoReturn
+
+_NUMBER = struct.Struct("q")
+
+
+class WarmPopen(subprocess.Popen[AnyStr]):
+    """`subprocess.Popen` for `[sys.executable, ...]`. It knows no `preexec_fn` and passes no descriptors on."""
+
+    def _execute_child(
+        self, args: Sequence[str | bytes | os.PathLike[str]], executable: Any, preexec_fn: Any, close_fds: bool,
+        pass_fds: Sequence[int], cwd: Any, env: Any, startupinfo: Any, creationflags: int, shell: bool, p2cread: int,
+        p2cwrite: int, c2pread: int, c2pwrite: int, errread: int, errwrite: int, *more: Any,
+    ) -> None:  # fmt: skip
+        assert args[0] == sys.executable, args
+        assert preexec_fn is None
+        order = {
+            "arguments": [os.fsdecode(argument) for argument in args[1:]],
+            "environment": dict(os.environ if env is None else env),
+            "folder": os.fspath(cwd or os.getcwd()),
+            "new_session": more[5],
+        }
+        status, theirs = os.pipe()
+        sheet = os.memfd_create("order")  # arguments and environment may be larger than a message can be
+        try:
+            with open(sheet, "wb", closefd=False) as file:
+                file.write(json.dumps(order).encode())
+            streams: list[int] = [
+                own if number == -1 else number for own, number in enumerate((p2cread, c2pwrite, errwrite))
+            ]
+            socket.send_fds(_server(), [b"start"], [*streams, theirs, sheet])
+        finally:
+            os.close(theirs)
+            os.close(sheet)
+        self._status = status
+        self.pid = _read_number(status)
+        self._child_created = True
+        self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
+
+    def _try_wait(self, wait_flags: int) -> tuple[int, int]:
+        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+            return 0, 0
+        ended = _read_number(self._status)
+        os.close(self._status)
+        return self.pid, ended
+
+    def _internal_poll(self, *_: Any, **__: Any) -> int | None:
+        if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
+            try:
+                if self.returncode is None and (found := self._try_wait(os.WNOHANG))[0]:
+                    self._handle_exitstatus(found[1])  # type: ignore[attr-defined]
+            finally:
+                self._waitpid_lock.release()  # type: ignore[attr-defined]
+        return self.returncode
+
+
+def run_warm(
+    command: Sequence[str], *, timeout: float = 120.0, check: bool = False, capture_output: bool = False, **more: Any
+) -> subprocess.CompletedProcess[str]:
+    """What `subprocess.run` is, in text."""
+    if capture_output:
+        more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with WarmPopen(command, text=True, **more) as process:
+        try:
+            output, errors = process.communicate(timeout=timeout)
+        except BaseException:
+            process.kill()
+            raise
+    done = subprocess.CompletedProcess(command, process.returncode, output, errors)
+    if check:
+        done.check_returncode()
+    return done
+
+
+@functools.cache
+def _server() -> socket.socket:
+    """The connection with the server, which is started now."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        subprocess.Popen(
+            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
+            stdin=subprocess.DEVNULL,
+        )  # fmt: skip
+    return ours
+
+
+def _read_number(descriptor: int) -> int:
+    """What an attendant has written. One that was killed has written nothing: its command counts as killed."""
+    found = os.read(descriptor, _NUMBER.size)
+    return int(_NUMBER.unpack(found)[0]) if found else int(signal.SIGKILL)
+
+
+def _serve(requests: socket.socket) -> NoReturn:
+    from warm import warm_up_here
+
+    warm_up_here()
+    gc.collect()
+    gc.freeze()
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an attendant ended
+    while True:
+        asked, descriptors, _, _ = socket.recv_fds(requests, 16, 5)
+        if not asked:
+            os._exit(0)
+        if os.fork() == 0:
+            requests.close()
+            _attend(*descriptors)
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+def _attend(stdin: int, stdout: int, stderr: int, status: int, sheet: int) -> NoReturn:
+    from warm import become
+
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    with open(sheet, "rb") as file:
+        file.seek(0)
+        order = json.load(file)
+    if (command := os.fork()) == 0:
+        ended = 1
+        try:
+            os.dup2(stdin, 0)
+            ended = become(
+                order["arguments"], order["environment"], order["folder"], order["new_session"], stdout, stderr
+            )
+        finally:
+            os._exit(ended)
+    for stream in (stdin, stdout, stderr):
+        os.close(stream)
+    os.write(status, _NUMBER.pack(command))
+    _, how = os.waitpid(command, 0)
+    os.write(status, _NUMBER.pack(how))
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    _serve(socket.socket(fileno=int(sys.argv[1])))
