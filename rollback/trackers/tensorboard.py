@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollback.errors import UsageError
 from rollback.facts.training import Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 from rollback.terminal.escape import printable
+from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
 
 _LIMIT = 4096  # characters of a text
@@ -23,13 +23,7 @@ _LIMIT = 4096  # characters of a text
 
 def require_tensorboard() -> None:
     """Raise UsageError where TensorBoard's writer cannot be had."""
-    try:
-        import tensorboard.summary.writer.event_file_writer  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"--tensorboard needs TensorBoard, which cannot be imported ({error})",
-            hint="pip install 'torch-rollback[tensorboard]'",
-        ) from error
+    require_extra("tensorboard.summary.writer.event_file_writer", "--tensorboard needs TensorBoard", "tensorboard")
 
 
 class TensorBoard:

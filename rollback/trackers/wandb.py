@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollback.errors import UsageError
 from rollback.facts.training import Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
+from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
 
 
 def require_wandb() -> None:
     """Raise UsageError where wandb cannot be had."""
-    try:
-        import wandb  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"--wandb needs wandb, which cannot be imported ({error})", hint="pip install 'torch-rollback[wandb]'"
-        ) from error
+    require_extra("wandb", "--wandb needs wandb", "wandb")
 
 
 class WeightsAndBiases:
