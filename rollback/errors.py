@@ -28,10 +28,11 @@ class RollbackError(Exception):
 
     exit_code = ExitCode.FAILED
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.exit_code = type(self).exit_code if exit_code is None else ExitCode(exit_code)
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message

@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -21,10 +21,21 @@ class Finding(ReportItem):
     fix: str | None = Field(None, description="what to do about it")
 
 
-class DoctorReport(ReportItem):
+def ok(topic: str, found: str) -> Finding:
+    return Finding(topic=topic, level="ok", found=found)
+
+
+def warn(topic: str, found: str, fix: str) -> Finding:
+    return Finding(topic=topic, level="warn", found=found, fix=fix)
+
+
+def fail(topic: str, found: str, fix: str) -> Finding:
+    return Finding(topic=topic, level="fail", found=found, fix=fix)
+
+
+class DoctorReport(Document):
     """Schema of `rollback doctor --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     host: str
     run: str = Field(description="the run directory that it is about; it need not exist")
     state_bytes: int | None = Field(description="of a checkpoint, all ranks together; null: not known")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from rollback.drill.judge import Comparison, Difference, DrillRow, compare, diff
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
 from rollback.errors import RollbackError, UsageError
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document
 from rollback.rundir.exercise import Exercise
 
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start
@@ -45,10 +45,9 @@ class DrillOrder:
     own_hang_limit: bool = False
 
 
-class DrillReport(ReportItem):
+class DrillReport(Document):
     """Schema of `rollback drill --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     script: str
     scratch: str = Field(description="where the runs are; their checkpoints are removed")
     ranks: int
@@ -94,7 +93,6 @@ class _Drill:
         )
         rows = [self._row(fault, ranks) for fault in self.request.faults]
         return DrillReport(
-            schema=1,
             script=self.request.script,
             scratch=str(self.request.stage.scratch),
             ranks=ranks,

@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.manifest import Manifest, ShardRecord
@@ -27,10 +27,9 @@ _POLL = 0.1
 PATIENCE = 30.0  # seconds in which some living host must say that it has a shard
 
 
-class Wanted(BaseModel):
+class Wanted(BaseModel, frozen=True):
     """nodes/wanted.json. order: names the request as no other; empty: nothing is wanted. ring: None for RUN/ring."""
 
-    model_config = ConfigDict(frozen=True)
     order: str = ""
     name: str = ""
     content: str = ""
@@ -39,11 +38,10 @@ class Wanted(BaseModel):
     beat: int = 0
 
 
-class HostPart(BaseModel):
+class HostPart(BaseModel, frozen=True):
     """nodes/part-NAME.json. shards: of those that are wanted, the ones that this host has. final: trying again is of no
     use."""
 
-    model_config = ConfigDict(frozen=True)
     order: str
     shards: tuple[int, ...] = ()
     done: tuple[int, ...] = ()

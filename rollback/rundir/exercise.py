@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from rollback.rundir.durable import write_file
 from rollback.rundir.small_json import read_model
@@ -33,8 +33,8 @@ _LIMIT = 1 << 20
 _Note = TypeVar("_Note", bound="_Written")
 
 
-class _Written(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Written(BaseModel, frozen=True, extra="forbid"):
+    """Base of what the files of an exercise hold."""
 
 
 class Exercise(_Written):

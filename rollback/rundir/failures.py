@@ -13,7 +13,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from rollback.facts.training import Window
 from rollback.rundir import files
@@ -26,19 +26,17 @@ _FRAMES = 50
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-class Frame(BaseModel):
+class Frame(BaseModel, frozen=True):
     """A line of a traceback, innermost last."""
 
-    model_config = ConfigDict(frozen=True)
     file: str = Field(description="its base name")
     function: str
     line: int
 
 
-class FailureRecord(BaseModel):
+class FailureRecord(BaseModel, frozen=True):
     """failures/attempt-AAAA/rank-NNNNN.json."""
 
-    model_config = ConfigDict(frozen=True)
     rank: int
     pid: int
     host: str

@@ -244,10 +244,5 @@ class Journal:
             del self._backlog[0]
         os.fsync(self._fd)
 
-    @property
-    def unwritten(self) -> int:
-        """Facts that are still only in memory."""
-        return len(self._backlog)
-
     def close(self) -> None:
         os.close(self._fd)

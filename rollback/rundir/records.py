@@ -11,7 +11,7 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollback.rundir import files
 from rollback.rundir.durable import open_regular, write_file
@@ -25,10 +25,9 @@ LEAVING = "leaving"
 """What a rank is doing whose guard is closed and whose interpreter ends."""
 
 
-class Metric(BaseModel):
+class Metric(BaseModel, frozen=True, ser_json_inf_nan="strings"):
     """A line of metrics/train.jsonl."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
     step: int
     batch: int
     loss: float | None
@@ -38,10 +37,9 @@ class Metric(BaseModel):
     timeline: int
 
 
-class SkippedBatch(BaseModel):
+class SkippedBatch(BaseModel, frozen=True):
     """A line of skips/rank-NNNNN.jsonl."""
 
-    model_config = ConfigDict(frozen=True)
     batch: int
     epoch: int
     offset: int
@@ -49,7 +47,7 @@ class SkippedBatch(BaseModel):
     timeline: int
 
 
-class Heartbeat(BaseModel):
+class Heartbeat(BaseModel, frozen=True):
     """ranks/rank-NNNNN.json. monotonic: when the rank's Python last moved; looked: when the rank last looked.
 
     Both by the host's monotonic clock. A rank that waits in a collective looks and does not move; one that is stopped,
@@ -57,7 +55,6 @@ class Heartbeat(BaseModel):
     when the process began, as `rollback.rundir.processes.start_of` has it; empty where that is not known.
     """
 
-    model_config = ConfigDict(frozen=True)
     pid: int
     host: str
     attempt: int = Field(ge=0, lt=1 << 53)

@@ -20,7 +20,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Order, Window
@@ -38,7 +38,7 @@ _LOOK_EVERY = 0.25  # seconds
 _SETTLED_AFTER = 2.0
 
 
-class Request(BaseModel):
+class Request(BaseModel, frozen=True, extra="forbid"):
     """Content of a request file.
 
     order: what is asked for. to: step to go back to (rewind). skip: batches to pass over (skip; may go with a rewind).
@@ -47,7 +47,6 @@ class Request(BaseModel):
     too late must not end the next one.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     order: Order
     to: int | None = Field(None, ge=0, lt=1 << 53)
     skip: Window | None = None

@@ -30,7 +30,7 @@ from rollback.supervisor.draining import reach
 from rollback.supervisor.host import Host
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
-from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
+from rollback.supervisor.nodes.lead import Leader, Nodes
 from rollback.supervisor.nodes.membership import Membership, NodePlace, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.output import Audience
@@ -134,7 +134,7 @@ def _lead(
 @contextmanager
 def _all_nodes(paths: RunPaths, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Nodes]:
     if place is None:
-        yield Alone()
+        yield Nodes()
         return
     with Membership(paths, place):
         yield Leader(paths, place, say)

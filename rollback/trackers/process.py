@@ -11,7 +11,6 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from rollback.rundir.journal import read_journal
@@ -41,9 +40,7 @@ class Beside:
             )
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._process is None or self._errors is None:
             return
         assert self._process.stdin is not None

@@ -74,7 +74,6 @@ def compile_ledger(material: Material) -> AuditReport:
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
     return AuditReport(
-        schema=1,
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
         incidents=incidents,

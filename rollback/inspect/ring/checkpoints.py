@@ -26,7 +26,7 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Attached
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
@@ -69,10 +69,9 @@ class DamagedSlot(ReportItem):
     fault: str
 
 
-class Listing(ReportItem):
+class Listing(Document):
     """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
     checkpoints: list[Checkpoint] = Field(description="oldest first")
@@ -123,7 +122,6 @@ def read_listing(root: Path) -> Listing:
     notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in here]
     notices += _elsewhere(paths, history, here | fast.keys())
     return Listing(
-        schema=1,
         directory=str(root),
         ring=str(paths.ring.absolute()),
         checkpoints=entries,

@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +20,7 @@ from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
 from rollback.checkpoints.tiers import TierName, has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, ExitCode
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
 from rollback.rundir.identity import JobIdentity, read_identity
@@ -48,10 +48,9 @@ class Verified(ReportItem):
     faults: list[CheckpointFault]
 
 
-class Verification(ReportItem):
+class Verification(Document):
     """Schema of `rollback ring verify --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     checkpoints: list[Verified] = Field(description="oldest first")
     intact: int
@@ -111,7 +110,6 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     if (hosts := host_count(paths)) > 1 and any("fast" in entry.tiers for entry in verified):
         notices.append(f"the run's memory is that of {hosts} hosts: only the shards of this one were looked at there")
     return Verification(
-        schema=1,
         directory=run.name,
         checkpoints=verified,
         intact=sum(entry.intact for entry in verified),

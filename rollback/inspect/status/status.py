@@ -25,7 +25,7 @@ from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
 from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
-from rollback.inspect.audit.report import Ending, LastJudged, Point, ReportItem
+from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
@@ -91,10 +91,9 @@ class Work(ReportItem):
     unit: Literal["bytes", "seconds", "steps"]
 
 
-class Status(ReportItem):
+class Status(Document):
     """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     run_id: str | None
     world_size: int | None
@@ -213,7 +212,6 @@ def _status(
     state = _state(holder, ranks, ending)
     held = sorted(set(history.committed) - history.discarded - history.gone)
     return Status(
-        schema=1,
         directory=str(root),
         run_id=identity.run_id if identity else None,
         world_size=identity.job.world_size if identity else None,

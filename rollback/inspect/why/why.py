@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from pydantic import Field
 
@@ -30,7 +30,7 @@ from rollback.facts.training import (
     Window,
 )
 from rollback.inspect.audit.reading import read_records
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
 from rollback.rundir.durable import open_regular
 from rollback.rundir.failures import FailureRecord, read_failures
@@ -82,10 +82,9 @@ class Blame(ReportItem):
     answer: str = Field(description="what is done about it, in words")
 
 
-class AttemptAccount(ReportItem):
+class AttemptAccount(Document):
     """Schema of `rollback why --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     state: str = Field(description="of the run now, as in `rollback status`")
     attempt: int | None = Field(description="that this account is about; null: no attempt has failed")
@@ -144,7 +143,6 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     culprit = blamed.fact if blamed and isinstance(blamed.fact, Blamed) else None
     hung = _last(own, Hung)
     return AttemptAccount(
-        schema=1,
         directory=str(root),
         state=status.state,
         attempt=number,

@@ -7,7 +7,6 @@ import re
 import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import TracebackType
 
 import filelock
 import psutil
@@ -105,9 +104,7 @@ class Membership:
             ) from error
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         files.unlink(self._paths.node_lock(self._place.name))
         self._lock.release()
         try:
