@@ -8,11 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
@@ -25,6 +26,7 @@ from rollback.rundir.small_json import parse_json
 _GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it
 _LINE_LIMIT = 16 << 20
+_F = TypeVar("_F", bound=Fact)
 
 
 @dataclass(frozen=True)
@@ -102,6 +104,16 @@ class JournalTail:
             raise _damaged(self._path, self._read.damage)
         self._lines += len(self._read.records)
         return self._read.records
+
+
+def of_kind(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
+    """The lines that hold a fact of that kind, with it."""
+    return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
+
+
+def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
+    """The last fact of that kind."""
+    return next((fact for _, fact in reversed(of_kind(records, kind))), None)
 
 
 def _damaged(path: Path, damage: Damage) -> JournalDamaged:

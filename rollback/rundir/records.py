@@ -14,7 +14,7 @@ from typing import Any
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollback.rundir import files
-from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.durable import end_of_lines, open_regular, write_file
 from rollback.rundir.small_json import parse_model, read_model
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
@@ -95,16 +95,7 @@ def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
     with os.fdopen(files.open_file(path, os.O_RDWR), "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - (1 << 16))
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        file.truncate(end)
+        file.truncate(end_of_lines(file))
 
 
 def metric_line(metric: Metric) -> str:

@@ -11,7 +11,7 @@ from rollback.facts.training import AttemptStarted, JournalEntry
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 
@@ -29,8 +29,7 @@ class EarlierAttempts:
 
     @property
     def last_start(self) -> AttemptStarted | None:
-        starts = [record.fact for record in self.supervisor if isinstance(record.fact, AttemptStarted)]
-        return starts[-1] if starts else None
+        return last_fact(self.supervisor, AttemptStarted)
 
 
 def read_past(paths: RunPaths) -> EarlierAttempts:

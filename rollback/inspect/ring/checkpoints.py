@@ -30,11 +30,12 @@ from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.paths import RunPaths, parse_checkpoint_name
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
+_OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
 PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
 
 
@@ -206,7 +207,7 @@ def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
         ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))
     except JournalDamaged:
         return []
-    attached = next((record.fact for record in reversed(ranks) if isinstance(record.fact, Attached)), None)
+    attached = last_fact(ranks, Attached)
     url = attached.settings.get("ring") if attached is not None else None
     return good_ones_at(url, ranks, supervisor) if url else []
 
@@ -265,23 +266,9 @@ def _entry(
 ) -> Checkpoint:
     if manifest is None:
         _, step = parse_checkpoint_name(name) or (0, 0)
-        return Checkpoint(
-            checkpoint=name, tiers=list(tiers), step=step, batch=None, epoch=None, timeline=None, attempt=None,
-            created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
-        )  # fmt: skip
-    taken = seconds_since_epoch(manifest.created)
-    return Checkpoint(
-        checkpoint=name,
-        tiers=list(tiers),
-        step=manifest.step,
-        batch=manifest.batch,
-        epoch=manifest.epoch,
-        timeline=manifest.timeline,
-        attempt=manifest.attempt,
-        created=manifest.created,
-        age=None if taken is None else max(0.0, time.time() - taken),
-        bytes=manifest.bytes,
-        status=status,
-        pinned=pinned,
-        fault=fault,
-    )
+        told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes")), "step": step}
+    else:
+        taken = seconds_since_epoch(manifest.created)
+        age = None if taken is None else max(0.0, time.time() - taken)
+        told = {**manifest.model_dump(include=_OF_A_MANIFEST), "age": age, "bytes": manifest.bytes}
+    return Checkpoint(checkpoint=name, tiers=list(tiers), status=status, pinned=pinned, fault=fault, **told)

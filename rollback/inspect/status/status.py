@@ -315,16 +315,10 @@ def _holder(paths: RunPaths, now: Now) -> Holder | None:
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        alive=now.process(heartbeat.pid, heartbeat.host, heartbeat.start),
-        pid=heartbeat.pid,
-        host=heartbeat.host,
-        step=heartbeat.step,
-        batch=heartbeat.batch,
-        doing=heartbeat.doing,
-        age=max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None,
-    )
+    alive = now.process(heartbeat.pid, heartbeat.host, heartbeat.start)
+    age = max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None
+    said = heartbeat.model_dump(include={"pid", "host", "step", "batch", "doing"})
+    return RankStatus(rank=rank, alive=alive, age=age, **said)
 
 
 def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:
