@@ -78,7 +78,7 @@ def export(
     """
     from rollback.inspect.ring.at_url import readable
     from rollback.inspect.ring.export import export as export_model
-    from rollback.inspect.ring.text import size
+    from rollback.terminal.quantities import size
 
     with readable(run) as place:
         done = export_model(place, name, output, force=force)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
 from rollback.errors import ExitCode
 from rollback.inspect.audit.report import Document, ReportItem
+from rollback.terminal import quantities
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -47,10 +49,4 @@ class DoctorReport(Document):
         return ExitCode.FAILED if any(finding.level == "fail" for finding in self.findings) else ExitCode.DONE
 
 
-def size(count: float) -> str:
-    """Bytes for people: `1.5 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+size = partial(quantities.size, least="bytes")

@@ -12,12 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollback.inspect.audit.text import duration, number
 from rollback.inspect.status.status import Durable, Status, Work
 from rollback.rundir.records import Metric
 from rollback.terminal.braille import draw
 from rollback.terminal.curve import Curve, extent
 from rollback.terminal.escape import printable
+from rollback.terminal.quantities import duration, number
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}
 _VERDICTS = {"healthy": "green", "watch": "yellow", "spike": "red", "nonfinite": "red"}

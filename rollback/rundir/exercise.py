@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 
 from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import read_model
+from rollback.rundir.small_json import sound_model
 
 ENV_DRILL = "ROLLBACK_DRILL"
 
@@ -107,10 +107,7 @@ class Folder:
 
 def read_note(path: Path, kind: type[_Note]) -> _Note | None:
     """What a file says, None where there is none or it cannot be read."""
-    try:
-        return read_model(path, kind, _LIMIT)
-    except (OSError, ValueError, ValidationError):
-        return None
+    return sound_model(path, kind, _LIMIT)
 
 
 def exercise_of(run: Path, environment: Mapping[str, str] = os.environ) -> tuple[Exercise, Folder] | None:

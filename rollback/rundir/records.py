@@ -101,14 +101,15 @@ def _cut_torn_tail(path: Path) -> None:
 def metric_line(metric: Metric) -> str:
     """The line of a metric, several times faster than pydantic's own dump: it is written at every step."""
     body = {
-        "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss),
-        "grad_norm": _number(metric.grad_norm), "verdict": metric.verdict,
+        "step": metric.step, "batch": metric.batch, "loss": json_number(metric.loss),
+        "grad_norm": json_number(metric.grad_norm), "verdict": metric.verdict,
         "attempt": metric.attempt, "timeline": metric.timeline,
     }  # fmt: skip
     return json.dumps(body)
 
 
-def _number(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
+    """JSON has no number for what is not finite: a text stands for it."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

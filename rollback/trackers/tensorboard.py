@@ -52,10 +52,8 @@ class TensorBoard:
                 events.scalar("incident/number", step, fact.incident)
             case Planned():
                 skip = f"skip batches {fact.skip}" if fact.skip else "skip nothing"
-                back = (
-                    f"{fact.action}: back to step {fact.step} ({fact.checkpoint})" if fact.checkpoint else fact.action
-                )
-                events.text(f"plan/{fact.incident}", fact.step or 0, _lines(back, skip, fact.reason))
+                back = f": back to step {fact.step} ({fact.checkpoint})" if fact.checkpoint else ""
+                events.text(f"plan/{fact.incident}", fact.step or 0, _lines(fact.action + back, skip, fact.reason))
             case Restored():
                 events.scalar("rollback/steps_undone", fact.step, fact.steps_lost)
             case PassedOver():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
@@ -25,6 +24,7 @@ from rollback.inspect.audit.report import (
     Totals,
 )
 from rollback.terminal.escape import printable, quoted
+from rollback.terminal.quantities import at_least, duration, number, or_unknown
 
 SHOWN_BATCHES = 12
 _SHOWN_VALUES = 12  # of the window before an incident
@@ -296,27 +296,3 @@ def print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], ind
     for label, value in rows:
         grid.add_row(Text(printable(label)), value)
     console.print(Padding(grid, (0, 0, 0, indent)))
-
-
-def number(value: float | None) -> str:
-    """A measured value with the digits that matter."""
-    return "unknown" if value is None else f"{value:.5g}"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds in the unit that people would use."""
-    if seconds is None or not math.isfinite(seconds):
-        return "an unknown time"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def at_least(number: str, least: bool) -> str:
-    """A number of which there may be more than is on record."""
-    return f"at least {number}" if least else number
-
-
-def or_unknown(value: int | None) -> str:
-    return "unknown" if value is None else str(value)

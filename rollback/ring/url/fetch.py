@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from rollback.checkpoints import ring, tiers
@@ -11,7 +12,7 @@ from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
 from rollback.facts.history import fold
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, Kept, RecordPiece, checkpoint_key, read_indexes
+from rollback.ring.url.index import Index, Kept, checkpoint_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import files, seal
@@ -150,11 +151,7 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
     if sound:
         with open_regular(local) as file:
             content = file.read(sound)
-
-    def read(key: str, piece: RecordPiece) -> bytes:
-        return read_piece(store, key, piece)
-
-    return record.relate(content, kept, read)
+    return record.relate(content, kept, partial(read_piece, store))
 
 
 def _download(store: Store, kept: Kept | None, paths: RunPaths) -> None:
