@@ -6,6 +6,8 @@ it surfaces as the ordinary Python exception that it is.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -36,6 +38,15 @@ class RollbackError(Exception):
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+@contextmanager
+def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) -> Iterator[None]:
+    """What the system refuses within (OSError) is raised as an error for the reader: `DOING: reason`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 
 class UsageError(RollbackError):

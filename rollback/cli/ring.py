@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import RunArgument, say_notices, show
-from rollback.errors import RunDirectoryError
+from rollback.errors import RunDirectoryError, reporting
 from rollback.terminal.messages import say
 
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
@@ -17,6 +17,7 @@ ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verif
 _RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 _NAMES = "A checkpoint's name, `final` (of a complete run), `newest-good`, or `newest` (good or not)."
+_WRITABLE = "check the permissions and free space there"
 _VERIFY_CODES = (
     "Exit codes: 0 all are intact; 1 some are damaged, and the run could resume from another; 65 it could from none."
 )
@@ -100,10 +101,8 @@ def pin(run: RunArgument, name: Annotated[str, typer.Argument(help=_NAMES, show_
     from rollback.rundir.paths import RunPaths
 
     chosen = choose_from_ring(read_listing(run), name)
-    try:
+    with reporting(RunDirectoryError, f"pinning {chosen} in {run}", _WRITABLE):
         pins.pin(RunPaths(run), chosen)
-    except OSError as error:
-        raise _pinning_failed("pinning", chosen, run, error) from error
     say(f"{chosen} stays; `rollback ring unpin {shlex.quote(str(run))} {chosen}` lets it go")
 
 
@@ -115,14 +114,6 @@ def unpin(
     from rollback.checkpoints import pins
     from rollback.inspect.audit.reading import require_run_directory
 
-    try:
+    with reporting(RunDirectoryError, f"unpinning {name} in {run}", _WRITABLE):
         pins.unpin(require_run_directory(run), name)
-    except OSError as error:
-        raise _pinning_failed("unpinning", name, run, error) from error
     say(f"{name} is no longer pinned; it leaves when its time comes")
-
-
-def _pinning_failed(doing: str, name: str, run: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{doing} {name} in {run}: {error.strerror or error}", hint="check the permissions and free space there"
-    )

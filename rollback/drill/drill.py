@@ -19,7 +19,7 @@ from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
-from rollback.errors import RollbackError, UsageError
+from rollback.errors import RollbackError, UsageError, reporting
 from rollback.inspect.audit.report import Document
 from rollback.rundir.exercise import Exercise
 
@@ -226,11 +226,9 @@ class _Drill:
 def scratch_for(script: str, given: Path | None) -> Path:
     """A new directory for the runs. Raises UsageError where the one that was named has something in it."""
     scratch = given or Path("runs") / f"drill-{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
+    with reporting(UsageError, f"--scratch: {scratch} cannot be made"):
         scratch.mkdir(parents=True, exist_ok=True)
         taken = any(scratch.iterdir())
-    except OSError as error:
-        raise UsageError(f"--scratch: {scratch} cannot be made: {error.strerror or error}") from error
     if taken:
         raise UsageError(f"--scratch: {scratch} is not empty", hint="name a new directory")
     return scratch

@@ -111,11 +111,8 @@ def _curve(curve: Curve, room: int, wide: bool) -> Table:
     ends = [Text(_short(bounds[1]), style="dim"), Text(_short(bounds[0]), style="dim")] if bounds else [Text(), Text()]
     if wide:
         grid.add_column(no_wrap=True, justify="right", width=_BOUND)
-        grid.add_row(top, ends[0])
-        grid.add_row(bottom, ends[1])
-    else:
-        grid.add_row(top)
-        grid.add_row(bottom)
+    for row, end in zip((top, bottom), ends, strict=True):
+        grid.add_row(row, *([end] if wide else []))
     return grid
 
 

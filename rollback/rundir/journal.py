@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
-from rollback.errors import JournalDamaged, RunDirectoryError
+from rollback.errors import JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import files, seal
 from rollback.rundir.durable import append_line, open_regular, sync_directory
@@ -218,7 +218,8 @@ class Journal:
         self._chain = reading.chain
         self._next = len(reading.records)
         self._backlog: list[bytes] = []
-        try:
+        hint = "check the permissions and free space of the run directory"
+        with reporting(RunDirectoryError, f"opening the journal {path}", hint):
             files.make_directory(path.parent)
             self._fd = files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             if reading.torn_bytes:
@@ -226,11 +227,6 @@ class Journal:
             os.fsync(self._fd)
             sync_directory(path.parent)
             sync_directory(path.parent.parent)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"opening the journal {path}: {error.strerror or error}",
-                hint="check the permissions and free space of the run directory",
-            ) from error
 
     def append(self, fact: Fact) -> None:
         """Append a fact; it is on disk when this returns.

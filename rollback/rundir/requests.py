@@ -22,7 +22,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from rollback.errors import RunDirectoryError
+from rollback.errors import RunDirectoryError, reporting
 from rollback.facts.training import Order, Window
 from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_all
@@ -92,28 +92,25 @@ def submit(paths: RunPaths, request: Request) -> str:
     Raises RunDirectoryError where the run directory cannot be written.
     """
     temporary = paths.requests / f".{uuid.uuid4().hex}"
-    try:
-        files.make_directory(paths.requests)
-        sync_directory(paths.root)
-        fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    hint = "check the permissions and free space of the run directory"
+    with reporting(RunDirectoryError, f"writing a request into {paths.requests}", hint):
         try:
-            write_all(fd, request.model_dump_json().encode())
-            os.fsync(fd)
+            files.make_directory(paths.requests)
+            sync_directory(paths.root)
+            fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(fd, request.model_dump_json().encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
+            name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
+            with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
+                os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
+            sync_directory(paths.requests)
         finally:
-            os.close(fd)
-        number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
-        name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
-        with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
-            os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
-        sync_directory(paths.requests)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"writing a request into {paths.requests}: {error.strerror or error}",
-            hint="check the permissions and free space of the run directory",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.unlink(temporary)
+            with contextlib.suppress(OSError):
+                files.unlink(temporary)
     return name
 
 

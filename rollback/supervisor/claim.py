@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
@@ -39,10 +39,8 @@ def read_past(paths: RunPaths) -> EarlierAttempts:
     RunDirectoryError where it cannot be read or written.
     """
     _require_access(paths)
-    try:
+    with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
         _require_run_directory(paths)
-    except OSError as error:
-        raise RunDirectoryError(f"reading the run directory {paths.root}: {error.strerror or error}") from error
     read_identity(paths)
     train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
     require_key(paths, train.seals + supervisor.seals)

@@ -9,7 +9,7 @@ from pathlib import Path
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.checkpoints.resume import candidates
-from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.history import fold
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, Kept, checkpoint_key, read_indexes
@@ -42,16 +42,12 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
     if is_abandoned(store, indexes[0], read_identity(paths)):
         say(f"the ring {store.url} has no checkpoint; what there is of a record is left aside")
         return
-    try:
+    hint = "check the permissions and the free space of the run directory"
+    with reporting(RunDirectoryError, f"fetching {store.url} into {paths.root}", hint):
         index = complete_record(store, indexes, paths, say)
         _fetch_checkpoints(store, index, paths, say)
         if not paths.identity.exists():
             _download(store, index.kept("run.json"), paths)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"fetching {store.url} into {paths.root}: {error.strerror or error}",
-            hint="check the permissions and the free space of the run directory",
-        ) from error
 
 
 def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
