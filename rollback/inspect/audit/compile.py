@@ -39,7 +39,7 @@ from rollback.inspect.audit.ending import confirmed, ending_of
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.quarantine import sample_entries
-from rollback.inspect.audit.reading import Material
+from rollback.inspect.audit.reading import Material, by_attempt
 from rollback.inspect.audit.report import (
     AttemptEntry,
     AuditReport,
@@ -250,13 +250,11 @@ def _begun(records: Sequence[JournalEntry]) -> JournalEntry | None:
 
 
 def _attempts(records: Sequence[JournalEntry], costs: Costs, held: bool) -> list[AttemptEntry]:
-    by_attempt: dict[int, list[JournalEntry]] = {}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
-    last = max(by_attempt, default=0)
+    attempts = by_attempt(records)
+    last = max(attempts, default=0)
     return [
         _attempt(number, own, costs, is_last=number == last, held=held and number == last)
-        for number, own in sorted(by_attempt.items())
+        for number, own in sorted(attempts.items())
     ]
 
 

@@ -107,9 +107,16 @@ def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
             notices.append(torn_notice(path, reading.torn_bytes))
         seals += reading.seals
         journals.append(reading.records)
-    if (told := seal.in_words(seals)) is not None:
-        notices.append(told)
+    notices += seal.in_words(seals)
     return merge(*journals)
+
+
+def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]:
+    """In the order in which attempts come."""
+    found: dict[int, list[JournalEntry]] = {}
+    for record in records:
+        found.setdefault(record.attempt, []).append(record)
+    return found
 
 
 def torn_notice(path: Path, size: int) -> str:

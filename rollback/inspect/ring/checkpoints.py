@@ -215,8 +215,7 @@ def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
 def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
     try:
         reading = read_journal(paths.train_journal)
-        if (told := seal.in_words(reading.seals)) is not None:
-            notices.append(told)
+        notices += seal.in_words(reading.seals)
         return fold(reading.records)
     except JournalDamaged as error:
         notices.append(f"{error.message}; which checkpoints are good cannot be told")

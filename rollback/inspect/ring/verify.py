@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -144,10 +145,11 @@ def find_faults(
 
     partly: other hosts have the shards that are not there, so that only those that are can be looked at.
     """
+    fault = partial(CheckpointFault, tier=tier)
     try:
         manifest = read_manifest(directory, in_slot=tier == "fast")
     except CheckpointDamaged as error:
-        return [CheckpointFault(tier=tier, file=MANIFEST, fault=error.message)]
+        return [fault(file=MANIFEST, fault=error.message)]
     with ExitStack() as stack:
         shards, faults = [], []
         for record in manifest.shards:
@@ -156,18 +158,14 @@ def find_faults(
             try:
                 shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
             except CheckpointDamaged as error:
-                faults.append(CheckpointFault(tier=tier, file=record.file, fault=error.message))
+                faults.append(fault(file=record.file, fault=error.message))
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards)
         except CheckpointDamaged as error:
-            return [CheckpointFault(tier=tier, file=None, fault=error.message)]
-        return (
-            [CheckpointFault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)]
-            if job
-            else []
-        )
+            return [fault(file=None, fault=error.message)]
+        return [fault(file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
 
 
 def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[str]:

@@ -175,8 +175,7 @@ class StatusReader:
             self._tiers = _tiers(paths)
         torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
         notices = [torn_notice(path, size) for path, size in torn if size]
-        if (told := seal.in_words(self._seals)) is not None:
-            notices.append(told)
+        notices += seal.in_words(self._seals)
         return _status(self._root, paths, self._past, self._tiers, notices)
 
 

@@ -27,7 +27,7 @@ from rollback.facts.training import (
     Stopped,
     Window,
 )
-from rollback.inspect.audit.reading import read_records
+from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
 from rollback.rundir.durable import read_tail
@@ -116,24 +116,21 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     """
     status = read_status(root)
     paths, notices = RunPaths(root), list(status.notices)
-    records = read_records(paths, [])
-    by_attempt: dict[int, list[JournalEntry]] = {}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
+    attempts = by_attempt(read_records(paths, []))
     alive = status.state in ("running", "starting")
     failed = {
         number: cause
-        for number, own in sorted(by_attempt.items())
-        if (cause := _failure(paths, number, own, over=not alive or number < max(by_attempt))) is not None
+        for number, own in sorted(attempts.items())
+        if (cause := _failure(paths, number, own, over=not alive or number < max(attempts))) is not None
     }
-    if attempt is not None and attempt not in by_attempt:
+    if attempt is not None and attempt not in attempts:
         raise UsageError(
             f"there is no attempt {attempt} in {root}",
-            hint=f"it has the attempts {min(by_attempt)} to {max(by_attempt)}" if by_attempt else "it has none",
+            hint=f"it has the attempts {min(attempts)} to {max(attempts)}" if attempts else "it has none",
         )
     number = attempt if attempt is not None else max(failed, default=None)
-    own = by_attempt.get(number, []) if number is not None else []
-    told_of = own or by_attempt.get(max(by_attempt, default=0), [])  # where none has failed: how the last one ended
+    own = attempts.get(number, []) if number is not None else []
+    told_of = own or attempts.get(max(attempts, default=0), [])  # where none has failed: how the last one ended
     ended, fact = next(reversed(of_kind(own, AttemptEnded)), (None, None))
     started, _ = next(reversed(of_kind(own, AttemptStarted)), (None, None))
     culprit = last_fact(own, Blamed)

@@ -47,7 +47,10 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
         index = complete_record(store, indexes, paths, say)
         _fetch_checkpoints(store, index, paths, say)
         if not paths.identity.exists():
-            _download(store, index.kept("run.json"), paths)
+            run = index.kept("run.json")
+            assert run is not None
+            with record.explained(store.url):
+                record.download(store, run, paths.root)
 
 
 def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
@@ -131,10 +134,8 @@ def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> No
 
 def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
     """How the journals of a run directory stand to those at the URL, taken together. Raises RingUnavailable."""
-    try:
+    with record.explained(store.url):
         found = {_relation(store, index, paths, path) for path in _JOURNALS}
-    except CheckpointDamaged as error:
-        raise record.in_words(store.url, error) from error
     order: tuple[Relation, ...] = ("diverged", "behind", "ahead")
     return next((word for word in order if word in found), "same")
 
@@ -148,14 +149,6 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
         with open_regular(local) as file:
             content = file.read(sound)
     return record.relate(content, kept, partial(read_piece, store))
-
-
-def _download(store: Store, kept: Kept | None, paths: RunPaths) -> None:
-    assert kept is not None
-    try:
-        record.download(store, kept, paths.root)
-    except CheckpointDamaged as error:
-        raise record.in_words(store.url, error) from error
 
 
 def read_manifest_at(store: Store, name: str) -> Manifest | None:

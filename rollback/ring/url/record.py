@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Literal
 
@@ -105,6 +106,15 @@ def download(store: Store, kept: Kept, root: Path) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     files.rename(arriving, target)
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """A piece that cannot be believed, found within, is told as trouble of the record at the URL."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        raise in_words(url, error) from error
 
 
 def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:
