@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from rollback.errors import UsageError
 from rollback.facts.fact import SamplesFrom
@@ -23,10 +23,9 @@ Sensitivity = Literal["low", "normal", "high"]
 PresetName = Literal["balanced", "palm", "surgical"]
 
 
-class Reach(BaseModel):
+class Reach(BaseModel, frozen=True):
     """How far a rollback reaches back and ahead."""
 
-    model_config = ConfigDict(frozen=True)
     rewind: int
     """The restored checkpoint is at least this many steps before the onset."""
     skip_from: Literal["checkpoint", "onset"]
@@ -53,11 +52,9 @@ FIRST_PACE = 50
 """Steps between checkpoints where `snapshot_every` is `auto` and no cost has been measured yet."""
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, frozen=True, extra="forbid"):
     """All settings of a guard, valid together. Steps are optimizer updates; batches are positions in the data
     stream."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     policy: PresetName = Field("balanced", description="preset for the four settings below")
     rewind: int | None = Field(None, ge=0, description="restore at least this many steps before the onset")

@@ -6,6 +6,8 @@ of these errors: it appears as an ordinary Python exception.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from enum import IntEnum
 
 
@@ -28,13 +30,23 @@ class RollbackError(Exception):
 
     exit_code = ExitCode.FAILED
 
-    def __init__(self, message: str, *, hint: str | None = None) -> None:
+    def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
         self.hint = hint
+        self.exit_code = type(self).exit_code if exit_code is None else ExitCode(exit_code)
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message
+
+
+@contextmanager
+def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) -> Iterator[None]:
+    """What the system refuses within (OSError) is raised as an error for the reader: `DOING: reason`."""
+    try:
+        yield
+    except OSError as error:
+        raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 
 class UsageError(RollbackError):

@@ -5,8 +5,7 @@ The log goes on whatever is called: nothing is rewound, so the sentinel runs on 
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,6 +14,7 @@ from rollback.backtest.columns import Columns, Overrides, find_columns, observat
 from rollback.backtest.table import read_table
 from rollback.config import FIRST_PACE, Settings
 from rollback.facts.training import Incident, Planned
+from rollback.rundir.records import json_number
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 
 SCHEMA = 1
@@ -141,21 +141,14 @@ def _call(verdict: Verdict) -> dict[str, Any]:
         "verdict": verdict.kind.value,
         "rule": verdict.rule,
         "witness": verdict.witness,
-        "value": _number(verdict.value),
-        "threshold": _number(verdict.threshold),
+        "value": json_number(verdict.value),
+        "threshold": json_number(verdict.threshold),
         "explanation": verdict.explanation,
     }
 
 
 def _blip(blip: Blip) -> dict[str, Any]:
-    return {
-        "first_step": blip.first_step,
-        "last_step": blip.last_step,
-        "peak": _number(blip.peak),
-        "threshold": _number(blip.threshold),
-        "rule": blip.rule,
-        "fate": blip.fate,
-    }
+    return {**asdict(blip), "peak": json_number(blip.peak), "threshold": json_number(blip.threshold)}
 
 
 def _planned(planned: Planned) -> dict[str, Any]:
@@ -167,9 +160,3 @@ def _planned(planned: Planned) -> dict[str, Any]:
         "escalation": planned.escalation,
         "reason": planned.reason,
     }
-
-
-def _number(value: float | None) -> float | str | None:
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -8,9 +8,7 @@ from textwrap import TextWrapper
 from rollback.backtest.replay import Replay
 from rollback.facts.training import Planned
 from rollback.sentinel import Verdict
-
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))  # braille: rows from the top, columns from the left
-_BRAILLE = 0x2800
+from rollback.terminal.braille import BLANK, DOTS
 
 
 def describe(replay: Replay, width: int, height: int = 12) -> str:
@@ -46,8 +44,8 @@ def plot(replay: Replay, width: int, height: int) -> list[str]:
         x = index * (2 * columns - 1) // max(1, len(losses) - 1)
         share = (min(scale(loss), top) - bottom) / (top - bottom) if top > bottom else 0.0
         y = rows - 1 - round(share * (rows - 1))
-        grid[y // 4][x // 2] |= _DOTS[y % 4][x % 2]
-    lines = ["".join(chr(_BRAILLE + cell) for cell in row) for row in grid]
+        grid[y // 4][x // 2] |= DOTS[x % 2][y % 4]
+    lines = ["".join(chr(BLANK + cell) for cell in row) for row in grid]
     labels = [f"{high:10.4g} "] + [" " * 11] * (height - 2) + [f"{low:10.4g} "]
     drawn = [label + line for label, line in zip(labels, lines, strict=True)]
     return [*drawn, " " * 11 + _marks(replay, columns), _axis(replay, columns, logarithmic)]

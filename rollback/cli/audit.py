@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal, TextIO
 
 import typer
 
+from rollback.cli.answers import RunArgument, say_notices
 from rollback.errors import ExitCode, UsageError
-from rollback.terminal.messages import say
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
 AUDIT_CODES = (
@@ -20,7 +20,7 @@ AUDIT_CODES = (
 
 
 def audit(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: RunArgument,
     json: Annotated[bool, typer.Option("--json", help="The same as --format json.")] = False,
     form: Annotated[
         Format | None,
@@ -85,7 +85,7 @@ def _write_ledger(run: Path, form: Format, output: Path | None, everything: bool
             print_ledger(console_for(file), ledger, everything=everything)
 
     _write(run, output, write)
-    _say_notices(ledger.notices)
+    say_notices(ledger.notices)
 
 
 def _write_samples(run: Path, form: Format, output: Path | None) -> None:
@@ -104,7 +104,7 @@ def _write_samples(run: Path, form: Format, output: Path | None) -> None:
         table = read_samples(run)
         write_rows = write_csv if form == "csv" else write_jsonl
         _write(run, output, lambda file: write_rows(table.rows, file))
-    _say_notices(table.notices)
+    say_notices(table.notices)
 
 
 def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
@@ -113,7 +113,7 @@ def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
     account = read_sample_account(run)
     text = account.to_json() if form == "json" else in_words(account)
     _write(run, output, lambda file: print(text, file=file))
-    _say_notices(account.notices)
+    say_notices(account.notices)
 
 
 def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
@@ -134,8 +134,3 @@ def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> N
             write(file)
         return
     write(sys.stdout)
-
-
-def _say_notices(notices: Sequence[str]) -> None:
-    for notice in notices:
-        say(f"notice: {notice}")

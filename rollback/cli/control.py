@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rollback.cli.answers import RunArgument
 from rollback.cli.windows import parse_window
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
@@ -19,7 +19,6 @@ CONTROL_CODES = (
     "or not carried out in time; 2 it makes no sense now, and nothing was handed in; 65 no checkpoint to go back to; "
     "74 I/O."
 )
-_Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 _Why = Annotated[str, typer.Option("--why", metavar="TEXT", help="For the record.", show_default=False)]
 _Who = Annotated[str | None, typer.Option("--who", metavar="NAME", help="For the record (default: USER@HOST).")]
 _Json = Annotated[bool, typer.Option("--json", help="Print the answer as JSON (top-level `schema`: 1).")]
@@ -28,7 +27,7 @@ _Timeout = Annotated[float, typer.Option("--timeout", metavar="SECONDS", min=0.0
 
 
 def rewind(
-    run: _Run,
+    run: RunArgument,
     to: Annotated[int, typer.Option("--to", metavar="STEP", min=0, help="Go back to this step.", show_default=False)],
     skip: Annotated[
         str | None, typer.Option("--skip", metavar="A:B", help="Then pass over these batches, both included.")
@@ -51,7 +50,7 @@ def rewind(
 
 
 def skip(
-    run: _Run,
+    run: RunArgument,
     window: Annotated[
         str | None, typer.Argument(metavar="[A:B]", help="Batches, both included.", show_default=False)
     ] = None,
@@ -84,7 +83,7 @@ def skip(
 
 
 def stop(
-    run: _Run,
+    run: RunArgument,
     why: _Why = "",
     who: _Who = None,
     json: _Json = False,

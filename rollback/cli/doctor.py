@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import show
 from rollback.cli.launch import default_run
 from rollback.cli.launch_options import GRACE
 from rollback.errors import UsageError
@@ -46,17 +46,13 @@ def doctor(
     """
     from rollback.doctor.examine import Question, examine
     from rollback.doctor.text import print_report
-    from rollback.terminal.escape import console_for
 
     if script is not None and not Path(script).exists():
         raise UsageError(f"there is no training script {script!r}")
     chosen = run or (default_run(script, {}) if script else Path("runs"))
     wanted = None if state_bytes is None else parse_size(state_bytes)
     report = examine(Question(chosen, ring, wanted, nproc, keep, grace), lambda what: say(f"looking at {what}"))
-    if json:
-        print(report.to_json())
-    else:
-        print_report(console_for(sys.stdout), report)
+    show(report, print_report, json=json)
     raise typer.Exit(report.exit_code)
 
 

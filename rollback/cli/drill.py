@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
+from rollback.cli.answers import show
 from rollback.cli.launch import read_settings, require_script
-from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, parameter
+from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
 from rollback.supervisor.flags import FLAGS, read_flags
@@ -26,41 +26,12 @@ _NO_RING = "--ring="
 DRILL_CODES = "Exit codes: 0 all rows passed; 1 a row failed, or the job does not run by itself; 2 usage."
 
 DRILL_PARAMETERS = (
-    parameter(
-        "script",
-        str | None,
-        typer.Argument(metavar="SCRIPT", help="training script, as for rollback launch"),
-        None,
-    ),
-    parameter(
-        "only",
-        list[str] | None,
-        typer.Option(
-            "--only", metavar="FAULT", help="this fault only; several times for several", rich_help_panel=_PANEL
-        ),
-        None,
-    ),
-    parameter("listed", bool, typer.Option("--list", help="list the faults and exit", rich_help_panel=_PANEL), False),
-    parameter(
-        "steps",
-        int | None,
-        typer.Option(
-            "--steps", metavar="N", min=60, help="updates of each run (default: by pace)", rich_help_panel=_PANEL
-        ),
-        None,
-    ),
-    parameter(
-        "scratch",
-        Path | None,
-        typer.Option("--scratch", metavar="DIR", help="new directory for the runs", rich_help_panel=_PANEL),
-        None,
-    ),
-    parameter(
-        "json",
-        bool,
-        typer.Option("--json", help="print the report as JSON (top-level `schema`: 1)", rich_help_panel=_PANEL),
-        False,
-    ),
+    parameter("script", str | None, typer.Argument(metavar="SCRIPT", help="training script, as for rollback launch")),
+    flag("only", list[str] | None, _PANEL, "FAULT", "this fault only; several times for several"),
+    switch("listed", _PANEL, "list the faults and exit", name="--list"),
+    flag("steps", int | None, _PANEL, "N", "updates of each run (default: by pace)", least=60),
+    flag("scratch", Path | None, _PANEL, "DIR", "new directory for the runs"),
+    switch("json", _PANEL, "print the report as JSON (top-level `schema`: 1)"),
     *(given for given in LAUNCH_PARAMETERS if given.name in _PASSED_ON),
 )
 
@@ -87,7 +58,6 @@ def drill(
     from rollback.drill.faults import FAULTS, choose
     from rollback.drill.text import print_report
     from rollback.drill.trials import DrillStage
-    from rollback.terminal.escape import console_for
 
     if listed:
         for fault in FAULTS:
@@ -105,8 +75,5 @@ def drill(
     stage = DrillStage(scratch_for(script, scratch), [*as_arguments(given), _NO_RING], [script, *(arguments or [])])
     request = DrillOrder(script, stage, faults, steps, settings, own_hang_limit=given["hang_after"] is not None)
     report = run_drill(request, say)
-    if json:
-        print(report.to_json())
-    else:
-        print_report(console_for(sys.stdout), report)
+    show(report, print_report, json=json)
     raise typer.Exit(ExitCode.DONE if report.passed else ExitCode.FAILED)

@@ -36,7 +36,7 @@ from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.redaction import redacted
 from rollback.supervisor.supervise import supervise
 from rollback.terminal.messages import line_for, occupy_standard_streams, say
-from rollback.trackers.process import Beside
+from rollback.trackers.process import trackers_beside
 
 # Files that must be open at once, at the least: by supervisor and torchrun, and for each rank.
 _FILES, _FILES_OF_A_RANK = 32, 4
@@ -87,7 +87,7 @@ def launch(
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     occupy_standard_streams()
-    with _audience(paths.root) as screen, Beside(paths.root, trackers, screen.say):
+    with _audience(paths.root) as screen, trackers_beside(paths.root, trackers, screen.say):
         result = supervise(order, screen)
     say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
     raise typer.Exit(result.exit_code)

@@ -25,6 +25,7 @@ LAUNCH_CONTEXT = {
 }
 RESTART_BUDGET = 10
 GRACE = 60.0
+_PANEL = "The run"
 # Settings that are switched off by saying so; of a torchrun switch, not saying it is off.
 _SWITCHED_OFF = frozenset(name for name, field in Settings.model_fields.items() if field.annotation is bool)
 
@@ -62,20 +63,32 @@ def as_arguments(given: Mapping[str, Any]) -> list[str]:
     return arguments
 
 
-def parameter(name: str, kind: Any, declaration: Any, default: Any) -> inspect.Parameter:
+def parameter(name: str, kind: Any, declaration: Any, default: Any = None) -> inspect.Parameter:
     annotation = Annotated[kind, declaration]
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _torchrun_parameter(flag: Flag) -> inspect.Parameter:
-    names = [flag.option, *([f"-{flag.short}"] if flag.short else [])]
-    if flag.name == "nproc-per-node":
+def flag(
+    field: str, kind: Any, panel: str, metavar: str | None, text: str, *names: str, least: float | None = None
+) -> inspect.Parameter:
+    """A flag that is not given is None. names: its spellings; by default that of the field."""
+    spelt = names or (option(field),)
+    return parameter(field, kind, typer.Option(*spelt, metavar=metavar, help=text, min=least, rich_help_panel=panel))
+
+
+def switch(field: str, panel: str, text: str, *, name: str | None = None) -> inspect.Parameter:
+    """A switch that is not given is off."""
+    return parameter(field, bool, typer.Option(name or option(field), help=text, rich_help_panel=panel), False)
+
+
+def _torchrun_parameter(row: Flag) -> inspect.Parameter:
+    names = [row.option, *([f"-{row.short}"] if row.short else [])]
+    if row.name == "nproc-per-node":
         names.append("--nproc")
     panel = "torchrun's flags"
-    if flag.metavar is None:
-        return parameter(flag.parameter, bool, typer.Option(*names, help=flag.help, rich_help_panel=panel), False)
-    declaration = typer.Option(*names, metavar=flag.metavar, help=flag.help, rich_help_panel=panel)
-    return parameter(flag.parameter, str | None, declaration, None)
+    if row.metavar is None:
+        return parameter(row.parameter, bool, typer.Option(*names, help=row.help, rich_help_panel=panel), False)
+    return flag(row.parameter, str | None, panel, row.metavar, row.help, *names)
 
 
 def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
@@ -84,11 +97,9 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     text = f"{field.description}{standard}"
     panel = "Settings of the guard, over those of the script"
     if field.annotation is bool:
-        switch = f"{option(name)}/{option('no_' + name)}"
-        declaration = typer.Option(switch, help=text, rich_help_panel=panel)
-        return parameter(name, bool | None, declaration, None)
-    declaration = typer.Option(option(name), metavar=_metavar_of(field), help=text, rich_help_panel=panel)
-    return parameter(name, (list[str] if name in ("skip", "skip_samples") else str) | None, declaration, None)
+        return flag(name, bool | None, panel, None, text, f"{option(name)}/{option('no_' + name)}")
+    kind = list[str] if name in ("skip", "skip_samples") else str
+    return flag(name, kind | None, panel, _metavar_of(field), text)
 
 
 def _show(value: object) -> str:
@@ -111,9 +122,10 @@ def _metavar(kind: Any) -> str:
     return {int: "N", float: "X", str: "DIR"}.get(kind, "A:B")
 
 
-def _run_parameter(name: str, kind: Any, metavar: str, text: str, least: float | None = None) -> inspect.Parameter:
-    declaration = typer.Option(option(name), metavar=metavar, help=text, min=least, rich_help_panel="The run")
-    return parameter(name, kind | None, declaration, None)
+def _run_parameter(
+    name: str, kind: Any, metavar: str | None, text: str, least: float | None = None, names: Sequence[str] = ()
+) -> inspect.Parameter:
+    return flag(name, kind | None, _PANEL, metavar, text, *names, least=least)
 
 
 LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
@@ -123,7 +135,7 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         typer.Argument(metavar="SCRIPT", help="training script, or what --module and --no-python make of it"),
         inspect.Parameter.empty,
     ),
-    parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own"), None),
+    parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own")),
     _run_parameter("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
     _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
     _run_parameter("tensorboard", Path, "DIR", "show the run in TensorBoard: event files below this directory"),
@@ -155,36 +167,23 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         f"many nodes: how long one that is missing or lost is waited for (default: {NODE_TIMEOUT:g})",
         1.0,
     ),
-    parameter(
-        "no_hangup",
-        bool,
-        typer.Option("--no-hangup", help="go on when the terminal is gone, as under nohup", rich_help_panel="The run"),
-        False,
-    ),
+    switch("no_hangup", _PANEL, "go on when the terminal is gone, as under nohup"),
     _run_parameter("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),
-    parameter(
+    _run_parameter(
         "secret_args",
-        list[str] | None,
-        typer.Option(
-            "--secret-args",
-            metavar="NAME[,NAME]",
-            help="options of the script whose values are secret too: they are written nowhere",
-            rich_help_panel="The run",
-        ),
-        None,
+        list[str],
+        "NAME[,NAME]",
+        "options of the script whose values are secret too: they are written nowhere",
     ),
-    parameter(
+    _run_parameter(
         "preload",
-        bool | None,
-        typer.Option(
-            "--preload/--no-preload",
-            help="fork ranks from a process that has imported torch, and keep the next one ready: restarts are seconds "
-            "faster (default: on)",
-            rich_help_panel="The run",
-        ),
+        bool,
         None,
+        "fork ranks from a process that has imported torch, and keep the next one ready: restarts are seconds faster "
+        "(default: on)",
+        names=["--preload/--no-preload"],
     ),
     *(_setting_parameter(name, field) for name, field in Settings.model_fields.items()),
-    *(_torchrun_parameter(flag) for flag in FLAGS),
-    parameter("torchrun_flag", list[str] | None, typer.Option(OTHER_FLAG, hidden=True), None),
+    *map(_torchrun_parameter, FLAGS),
+    parameter("torchrun_flag", list[str] | None, typer.Option(OTHER_FLAG, hidden=True)),
 )

@@ -8,11 +8,12 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import RunArgument
 from rollback.terminal.messages import say
 
 
 def report(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: RunArgument,
     output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("report.html"),
 ) -> None:
     """Make one HTML file of a run: its curve, incidents with their evidence, checkpoints, and where the time went.

@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import shlex
-import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollback.errors import RunDirectoryError
+from rollback.cli.answers import RunArgument, say_notices, show
+from rollback.errors import RunDirectoryError, reporting
 from rollback.terminal.messages import say
 
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
 
-_Run = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 _RunOrUrl = Annotated[str, typer.Argument(help="Run directory, or the URL of a ring.", show_default=False)]
 _Json = Annotated[bool, typer.Option("--json", help="Print as JSON (top-level `schema`: 1).")]
 _NAMES = "A checkpoint's name, `final` (of a complete run), `newest-good`, or `newest` (good or not)."
+_WRITABLE = "check the permissions and free space there"
 _VERIFY_CODES = (
     "Exit codes: 0 all are intact; 1 some are damaged, and the run could resume from another; 65 it could from none."
 )
@@ -34,16 +33,12 @@ def list_checkpoints(run: _RunOrUrl, json: _Json = False) -> None:
     from rollback.inspect.ring.at_url import readable
     from rollback.inspect.ring.checkpoints import read_listing
     from rollback.inspect.ring.text import print_listing
-    from rollback.terminal.escape import console_for
 
     with readable(run) as place:
         at_url = {} if place.store is None else {"ring": place.name}
         listing = read_listing(place.root).model_copy(update={"directory": place.name, **at_url})
-    if json:
-        print(listing.to_json())
-    else:
-        print_listing(console_for(sys.stdout), listing)
-    _say_notices(listing.notices)
+    show(listing, print_listing, json=json)
+    say_notices(listing.notices)
 
 
 @ring.command(epilog=_VERIFY_CODES)
@@ -60,15 +55,11 @@ def verify(
     from rollback.inspect.ring.at_url import readable
     from rollback.inspect.ring.text import print_verification
     from rollback.inspect.ring.verify import verify as verify_checkpoints
-    from rollback.terminal.escape import console_for
 
     with readable(run) as place:
         verification = verify_checkpoints(place, names or ())
-    if json:
-        print(verification.to_json())
-    else:
-        print_verification(console_for(sys.stdout), verification)
-    _say_notices(verification.notices)
+    show(verification, print_verification, json=json)
+    say_notices(verification.notices)
     raise typer.Exit(verification.exit_code)
 
 
@@ -88,7 +79,7 @@ def export(
     """
     from rollback.inspect.ring.at_url import readable
     from rollback.inspect.ring.export import export as export_model
-    from rollback.inspect.ring.text import size
+    from rollback.terminal.quantities import size
 
     with readable(run) as place:
         done = export_model(place, name, output, force=force)
@@ -100,7 +91,7 @@ def export(
 
 
 @ring.command()
-def pin(run: _Run, name: Annotated[str, typer.Argument(help=_NAMES, show_default=False)]) -> None:
+def pin(run: RunArgument, name: Annotated[str, typer.Argument(help=_NAMES, show_default=False)]) -> None:
     """Keep a checkpoint of the ring: a pinned one is never evicted, and does not count against the ring's capacity.
 
     Works on a running run too. One that is in memory only cannot be pinned until it is in the ring.
@@ -110,34 +101,19 @@ def pin(run: _Run, name: Annotated[str, typer.Argument(help=_NAMES, show_default
     from rollback.rundir.paths import RunPaths
 
     chosen = choose_from_ring(read_listing(run), name)
-    try:
+    with reporting(RunDirectoryError, f"pinning {chosen} in {run}", _WRITABLE):
         pins.pin(RunPaths(run), chosen)
-    except OSError as error:
-        raise _pinning_failed("pinning", chosen, run, error) from error
     say(f"{chosen} stays; `rollback ring unpin {shlex.quote(str(run))} {chosen}` lets it go")
 
 
 @ring.command()
 def unpin(
-    run: _Run, name: Annotated[str, typer.Argument(help="Name of a pinned checkpoint.", show_default=False)]
+    run: RunArgument, name: Annotated[str, typer.Argument(help="Name of a pinned checkpoint.", show_default=False)]
 ) -> None:
     """Let a pinned checkpoint leave the ring when its time comes."""
     from rollback.checkpoints import pins
     from rollback.inspect.audit.reading import require_run_directory
 
-    try:
+    with reporting(RunDirectoryError, f"unpinning {name} in {run}", _WRITABLE):
         pins.unpin(require_run_directory(run), name)
-    except OSError as error:
-        raise _pinning_failed("unpinning", name, run, error) from error
     say(f"{name} is no longer pinned; it leaves when its time comes")
-
-
-def _pinning_failed(doing: str, name: str, run: Path, error: OSError) -> RunDirectoryError:
-    return RunDirectoryError(
-        f"{doing} {name} in {run}: {error.strerror or error}", hint="check the permissions and free space there"
-    )
-
-
-def _say_notices(notices: Sequence[str]) -> None:
-    for notice in notices:
-        say(f"notice: {notice}")

@@ -8,12 +8,13 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import RunArgument, say_notices, show
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
 
 def status(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: RunArgument,
     json: Annotated[bool, typer.Option("--json", help="Print the status as JSON (top-level `schema`: 1).")] = False,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Go on until the run has ended, or until `q`.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="With --watch: lines instead of a panel.")] = False,
@@ -29,15 +30,10 @@ def status(
         return
     from rollback.inspect.status.status import read_status
     from rollback.inspect.status.text import print_status
-    from rollback.terminal.escape import console_for
 
     found = read_status(run)
-    if json:
-        print(found.to_json())
-    else:
-        print_status(console_for(sys.stdout), found)
-    for notice in found.notices:
-        say(f"notice: {notice}")
+    show(found, print_status, json=json)
+    say_notices(found.notices)
 
 
 def _watch(run: Path, plain: bool) -> None:

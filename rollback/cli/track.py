@@ -10,12 +10,13 @@ from typing import Annotated
 
 import typer
 
+from rollback.cli.answers import RunArgument
 from rollback.errors import OutputNotWritten, UsageError
 from rollback.terminal.messages import say
 
 
 def track(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: RunArgument,
     tensorboard: Annotated[
         Path | None, typer.Option(metavar="DIR", help="Write event files below this directory.", show_default=False)
     ] = None,

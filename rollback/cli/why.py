@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from rollback.terminal.messages import say
+from rollback.cli.answers import RunArgument, say_notices, show
 
 
 def why(
-    run: Annotated[Path, typer.Argument(help="Run directory.", show_default=False)],
+    run: RunArgument,
     attempt: Annotated[
         int | None, typer.Option(help="Which attempt.", show_default="the last one that failed", min=1)
     ] = None,
@@ -24,12 +22,7 @@ def why(
     """
     from rollback.inspect.why.text import print_account
     from rollback.inspect.why.why import read_account
-    from rollback.terminal.escape import console_for
 
     account = read_account(run, attempt)
-    if json:
-        print(account.to_json())
-    else:
-        print_account(console_for(sys.stdout), account)
-    for notice in account.notices:
-        say(f"notice: {notice}")
+    show(account, print_account, json=json)
+    say_notices(account.notices)

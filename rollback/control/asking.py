@@ -22,7 +22,7 @@ from pydantic import Field, ValidationError
 from rollback.errors import ExitCode, NoUsableCheckpoint, UsageError
 from rollback.facts.training import Answered, Order, Window
 from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests
@@ -36,10 +36,9 @@ _LOOK_FOR_LIFE = 1.0
 _LIVE = ("running", "starting", "unknown")
 
 
-class Reply(ReportItem):
+class Reply(Document):
     """Schema of `rollback rewind|skip|stop --json`, version 1."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     request: str = Field(description="its name in the run's journal")
     order: Order
     state: Literal["carried_out", "refused", "open"] = Field(
@@ -186,7 +185,7 @@ def _answer(asked: Asked) -> Answered | None:
 
 
 def _reply(asked: Asked, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True) -> Reply:
-    return Reply(schema=1, request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
+    return Reply(request=asked.name, order=asked.request.order, state=state, text=text, waited=waited)
 
 
 def _standing(run: Path) -> tuple[RunPaths, Status]:

@@ -11,7 +11,7 @@ from rollback.checkpoints.sizing import bytes_of
 from rollback.checkpoints.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
-from rollback.doctor.findings import DoctorReport, Finding
+from rollback.doctor.findings import DoctorReport, Finding, fail
 from rollback.doctor.machine import cores, judge_cores, look_at_clock, look_at_limits, look_at_torch
 from rollback.doctor.memory import look_at_fast_tier
 from rollback.doctor.storage import judge_save, look_at_disk, look_at_ring
@@ -47,7 +47,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         held = bytes_of(tier.root) if tier else 0
     except (RollbackError, OSError) as error:
         held = 0
-        findings.append(Finding(topic="run", level="fail", found=str(error), fix="name another one with --run DIR"))
+        findings.append(fail("run", str(error), "name another one with --run DIR"))
     keep = question.keep or Settings().keep
     tell("torch")
     findings.append(look_at_torch())
@@ -64,7 +64,6 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
     findings += [finding for finding in saves if finding is not None]
     findings += [judge_cores(cores(), ranks), look_at_limits(), look_at_clock()]
     return DoctorReport(
-        schema=1,
         host=socket.gethostname(),
         run=str(question.run),
         state_bytes=state_bytes,

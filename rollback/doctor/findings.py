@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Literal
 
 from pydantic import Field
 
 from rollback.errors import ExitCode
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
+from rollback.terminal import quantities
 
 Level = Literal["ok", "warn", "fail"]
 
@@ -21,10 +23,21 @@ class Finding(ReportItem):
     fix: str | None = Field(None, description="what to do about it")
 
 
-class DoctorReport(ReportItem):
+def ok(topic: str, found: str) -> Finding:
+    return Finding(topic=topic, level="ok", found=found)
+
+
+def warn(topic: str, found: str, fix: str) -> Finding:
+    return Finding(topic=topic, level="warn", found=found, fix=fix)
+
+
+def fail(topic: str, found: str, fix: str) -> Finding:
+    return Finding(topic=topic, level="fail", found=found, fix=fix)
+
+
+class DoctorReport(Document):
     """Schema of `rollback doctor --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     host: str
     run: str = Field(description="the run directory that it is about; it need not exist")
     state_bytes: int | None = Field(description="of a checkpoint, all ranks together; null: not known")
@@ -36,10 +49,4 @@ class DoctorReport(ReportItem):
         return ExitCode.FAILED if any(finding.level == "fail" for finding in self.findings) else ExitCode.DONE
 
 
-def size(count: float) -> str:
-    """Bytes for people: `1.5 GiB`."""
-    for unit in ("bytes", "KiB", "MiB", "GiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}" if unit == "bytes" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"
+size = partial(quantities.size, least="bytes")

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from typing import Any
 
-from rollback.doctor.findings import Finding, size
+from rollback.doctor.findings import Finding, fail, ok, size, warn
 from rollback.rundir.cgroups import granted_cores
 
 _OLDEST_TORCH = (2, 10)
@@ -42,16 +42,12 @@ def look_at_torch() -> Finding:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PROBE_LIMIT, check=False)
     except subprocess.TimeoutExpired:
         found = f"importing torch takes more than {_PROBE_LIMIT:.0f} s"
-        return Finding(
-            topic="torch", level="fail", found=found, fix="see what python -X importtime -c 'import torch' waits for"
-        )
+        return fail("torch", found, "see what python -X importtime -c 'import torch' waits for")
     try:
         return judge_torch(json.loads(done.stdout.splitlines()[-1]))
     except (ValueError, IndexError):
         why = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
-        return Finding(
-            topic="torch", level="fail", found=f"torch cannot be imported: {why}", fix="install torch 2.10 or later"
-        )
+        return fail("torch", f"torch cannot be imported: {why}", "install torch 2.10 or later")
 
 
 def judge_torch(told: dict[str, Any]) -> Finding:
@@ -63,14 +59,14 @@ def judge_torch(told: dict[str, Any]) -> Finding:
     version = tuple(int(part) for part in re.findall(r"\d+", told["torch"])[:2])
     if version < _OLDEST_TORCH:
         fix = "install torch 2.10 or later: what is older was not tested"
-        return Finding(topic="torch", level="fail", found=found, fix=fix)
+        return fail("torch", found, fix)
     if not told["distributed"]:
-        return Finding(topic="torch", level="warn", found=f"{found}; built without torch.distributed: one rank only",
-                       fix="install a build with torch.distributed")  # fmt: skip
+        found = f"{found}; built without torch.distributed: one rank only"
+        return warn("torch", found, "install a build with torch.distributed")
     if devices and not told["nccl"]:
         fix = "install a build with NCCL: gloo copies through the host"
-        return Finding(topic="torch", level="warn", found=f"{found}; GPUs, but no NCCL", fix=fix)
-    return Finding(topic="torch", level="ok", found=found)
+        return warn("torch", f"{found}; GPUs, but no NCCL", fix)
+    return ok("torch", found)
 
 
 def cores() -> float:
@@ -83,12 +79,12 @@ def cores() -> float:
 def judge_cores(count: float, ranks: int | None) -> Finding:
     found = f"{count:g} processors"
     if ranks is None:
-        return Finding(topic="cores", level="ok", found=f"{found}; --nproc would tell whether that suffices")
+        return ok("cores", f"{found}; --nproc would tell whether that suffices")
     found = f"{found} for {ranks} ranks and the supervisor"
     if count < ranks:
         fix = "fewer ranks, or more processors for the container; OMP_NUM_THREADS=1 keeps ranks out of each other's way"
-        return Finding(topic="cores", level="warn", found=found, fix=fix)
-    return Finding(topic="cores", level="ok", found=found)
+        return warn("cores", found, fix)
+    return ok("cores", found)
 
 
 def look_at_limits() -> Finding:
@@ -101,12 +97,12 @@ def judge_limits(soft: int, hard: int, largest_file: int) -> Finding:
     unlimited = resource.RLIM_INFINITY
     if largest_file != unlimited:
         found = f"a file may have {size(largest_file)} at most (ulimit -f): larger shards fail"
-        return Finding(topic="limits", level="fail", found=found, fix="ulimit -f unlimited")
+        return fail("limits", found, "ulimit -f unlimited")
     found = f"{'unlimited' if soft == unlimited else soft} open files"
     if soft != unlimited and soft < _FILES:
         more = f"ulimit -n {_FILES}" if hard in (unlimited,) or hard >= _FILES else "raise the hard limit of open files"
-        return Finding(topic="limits", level="warn", found=f"{found}: loader workers and sockets add up", fix=more)
-    return Finding(topic="limits", level="ok", found=found)
+        return warn("limits", f"{found}: loader workers and sockets add up", more)
+    return ok("limits", found)
 
 
 def look_at_clock() -> Finding:
@@ -122,10 +118,8 @@ def look_at_clock() -> Finding:
 def judge_clock(state: int) -> Finding:
     """state: what adjtimex(2) returns; -1: it cannot be asked."""
     if state == -1:
-        return Finding(
-            topic="clock", level="ok", found="whether it is synchronised cannot be asked here; no order depends on it"
-        )
+        return ok("clock", "whether it is synchronised cannot be asked here; no order depends on it")
     if state == _TIME_ERROR:
         found = "not synchronised: no order or deadline depends on it, but people will compare the times in the record"
-        return Finding(topic="clock", level="warn", found=found, fix="run chrony or systemd-timesyncd on the host")
-    return Finding(topic="clock", level="ok", found="synchronised")
+        return warn("clock", found, "run chrony or systemd-timesyncd on the host")
+    return ok("clock", "synchronised")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
-from rollback.doctor.findings import Finding, size
+from rollback.doctor.findings import Finding, ok, size, warn
 
 _TOPIC = "fast tier"
 _SMALL = 1 << 30
@@ -16,11 +16,10 @@ def look_at_fast_tier(base: Path, state_bytes: int | None, keep: int, *, held: i
     try:
         free = free_memory(base) + held
     except OSError as error:
-        return Finding(
-            topic=_TOPIC,
-            level="warn",
-            found=f"{base} cannot be used ({error.strerror or error}): the ranks will write straight to the disk",
-            fix=f"mount a tmpfs there: mount -t tmpfs -o size=50% tmpfs {base}",
+        return warn(
+            _TOPIC,
+            f"{base} cannot be used ({error.strerror or error}): the ranks will write straight to the disk",
+            f"mount a tmpfs there: mount -t tmpfs -o size=50% tmpfs {base}",
         )
     return judge_fast_tier(base, free, state_bytes, keep)
 
@@ -33,23 +32,21 @@ def judge_fast_tier(base: Path, free: int, state_bytes: int | None, keep: int) -
     )
     if state_bytes is None:
         if free < _SMALL:
-            return Finding(topic=_TOPIC, level="warn", found=f"{room}, which is little", fix=larger)
-        return Finding(topic=_TOPIC, level="ok", found=f"{room}; --state-bytes would tell whether that suffices")
+            return warn(_TOPIC, f"{room}, which is little", larger)
+        return ok(_TOPIC, f"{room}; --state-bytes would tell whether that suffices")
     slots = slots_that_fit(state_bytes, free, keep)
     need = f"a checkpoint has {size(state_bytes)}"
     if not slots:
         least = 2 * LEAST_SLOTS * state_bytes
-        return Finding(
-            topic=_TOPIC,
-            level="warn",
-            found=f"{room}, {need}: no room for {LEAST_SLOTS} in half of it; the ranks will write straight to the disk",
-            fix=f"{larger}; {size(least)} would do",
+        return warn(
+            _TOPIC,
+            f"{room}, {need}: no room for {LEAST_SLOTS} in half of it; the ranks will write straight to the disk",
+            f"{larger}; {size(least)} would do",
         )
     if slots < keep + 1:
-        return Finding(
-            topic=_TOPIC,
-            level="warn",
-            found=f"{room}, {need}: {slots} slots of the {keep + 1} that --keep {keep} asks for",
-            fix="fewer checkpoints (--keep), or " + larger,
+        return warn(
+            _TOPIC,
+            f"{room}, {need}: {slots} slots of the {keep + 1} that --keep {keep} asks for",
+            "fewer checkpoints (--keep), or " + larger,
         )
-    return Finding(topic=_TOPIC, level="ok", found=f"{room}, {need}: {slots} slots")
+    return ok(_TOPIC, f"{room}, {need}: {slots} slots")

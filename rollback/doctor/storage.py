@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rollback.checkpoints.direct import write_direct
 from rollback.checkpoints.region import Region
-from rollback.doctor.findings import Finding, size
+from rollback.doctor.findings import Finding, fail, ok, size, warn
 from rollback.errors import RollbackError
 from rollback.ring.url.store import Store
 
@@ -78,7 +78,7 @@ def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Fi
     except OSError as error:
         fix = "name another run directory with --run, or mend its permissions and free space"
         found = f"{directory} cannot be written: {error.strerror or error}"
-        return [Finding(topic="run directory", level="fail", found=found, fix=fix)], None
+        return [fail("run directory", found, fix)], None
     return [judge_kind(disk), judge_room(disk, state_bytes, keep), judge_syncs(disk)], disk.rate
 
 
@@ -137,29 +137,25 @@ def judge_kind(disk: Disk) -> Finding:
     found = f"{disk.directory} is on {mount.kind} ({mount.source}), which takes {size(disk.rate)} a second"
     if mount.kind in _IN_MEMORY:
         fix = "put it on a disk (--run DIR), or give a ring elsewhere (--ring URL)"
-        return Finding(
-            topic="run directory", level="warn", found=f"{found}: a restart of the machine empties it", fix=fix
-        )
+        return warn("run directory", f"{found}: a restart of the machine empties it", fix)
     if mount.kind in _IN_A_CONTAINER:
         fix = "mount a volume and put it there (--run DIR), or give a ring elsewhere (--ring URL)"
-        return Finding(topic="run directory", level="warn", found=f"{found}: it goes with the container", fix=fix)
+        return warn("run directory", f"{found}: it goes with the container", fix)
     if mount.kind in _NETWORK or mount.kind.startswith("fuse"):
         fix = "see that the server syncs (NFS: no `async` export) and that locks work (NFS: no `nolock`)"
-        return Finding(
-            topic="run directory", level="warn", found=f"{found}: what a sync means is its server's affair", fix=fix
-        )
-    return Finding(topic="run directory", level="ok", found=found)
+        return warn("run directory", f"{found}: what a sync means is its server's affair", fix)
+    return ok("run directory", found)
 
 
 def judge_room(disk: Disk, state_bytes: int | None, keep: int) -> Finding:
     """Whether the ring fits."""
     found = f"{size(disk.free)} free"
     if state_bytes is None:
-        return Finding(topic="disk space", level="ok", found=f"{found}; --state-bytes would tell whether that suffices")
+        return ok("disk space", f"{found}; --state-bytes would tell whether that suffices")
     need = (keep + 1) * state_bytes
     found = f"{found}; {keep} checkpoints of {size(state_bytes)}, and one being written, take {size(need)}"
     if disk.free >= need:
-        return Finding(topic="disk space", level="ok", found=found)
+        return ok("disk space", found)
     fix = "make room, keep fewer (--keep), or put the run directory elsewhere (--run DIR)"
     level = "fail" if disk.free < 2 * state_bytes else "warn"
     return Finding(topic="disk space", level=level, found=found, fix=fix)
@@ -171,16 +167,14 @@ def judge_syncs(disk: Disk) -> Finding:
     slowest = f"slowest of {len(disk.syncs)}: {max(disk.syncs) * 1000:.1f} ms"
     found = f"a line of the journal is synced in {median * 1000:.2f} ms ({slowest})"
     if disk.mount.kind in _IN_MEMORY:
-        return Finding(topic="sync", level="ok", found=f"{found}, in memory, where it means nothing")
+        return ok("sync", f"{found}, in memory, where it means nothing")
     if median < _IMPLAUSIBLE:
         fix = "look for eatmydata, a virtual disk with cache=unsafe, libeatmydata, a mount with barrier=0"
-        return Finding(
-            topic="sync", level="warn", found=f"{found}: faster than a device can be; it is not durable", fix=fix
-        )
+        return warn("sync", f"{found}: faster than a device can be; it is not durable", fix)
     if median > _SLOW_SYNC:
         fix = "a faster disk for the run directory; its journal is synced at every checkpoint, incident and skip"
-        return Finding(topic="sync", level="warn", found=found, fix=fix)
-    return Finding(topic="sync", level="ok", found=found)
+        return warn("sync", found, fix)
+    return ok("sync", found)
 
 
 def look_at_ring(url: str) -> tuple[Finding, float | None]:
@@ -192,11 +186,9 @@ def look_at_ring(url: str) -> tuple[Finding, float | None]:
         answer = time.perf_counter() - began
         rate = _rate_of_ring(store)
     except RollbackError as error:
-        return Finding(
-            topic="ring", level="fail", found=error.message, fix=error.hint or "mend it, or leave --ring out"
-        ), None
+        return fail("ring", error.message, error.hint or "mend it, or leave --ring out"), None
     found = f"{url} takes {size(rate)} a second; writing, reading and deleting an object took {answer * 1000:.0f} ms"
-    return Finding(topic="ring", level="ok", found=found), rate
+    return ok("ring", found), rate
 
 
 def _rate_of_ring(store: Store) -> float:
@@ -223,5 +215,5 @@ def judge_save(state_bytes: int | None, rate: float | None, grace: float, where:
     fix = "a longer --grace, if the scheduler allows one; a faster disk; more ranks (each writes its share)"
     level = "fail" if seconds > grace else "warn"
     if seconds <= grace / 2:
-        return Finding(topic=f"saving to {where}", level="ok", found=found)
+        return ok(f"saving to {where}", found)
     return Finding(topic=f"saving to {where}", level=level, found=found, fix=fix)

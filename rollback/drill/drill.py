@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -19,8 +19,8 @@ from rollback.drill.faults import Expected, PlannedFault
 from rollback.drill.judge import Comparison, Difference, DrillRow, compare, differences, judge, parts
 from rollback.drill.plan import FEWEST_STEPS, REHEARSAL_STEPS, plan, steps_for
 from rollback.drill.trials import DrillStage, Trial
-from rollback.errors import RollbackError, UsageError
-from rollback.inspect.audit.report import ReportItem
+from rollback.errors import RollbackError, UsageError, reporting
+from rollback.inspect.audit.report import Document
 from rollback.rundir.exercise import Exercise
 
 _REHEARSAL_LIMIT = 3600.0  # a large model may take long to start
@@ -45,10 +45,9 @@ class DrillOrder:
     own_hang_limit: bool = False
 
 
-class DrillReport(ReportItem):
+class DrillReport(Document):
     """Schema of `rollback drill --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     script: str
     scratch: str = Field(description="where the runs are; their checkpoints are removed")
     ranks: int
@@ -94,7 +93,6 @@ class _Drill:
         )
         rows = [self._row(fault, ranks) for fault in self.request.faults]
         return DrillReport(
-            schema=1,
             script=self.request.script,
             scratch=str(self.request.stage.scratch),
             ranks=ranks,
@@ -228,11 +226,9 @@ class _Drill:
 def scratch_for(script: str, given: Path | None) -> Path:
     """A new directory for the runs. Raises UsageError where the one that was named has something in it."""
     scratch = given or Path("runs") / f"drill-{Path(script).stem}-{time.strftime('%Y%m%d-%H%M%S')}"
-    try:
+    with reporting(UsageError, f"--scratch: {scratch} cannot be made"):
         scratch.mkdir(parents=True, exist_ok=True)
         taken = any(scratch.iterdir())
-    except OSError as error:
-        raise UsageError(f"--scratch: {scratch} cannot be made: {error.strerror or error}") from error
     if taken:
         raise UsageError(f"--scratch: {scratch} is not empty", hint="name a new directory")
     return scratch

@@ -112,17 +112,8 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
     if comparison is not None:
         row = row.model_copy(update={"bitwise": comparison.bitwise, "differs": comparison.differs})
     seen = _SEE[fault.expected](fault, trial, undisturbed)
-    replayed = row.steps_replayed if seen.replayed is None else seen.replayed
-    row = row.model_copy(
-        update={
-            "caught": seen.caught,
-            "caught_after_steps": seen.caught_after_steps,
-            "caught_after_seconds": seen.caught_after_seconds,
-            "recovered": seen.recovered,
-            "steps_replayed": replayed,
-        }
-    )
-    why = seen.why or _exactness(row, comparison)
+    row = row.model_copy(update={name: value for name, value in vars(seen).items() if value is not None})
+    why = row.why or _exactness(row, comparison)
     if why is None and not trial.ended_well:
         why = f"the run did not end well{_unless_well(trial)}"
     remark = why or (comparison.why if comparison and comparison.bitwise != "yes" else None)
@@ -131,14 +122,17 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What was seen of a fault. replayed: updates, where the record does not know: a killed rank takes its last second
-    of metrics along. why: what keeps the row from passing."""
+    """What was seen of a fault: fields of its row, where it says something of them.
+
+    steps_replayed: where the record does not know: a killed rank takes its last second of metrics along. why: what
+    keeps the row from passing.
+    """
 
     caught: str | None = None
     caught_after_steps: int | None = None
     caught_after_seconds: float | None = None
     recovered: str | None = None
-    replayed: int | None = None
+    steps_replayed: int | None = None
     why: str | None = None
 
 
@@ -164,7 +158,7 @@ def _see_incident(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Out
 
 def _see_relaunch(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
-    attempts = trial.ledger.attempts if trial.ledger else []
+    attempts = trial.attempts
     if trial.overdue and len(attempts) < 2:
         return _Outcome(why=f"it was not noticed for {trial.seconds:.0f} s; the drill ended the run")
     if len(attempts) < 2:
@@ -174,12 +168,12 @@ def _see_relaunch(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Out
     seen = _Outcome(caught=caught, caught_after_seconds=_seconds(struck.at, first.ended_at))
     if second.begins is None:
         return replace(seen, why=f"the second attempt did not begin to train{_unless_well(trial)}")
-    return replace(seen, recovered=_begins(second), replayed=max(0, struck.step - second.begins.step))
+    return replace(seen, recovered=_begins(second), steps_replayed=max(0, struck.step - second.begins.step))
 
 
 def _see_stop(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcome:
     struck = trial.injected[0]
-    attempts = trial.ledger.attempts if trial.ledger else []
+    attempts = trial.attempts
     if trial.codes[0] != ExitCode.RESUMABLE:
         return _Outcome(why=f"it exited with {trial.codes[0]} and not with 75{_unless_well(trial)}")
     first = attempts[0]
@@ -211,7 +205,7 @@ def _see_drift(fault: PlannedFault, trial: Trial, undisturbed: Trial) -> _Outcom
     incident = _first_incident(ledger, struck.step)
     if incident is not None:
         return _see_incident(fault, trial, undisturbed)
-    attempts = ledger.attempts if ledger else []
+    attempts = trial.attempts
     dropped = next((e for e in (ledger.checkpoints if ledger else []) if e.status == "dropped"), None)
     if dropped is not None and dropped.step is not None:
         steps, seconds = dropped.step - struck.step, _seconds(struck.at, dropped.at)

@@ -18,6 +18,7 @@ from rollback.checkpoints import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, RollbackError
 from rollback.inspect.audit import AuditReport, compile_ledger, read_material
+from rollback.inspect.audit.report import AttemptEntry
 from rollback.rundir.exercise import ENV_DRILL, EndState, Exercise, Folder, Injected
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
@@ -55,6 +56,11 @@ class Trial:
     def ended_well(self) -> bool:
         """The last launch says that training is done, and every rank has said with what."""
         return self.codes[-1] == ExitCode.DONE and bool(self.ends) and not self.overdue
+
+    @property
+    def attempts(self) -> list[AttemptEntry]:
+        """On record."""
+        return self.ledger.attempts if self.ledger else []
 
     @property
     def told_a_loss(self) -> bool:

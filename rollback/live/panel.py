@@ -12,12 +12,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from rollback.inspect.audit.text import duration, number
 from rollback.inspect.status.status import Durable, Status, Work
 from rollback.rundir.records import Metric
 from rollback.terminal.braille import draw
 from rollback.terminal.curve import Curve, extent
 from rollback.terminal.escape import printable
+from rollback.terminal.quantities import duration, number
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "default", "died": "red", "unknown": "yellow"}
 _VERDICTS = {"healthy": "green", "watch": "yellow", "spike": "red", "nonfinite": "red"}
@@ -111,11 +111,8 @@ def _curve(curve: Curve, room: int, wide: bool) -> Table:
     ends = [Text(_short(bounds[1]), style="dim"), Text(_short(bounds[0]), style="dim")] if bounds else [Text(), Text()]
     if wide:
         grid.add_column(no_wrap=True, justify="right", width=_BOUND)
-        grid.add_row(top, ends[0])
-        grid.add_row(bottom, ends[1])
-    else:
-        grid.add_row(top)
-        grid.add_row(bottom)
+    for row, end in zip((top, bottom), ends, strict=True):
+        grid.add_row(row, *([end] if wide else []))
     return grid
 
 

@@ -10,7 +10,6 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
-from types import TracebackType
 
 from rollback.rundir.durable import write_all
 from rollback.supervisor.output import Stream
@@ -51,9 +50,7 @@ class Screen:
         self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         with self._changed:
             self._over = True
             self._changed.notify()

@@ -19,7 +19,7 @@ from rollback.facts.training import (
     Signalled,
     Stopped,
 )
-from rollback.inspect.audit.text import number
+from rollback.terminal.quantities import number
 
 
 def line_of(record: JournalEntry) -> str | None:

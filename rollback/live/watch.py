@@ -13,12 +13,12 @@ from typing import TextIO
 
 from rich.console import Console
 
-from rollback.inspect.audit.text import duration, number
 from rollback.inspect.status.status import Status
 from rollback.live.telling import line_of
 from rollback.live.view import EVERY, View
 from rollback.terminal.canvas import Canvas
 from rollback.terminal.escape import quoted
+from rollback.terminal.quantities import duration, number
 
 _LINE_EVERY = 10.0  # seconds between two lines, where there is no panel
 _OVER = ("ended", "died")

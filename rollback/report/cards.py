@@ -8,15 +8,9 @@ from typing import Any
 
 from rollback.inspect.audit.reading import Material
 from rollback.inspect.audit.report import AuditReport, IncidentEntry
-from rollback.inspect.audit.text import (
-    OUTCOMES,
-    VERDICTS,
-    answer_in_words,
-    duration,
-    indices_in_words,
-    number,
-)
+from rollback.inspect.audit.text import OUTCOMES, VERDICTS, answer_in_words, indices_in_words
 from rollback.rundir.evidence import RankEvidence
+from rollback.terminal.quantities import duration, number
 
 _TENSORS = 24
 _BATCHES = 16

@@ -22,13 +22,13 @@ from rollback import __version__
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, read_material
 from rollback.inspect.audit.report import AuditReport
-from rollback.inspect.audit.text import at_least, duration
 from rollback.report.account import TimeAccount, account
 from rollback.report.cards import cards
 from rollback.report.chart import chart
 from rollback.report.tables import blocks
 from rollback.rundir.paths import RunPaths
 from rollback.terminal.escape import printable
+from rollback.terminal.quantities import at_least, duration
 
 _ENDINGS = {"finished": "good", "preempted": "warn", "structural": "bad", "gave_up": "bad", "asked": "calm"}
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}

@@ -11,10 +11,10 @@ from rollback.facts.ring import Drained
 from rollback.facts.supervisor import Hung
 from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
-from rollback.inspect.audit.text import at_least, duration, number
 from rollback.inspect.status.status import place_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import read_processes, read_stacks
+from rollback.terminal.quantities import at_least, duration, number
 
 _MOST = 200  # rows of a table
 _STACK = 1 << 15  # bytes of the stacks of one process

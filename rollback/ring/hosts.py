@@ -15,7 +15,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
 from rollback.checkpoints.manifest import Manifest, ShardRecord
@@ -27,10 +27,9 @@ _POLL = 0.1
 PATIENCE = 30.0  # seconds in which some living host must say that it has a shard
 
 
-class Wanted(BaseModel):
+class Wanted(BaseModel, frozen=True):
     """nodes/wanted.json."""
 
-    model_config = ConfigDict(frozen=True)
     order: str = ""
     """A unique name of this request; empty: nothing is wanted."""
     name: str = ""
@@ -41,10 +40,9 @@ class Wanted(BaseModel):
     beat: int = 0
 
 
-class HostPart(BaseModel):
+class HostPart(BaseModel, frozen=True):
     """nodes/part-NAME.json."""
 
-    model_config = ConfigDict(frozen=True)
     order: str
     shards: tuple[int, ...] = ()
     """The wanted shards that this host has."""

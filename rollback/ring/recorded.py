@@ -7,11 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollback.checkpoints.resume import of_present_timeline
 from rollback.facts.history import fold
 from rollback.facts.training import BecameGood, Committed, Drained, JournalEntry, LeftDurableRing
 from rollback.policy import PolicyCheckpoint
-from rollback.ring import schedule
+from rollback.ring.schedule import of_present
 
 
 def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[PolicyCheckpoint]:
@@ -26,10 +25,8 @@ def good_ones_at(url: str, ranks: Iterable[JournalEntry], supervisor: Iterable[J
     good = {fact.checkpoint for fact in facts if isinstance(fact, BecameGood)}
     good |= {fact.checkpoint for fact in facts if isinstance(fact, Committed) and fact.step == 0}
     history = fold(ranks)
-    known = [schedule.DrainCandidate(name, fact.step, fact.timeline) for name, fact in history.committed.items()]
-    present = sorted(of_present_timeline(history, known), key=lambda item: item.seq)
     return [
         PolicyCheckpoint(item.name, item.step, history.committed[item.name].batch, True)
-        for item in present
+        for item in of_present(history)
         if item.name in there & good
     ]

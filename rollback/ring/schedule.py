@@ -79,7 +79,7 @@ class Situation:
 
 def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     """The checkpoint to copy now; None: there is nothing to do yet. clock: monotonic seconds."""
-    present = _present(now.history)
+    present = of_present(now.history)
     open_ = [item for item in present if item.name not in now.drained and item.name not in now.lost]
     if now.ending and open_ and open_[-1] is present[-1]:
         return open_[-1].name
@@ -113,13 +113,13 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     """
     if now.history.pending is not None:
         return []
-    present = {item.name for item in _present(now.history)}
+    present = {item.name for item in of_present(now.history)}
     free = [name for name in now.drained if name not in now.pinned]
     discarded = {name for name in free if name in now.history.committed and name not in present}
     return choose_evictions(free, now.history.good, discarded, keep)
 
 
-def _present(history: History) -> list[DrainCandidate]:
+def of_present(history: History) -> list[DrainCandidate]:
     """Checkpoints of the present timeline, oldest first, including those that have left the local ring since."""
     known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
     return sorted(of_present_timeline(history, known), key=lambda item: item.seq)

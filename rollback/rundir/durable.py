@@ -8,7 +8,7 @@ from typing import BinaryIO
 
 from rollback.rundir import files
 
-__all__ = ["append_line", "open_regular", "read_small_file", "sync_directory", "write_all", "write_file"]
+_BLOCK = 1 << 16
 
 
 def sync_directory(directory: Path) -> None:
@@ -69,6 +69,25 @@ def open_regular(path: Path) -> BinaryIO:
         return os.fdopen(files.open_file(path, os.O_RDONLY), "rb")
     except files.NotAFileOfOurs as error:
         raise ValueError(f"{path}: {error.strerror}") from None
+
+
+def read_tail(path: Path, size: int) -> bytes:
+    """The last bytes of a file, at most `size`. Raises as `open_regular`."""
+    with open_regular(path) as file:
+        file.seek(max(0, os.fstat(file.fileno()).st_size - size))
+        return file.read(size)
+
+
+def end_of_lines(file: BinaryIO) -> int:
+    """Where the last whole line ends: what follows is torn, or being written."""
+    end = file.seek(0, os.SEEK_END)
+    while end:
+        start = max(0, end - _BLOCK)
+        file.seek(start)
+        if (found := file.read(end - start).rfind(b"\n")) >= 0:
+            return start + found + 1
+        end = start
+    return 0
 
 
 def read_small_file(path: Path, limit: int, start: int = 0) -> bytes:

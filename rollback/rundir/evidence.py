@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rollback.rundir.durable import write_file
 from rollback.rundir.small_json import read_model
@@ -18,8 +18,8 @@ Explosion = Literal["large", "overflow", "nonfinite"]
 """Kinds of gradient explosion: a large norm; finite elements whose norm overflows; non-finite elements."""
 
 
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
+class _Part(BaseModel, frozen=True, ser_json_inf_nan="strings"):
+    """Base of what a rank's record is made of."""
 
 
 class NamedNorm(_Part):

@@ -17,10 +17,10 @@ from datetime import datetime
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel
 
 from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import read_model
+from rollback.rundir.small_json import sound_model
 
 ENV_DRILL = "ROLLBACK_DRILL"
 
@@ -33,8 +33,8 @@ _LIMIT = 1 << 20
 _Note = TypeVar("_Note", bound="_Written")
 
 
-class _Written(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid")
+class _Written(BaseModel, frozen=True, extra="forbid"):
+    """Base of what the files of an exercise hold."""
 
 
 class Exercise(_Written):
@@ -112,10 +112,7 @@ class Folder:
 
 def read_note(path: Path, kind: type[_Note]) -> _Note | None:
     """The content of a file; None where there is none or it cannot be read."""
-    try:
-        return read_model(path, kind, _LIMIT)
-    except (OSError, ValueError, ValidationError):
-        return None
+    return sound_model(path, kind, _LIMIT)
 
 
 def exercise_of(run: Path, environment: Mapping[str, str] = os.environ) -> tuple[Exercise, Folder] | None:

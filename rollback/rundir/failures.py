@@ -14,12 +14,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field
 
 from rollback.facts.training import Window
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import read_model
+from rollback.rundir.small_json import sound_model
 
 _LIMIT = 4 << 20
 _TEXT_LIMIT = 64 << 10
@@ -27,19 +27,17 @@ _FRAMES = 50
 _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 
-class Frame(BaseModel):
+class Frame(BaseModel, frozen=True):
     """A line of a traceback, innermost last."""
 
-    model_config = ConfigDict(frozen=True)
     file: str = Field(description="its base name")
     function: str
     line: int
 
 
-class FailureRecord(BaseModel):
+class FailureRecord(BaseModel, frozen=True):
     """failures/attempt-AAAA/rank-NNNNN.json."""
 
-    model_config = ConfigDict(frozen=True)
     rank: int
     pid: int
     host: str
@@ -69,11 +67,8 @@ def read_failures(directory: Path) -> dict[int, FailureRecord]:
     """The readable records of an attempt, by rank. One that is absent, damaged or about another rank is left out."""
     found: dict[int, FailureRecord] = {}
     for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
-        try:
-            record = read_model(path, FailureRecord, _LIMIT)
-        except (OSError, ValueError, ValidationError):
-            continue
-        if path.name == f"rank-{record.rank:05d}.json":
+        record = sound_model(path, FailureRecord, _LIMIT)
+        if record is not None and path.name == f"rank-{record.rank:05d}.json":
             found[record.rank] = record
     return found
 

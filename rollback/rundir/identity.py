@@ -7,7 +7,7 @@ import uuid
 from datetime import datetime, timezone
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Accepted
@@ -19,10 +19,9 @@ from rollback.rundir.small_json import read_json
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 
 
-class JobIdentity(BaseModel):
+class JobIdentity(BaseModel, frozen=True, extra="forbid"):
     """What must stay the same over all attempts of a run."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     world_size: int
     model: list[tuple[str, str, list[int]]]
     optimizer: dict[str, Any]
@@ -30,10 +29,9 @@ class JobIdentity(BaseModel):
     data: dict[str, Any]
 
 
-class Identity(BaseModel):
+class Identity(BaseModel, frozen=True, extra="forbid"):
     """Content of run.json."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format: int
     run_id: str = Field(pattern=r"^[0-9A-Za-z-]{8,64}$", description="a directory of the fast tier has its name")
     created: str

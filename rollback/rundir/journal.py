@@ -8,15 +8,16 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Iterable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
 
-from rollback.errors import JournalDamaged, RunDirectoryError
+from rollback.errors import JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import files, seal
 from rollback.rundir.durable import append_line, open_regular, sync_directory
@@ -25,6 +26,7 @@ from rollback.rundir.small_json import parse_json
 _GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it
 _LINE_LIMIT = 16 << 20
+_F = TypeVar("_F", bound=Fact)
 
 
 @dataclass(frozen=True)
@@ -105,6 +107,16 @@ class JournalTail:
             raise _damaged(self._path, self._read.damage)
         self._lines += len(self._read.records)
         return self._read.records
+
+
+def of_kind(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
+    """The lines that hold a fact of that kind, with it."""
+    return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
+
+
+def last_fact(records: Iterable[JournalEntry], kind: type[_F]) -> _F | None:
+    """The last fact of that kind."""
+    return next((fact for _, fact in reversed(of_kind(records, kind))), None)
 
 
 def _damaged(path: Path, damage: Damage) -> JournalDamaged:
@@ -209,7 +221,8 @@ class Journal:
         self._chain = reading.chain
         self._next = len(reading.records)
         self._backlog: list[bytes] = []
-        try:
+        hint = "check the permissions and free space of the run directory"
+        with reporting(RunDirectoryError, f"opening the journal {path}", hint):
             files.make_directory(path.parent)
             self._fd = files.open_file(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
             if reading.torn_bytes:
@@ -217,11 +230,6 @@ class Journal:
             os.fsync(self._fd)
             sync_directory(path.parent)
             sync_directory(path.parent.parent)
-        except OSError as error:
-            raise RunDirectoryError(
-                f"opening the journal {path}: {error.strerror or error}",
-                hint="check the permissions and free space of the run directory",
-            ) from error
 
     def append(self, fact: Fact) -> None:
         """Append a fact; it is on disk when this returns.
@@ -246,11 +254,6 @@ class Journal:
             append_line(self._fd, self._backlog[0])
             del self._backlog[0]
         os.fsync(self._fd)
-
-    @property
-    def unwritten(self) -> int:
-        """Facts that are still only in memory."""
-        return len(self._backlog)
 
     def close(self) -> None:
         os.close(self._fd)

@@ -51,6 +51,16 @@ MANIFEST = "manifest.json"
 WRITING = ".writing-"  # begins the name of a checkpoint in the making
 
 
+class _Below:
+    """A path of a run directory that needs nothing but its root."""
+
+    def __init__(self, *parts: str) -> None:
+        self._parts = parts
+
+    def __get__(self, run: RunPaths, kind: type[RunPaths]) -> Path:
+        return run.root.joinpath(*self._parts)
+
+
 @dataclass(frozen=True)
 class RunPaths:
     """Paths of one run directory. The constructor touches nothing on disk."""
@@ -58,39 +68,30 @@ class RunPaths:
     root: Path
     """The run directory with all links resolved: below it no link is followed (see `files`)."""
 
+    identity = _Below("run.json")
+    lock = _Below("lock")
+    holder = _Below("holder.json")
+    train_journal = _Below("journal", "train.jsonl")
+    supervisor_journal = _Below("journal", "supervisor.jsonl")
+    metrics = _Below("metrics", "train.jsonl")
+    ranks = _Below("ranks")
+    logs = _Below("logs")
+    skips = _Below("skips")
+    ring = _Below("ring")
+    quarantine = _Below("quarantine")
+    fast_pointer = _Below("fast-tier.json")
+    nodes = _Below("nodes")
+    orders = _Below("nodes", "orders.json")
+    wanted = _Below("nodes", "wanted.json")
+    pins = _Below("pins")
+    requests = _Below("requests")
+    incidents = _Below("incidents")
+
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone
             real = os.path.realpath(self.root)
             if real != os.path.abspath(self.root):
                 object.__setattr__(self, "root", Path(real))
-
-    @property
-    def identity(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def lock(self) -> Path:
-        return self.root / "lock"
-
-    @property
-    def holder(self) -> Path:
-        return self.root / "holder.json"
-
-    @property
-    def train_journal(self) -> Path:
-        return self.root / "journal" / "train.jsonl"
-
-    @property
-    def supervisor_journal(self) -> Path:
-        return self.root / "journal" / "supervisor.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics" / "train.jsonl"
-
-    @property
-    def ranks(self) -> Path:
-        return self.root / "ranks"
 
     def heartbeat(self, rank: int) -> Path:
         return self.ranks / f"rank-{rank:05d}.json"
@@ -118,10 +119,6 @@ class RunPaths:
         """The existing files of all nodes."""
         return sorted(self.stacks(attempt).glob("processes*.json"))
 
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
-
     def attempt_logs(self, attempt: int) -> Path:
         return self.logs / f"attempt-{attempt:04d}"
 
@@ -131,16 +128,8 @@ class RunPaths:
     def torchrun_log(self, attempt: int, stream: Literal["out", "err"]) -> Path:
         return self.attempt_logs(attempt) / f"torchrun.{stream}"
 
-    @property
-    def skips(self) -> Path:
-        return self.root / "skips"
-
     def skip_record(self, rank: int) -> Path:
         return self.skips / f"rank-{rank:05d}.jsonl"
-
-    @property
-    def ring(self) -> Path:
-        return self.root / "ring"
 
     def checkpoint(self, name: str) -> Path:
         return self.ring / name
@@ -154,29 +143,9 @@ class RunPaths:
     def evicting(self, name: str) -> Path:
         return self.ring / f".evicting-{name}"
 
-    @property
-    def quarantine(self) -> Path:
-        return self.root / "quarantine"
-
-    @property
-    def fast_pointer(self) -> Path:
-        return self.root / "fast-tier.json"
-
-    @property
-    def nodes(self) -> Path:
-        return self.root / "nodes"
-
-    @property
-    def orders(self) -> Path:
-        return self.nodes / "orders.json"
-
     def node(self, name: str) -> Path:
         """Report of a node; `name` begins with `node-`."""
         return self.nodes / f"{name}.json"
-
-    @property
-    def wanted(self) -> Path:
-        return self.nodes / "wanted.json"
 
     def part(self, host: str) -> Path:
         return self.nodes / f"part-{host}.json"
@@ -184,23 +153,11 @@ class RunPaths:
     def node_lock(self, name: str) -> Path:
         return self.nodes / f"{name}.lock"
 
-    @property
-    def pins(self) -> Path:
-        return self.root / "pins"
-
     def pin(self, name: str) -> Path:
         return self.pins / name
 
-    @property
-    def requests(self) -> Path:
-        return self.root / "requests"
-
     def request(self, name: str) -> Path:
         return self.requests / f"{name}.json"
-
-    @property
-    def incidents(self) -> Path:
-        return self.root / "incidents"
 
     def incident(self, number: int) -> Path:
         return self.incidents / f"{number:04d}"

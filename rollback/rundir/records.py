@@ -12,10 +12,10 @@ from io import TextIOWrapper
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, FiniteFloat, ValidationError
+from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
 from rollback.rundir import files
-from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.durable import end_of_lines, open_regular, write_file
 from rollback.rundir.small_json import parse_model, read_model
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
@@ -26,10 +26,9 @@ LEAVING = "leaving"
 """`Heartbeat.doing` of a rank whose guard is closed and whose interpreter ends."""
 
 
-class Metric(BaseModel):
+class Metric(BaseModel, frozen=True, ser_json_inf_nan="strings"):
     """A line of metrics/train.jsonl."""
 
-    model_config = ConfigDict(frozen=True, ser_json_inf_nan="strings")
     step: int
     batch: int
     loss: float | None
@@ -39,10 +38,9 @@ class Metric(BaseModel):
     timeline: int
 
 
-class SkippedBatch(BaseModel):
+class SkippedBatch(BaseModel, frozen=True):
     """A line of skips/rank-NNNNN.jsonl."""
 
-    model_config = ConfigDict(frozen=True)
     batch: int
     epoch: int
     offset: int
@@ -50,14 +48,13 @@ class SkippedBatch(BaseModel):
     timeline: int
 
 
-class Heartbeat(BaseModel):
+class Heartbeat(BaseModel, frozen=True):
     """ranks/rank-NNNNN.json. Times are by the host's monotonic clock.
 
     A rank that waits in a collective looks and does not move. A rank that is stopped, or whose interpreter lock is
     held, does neither.
     """
 
-    model_config = ConfigDict(frozen=True)
     pid: int
     host: str
     attempt: int = Field(ge=0, lt=1 << 53)
@@ -102,29 +99,21 @@ def _cut_torn_tail(path: Path) -> None:
     if not path.exists():
         return
     with os.fdopen(files.open_file(path, os.O_RDWR), "rb+") as file:
-        end = file.seek(0, os.SEEK_END)
-        while end > 0:
-            start = max(0, end - (1 << 16))
-            file.seek(start)
-            found = file.read(end - start).rfind(b"\n")
-            if found >= 0:
-                end = start + found + 1
-                break
-            end = start
-        file.truncate(end)
+        file.truncate(end_of_lines(file))
 
 
 def metric_line(metric: Metric) -> str:
     """The line of a metric, several times faster than pydantic's own dump: one is written at every step."""
     body = {
-        "step": metric.step, "batch": metric.batch, "loss": _number(metric.loss),
-        "grad_norm": _number(metric.grad_norm), "verdict": metric.verdict,
+        "step": metric.step, "batch": metric.batch, "loss": json_number(metric.loss),
+        "grad_norm": json_number(metric.grad_norm), "verdict": metric.verdict,
         "attempt": metric.attempt, "timeline": metric.timeline,
     }  # fmt: skip
     return json.dumps(body)
 
 
-def _number(value: float | None) -> float | str | None:
+def json_number(value: float | None) -> float | str | None:
+    """JSON has no number for what is not finite: a text stands for it."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"

@@ -20,9 +20,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 
-from rollback.errors import RunDirectoryError
+from rollback.errors import RunDirectoryError, reporting
 from rollback.facts.training import Order, Window
 from rollback.rundir import files
 from rollback.rundir.durable import sync_directory, write_all
@@ -38,10 +38,9 @@ _LOOK_EVERY = 0.25  # seconds
 _SETTLED_AFTER = 2.0
 
 
-class Request(BaseModel):
+class Request(BaseModel, frozen=True, extra="forbid"):
     """Content of a request file."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     order: Order
     """The order."""
     to: int | None = Field(None, ge=0, lt=1 << 53)
@@ -94,28 +93,25 @@ def submit(paths: RunPaths, request: Request) -> str:
     Raises RunDirectoryError where the run directory cannot be written.
     """
     temporary = paths.requests / f".{uuid.uuid4().hex}"
-    try:
-        files.make_directory(paths.requests)
-        sync_directory(paths.root)
-        fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    hint = "check the permissions and free space of the run directory"
+    with reporting(RunDirectoryError, f"writing a request into {paths.requests}", hint):
         try:
-            write_all(fd, request.model_dump_json().encode())
-            os.fsync(fd)
+            files.make_directory(paths.requests)
+            sync_directory(paths.root)
+            fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+            try:
+                write_all(fd, request.model_dump_json().encode())
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+            number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
+            name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
+            with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
+                os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
+            sync_directory(paths.requests)
         finally:
-            os.close(fd)
-        number = max((int(name.partition("-")[0]) for name in names(paths)), default=-1) + 1
-        name = f"{number:06d}-{uuid.uuid4().hex[:8]}"
-        with files.directory(paths.requests) as folder:  # unlike a rename a link replaces nothing
-            os.link(temporary.name, paths.request(name).name, src_dir_fd=folder, dst_dir_fd=folder)
-        sync_directory(paths.requests)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"writing a request into {paths.requests}: {error.strerror or error}",
-            hint="check the permissions and free space of the run directory",
-        ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            files.unlink(temporary)
+            with contextlib.suppress(OSError):
+                files.unlink(temporary)
     return name
 
 

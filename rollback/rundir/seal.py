@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
-from rollback.errors import UsageError
+from rollback.errors import UsageError, reporting
 
 ENV_SEAL = "ROLLBACK_SEAL"
 _LEAST, _MOST = 32, 4096  # bytes
@@ -43,7 +43,7 @@ def present(environment: Mapping[str, str] = os.environ) -> Seal | None:
 
 @lru_cache(maxsize=8)
 def _read(path: str) -> Seal:
-    try:
+    with reporting(UsageError, f"reading the key of the seal {path}", _HINT):
         fd = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(fd, "rb") as file:
             status = os.fstat(fd)
@@ -56,8 +56,6 @@ def _read(path: str) -> Seal:
                     hint="it must belong to this user or root and be closed to all others: chmod 600",
                 )
             key = file.read(_MOST + 1)
-    except OSError as error:
-        raise UsageError(f"reading the key of the seal {path}: {error.strerror or error}", hint=_HINT) from error
     if not _LEAST <= len(key) <= _MOST:
         raise UsageError(f"the key of the seal {path} does not have {_LEAST} to {_MOST} bytes", hint=_HINT)
     return Seal(key)
@@ -75,11 +73,11 @@ def use(path: Path, run: Path | None = None) -> None:
     os.environ[ENV_SEAL] = real
 
 
-def in_words(seals: int) -> str | None:
-    """A sentence about a record with so many sealed lines, all of which were verified; None for a record without
+def in_words(seals: int) -> list[str]:
+    """A sentence about a record with so many sealed lines, all of which were verified; none for a record without
     seals."""
     if not seals:
-        return None
+        return []
     if present() is None:
-        return f"the record is sealed; without its key (rollback --seal KEYFILE, or {ENV_SEAL}) it is not verified"
-    return "the record is sealed, and its seal is verified"
+        return [f"the record is sealed; without its key (rollback --seal KEYFILE, or {ENV_SEAL}) it is not verified"]
+    return ["the record is sealed, and its seal is verified"]

@@ -59,6 +59,14 @@ def read_json(path: Path, limit: int = SIZE) -> Any:
     return parse_json(read_small_file(path, limit))
 
 
+def sound_model(path: Path, model: type[_Model], limit: int) -> _Model | None:
+    """As `read_model`; None where there is none, or none that can be believed."""
+    try:
+        return read_model(path, model, limit)
+    except (OSError, ValueError):
+        return None
+
+
 def read_model(path: Path, model: type[_Model], limit: int) -> _Model:
     """As `read_json`, validated by a model."""
     return parse_model(read_small_file(path, limit), model)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import BaseModel, Field, TypeAdapter
 
 from rollback.rundir import files
 from rollback.rundir.durable import open_regular, write_file
@@ -16,10 +16,9 @@ _LIMIT = 4 << 20
 _STACK_LIMIT = 1 << 20
 
 
-class ProcessSeen(BaseModel):
+class ProcessSeen(BaseModel, frozen=True):
     """A rank, or a process below one, before it was killed."""
 
-    model_config = ConfigDict(frozen=True)
     rank: int
     pid: int
     command: str = Field(description="its name, as /proc has it")

@@ -288,10 +288,9 @@ class Attempts:
     def _refused(self, evidence: AttemptEvidence) -> RollbackError:
         """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""
         assert evidence.refusal is not None
-        error = RollbackError(evidence.refusal.message, hint=evidence.refusal.hint)
-        error.exit_code = ExitCode(evidence.refusal.exit_code)
+        error = evidence.refusal.as_error()
         if self._ledger.opened:
-            self._end(error.exit_code, evidence.refusal.message)
+            self._end(error.exit_code, error.message)
         return error
 
     def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:

@@ -6,12 +6,12 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit
+from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
 from rollback.rundir import files
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 
@@ -29,8 +29,7 @@ class EarlierAttempts:
 
     @property
     def last_start(self) -> AttemptStarted | None:
-        starts = [record.fact for record in self.supervisor if isinstance(record.fact, AttemptStarted)]
-        return starts[-1] if starts else None
+        return last_fact(self.supervisor, AttemptStarted)
 
 
 def read_past(paths: RunPaths) -> EarlierAttempts:
@@ -40,10 +39,8 @@ def read_past(paths: RunPaths) -> EarlierAttempts:
     RunDirectoryError where it cannot be read or written.
     """
     _require_access(paths)
-    try:
+    with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
         _require_run_directory(paths)
-    except OSError as error:
-        raise RunDirectoryError(f"reading the run directory {paths.root}: {error.strerror or error}") from error
     read_identity(paths)
     train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
     require_key(paths, train.seals + supervisor.seals)

@@ -18,7 +18,7 @@ from rollback.checkpoints.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.history import fold
-from rollback.facts.training import AttemptStarted, Finished, RunEnded
+from rollback.facts.training import Finished, RunEnded
 from rollback.instructions import MODULE
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
@@ -97,13 +97,11 @@ def _is_there(checkpoint: Path) -> bool:
 
 def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> str | None:
     """What is asked for otherwise than when the run was completed; None where nothing is."""
-    started = [record.fact for record in past.supervisor if isinstance(record.fact, AttemptStarted)]
-    if started and started[-1].job == fingerprint(job, settings, started[-1].salt):
+    started = past.last_start
+    if started and started.job == fingerprint(job, settings, started.salt):
         return None
-    before, now = (
-        _words(started[-1].command if started else ()),
-        _words(redacted(torchrun_command(job), job.secret_args)),
-    )
+    commands = (started.command if started else (), redacted(torchrun_command(job), job.secret_args))
+    before, now = map(_words, commands)
     gone, new = ([word for word in one if word not in other] for one, other in ((before, now), (now, before)))
     if gone or new:
         return f"{' '.join(new) or 'nothing'} instead of {' '.join(gone) or 'nothing'}"

@@ -10,7 +10,7 @@ from rollback.facts.training import Attached, JournalEntry
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
 
@@ -47,7 +47,7 @@ class Draining:
         if self._drainer is not None:
             return
         self._looked_at = time.monotonic()
-        attached = next((record.fact for record in reversed(list(records)) if isinstance(record.fact, Attached)), None)
+        attached = last_fact(records, Attached)
         if attached is None:
             return
         settings = Settings.model_validate(attached.settings)

@@ -30,8 +30,8 @@ from rollback.supervisor.draining import reach
 from rollback.supervisor.host import Host
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
-from rollback.supervisor.nodes.lead import Alone, Leader, Nodes
-from rollback.supervisor.nodes.membership import Membership, NodePlace, place_among_nodes
+from rollback.supervisor.nodes.lead import Leader, Nodes
+from rollback.supervisor.nodes.membership import NodePlace, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
@@ -84,7 +84,7 @@ def _take_part(
         try:
             claim = Claim(order.paths)
         except RunInUse as in_use:
-            with Membership(order.paths, place):
+            with membership(order.paths, place):
                 verdict = follower.follow(in_use)
         else:
             return _lead(order, place, store, say, host, signals, claim)
@@ -134,7 +134,7 @@ def _lead(
 @contextmanager
 def _all_nodes(paths: RunPaths, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Nodes]:
     if place is None:
-        yield Alone()
+        yield Nodes()
         return
-    with Membership(paths, place):
+    with membership(paths, place):
         yield Leader(paths, place, say)

@@ -9,7 +9,8 @@ from rich.text import Text
 
 from rollback.terminal.curve import Bucket
 
-_DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then by row from above
+BLANK = 0x2800
+DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then by row from above
 _LOG_FROM = 8.0  # a curve whose highest value is this many times its lowest is drawn on a logarithmic axis
 
 
@@ -29,7 +30,7 @@ def draw(columns: Sequence[Bucket], bounds: tuple[float, float] | None, height: 
                 text.append("×", style="bold red")
                 continue
             dots = sum(_dots(places, each, each - first, line) for each in pair)
-            text.append(chr(0x2800 + dots), style=style)
+            text.append(chr(BLANK + dots), style=style)
         lines.append(text)
     return lines
 
@@ -61,4 +62,4 @@ def _dots(places: Sequence[tuple[int, int] | None], column: int, side: int, line
     if before is not None:
         top, bottom = (before[1] + 1, bottom) if before[1] < top - 1 else (top, bottom)
         top, bottom = (top, before[0] - 1) if before[0] > bottom + 1 else (top, bottom)
-    return sum(_DOTS[side][row - 4 * line] for row in range(4 * line, 4 * line + 4) if top <= row <= bottom)
+    return sum(DOTS[side][row - 4 * line] for row in range(4 * line, 4 * line + 4) if top <= row <= bottom)

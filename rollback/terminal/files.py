@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from rollback.errors import OutputNotWritten, UsageError
+from rollback.errors import OutputNotWritten, UsageError, reporting
 from rollback.rundir.durable import sync_directory
 
 
@@ -27,7 +27,8 @@ def replacing(output: Path, run: Path) -> Iterator[Path]:
         raise UsageError(f"{output} is a directory", hint="name a file")
     through = output.exists() and not output.is_file()
     temporary = output if through else output.with_name(f".{output.name}.{os.getpid()}.tmp")
-    try:
+    hint = "check the permissions and the free space there; what was there before is untouched"
+    with reporting(OutputNotWritten, f"writing {output}", hint):
         try:
             yield temporary
             if through:
@@ -39,8 +40,3 @@ def replacing(output: Path, run: Path) -> Iterator[Path]:
             if not through:
                 temporary.unlink(missing_ok=True)
         sync_directory(output.parent)
-    except OSError as error:
-        raise OutputNotWritten(
-            f"writing {output}: {error.strerror or error}",
-            hint="check the permissions and the free space there; what was there before is untouched",
-        ) from error

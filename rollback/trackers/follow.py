@@ -9,8 +9,8 @@ from pathlib import Path
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import MetricTail
-from rollback.trackers.story import Story, Tracker, tell
+from rollback.rundir.records import Metric, MetricTail
+from rollback.trackers.story import Story, Tracker
 
 _EVERYTHING = 1 << 62
 _EVERY = 1.0  # seconds between two looks: the ranks write their metrics about as often
@@ -42,7 +42,10 @@ class Reader:
                     continue
                 count += 1
                 for tracker in trackers:
-                    tell(tracker, leg, item)
+                    if isinstance(item, Metric):
+                        tracker.metric(leg, item)
+                    else:
+                        tracker.fact(leg, item.fact)
         for tracker in trackers:
             tracker.flush()
         return count

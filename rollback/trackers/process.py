@@ -9,9 +9,9 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
-from types import TracebackType
 from typing import IO
 
 from rollback.rundir.journal import read_journal
@@ -20,45 +20,39 @@ from rollback.rundir.paths import RunPaths
 _PATIENCE = 60.0  # seconds for the last of it to be written, or sent
 
 
-class Beside:
-    """While entered, `rollback track RUN` runs with these flags; without any, nothing does. say: a line for people."""
-
-    def __init__(self, run: Path, flags: Sequence[str], say: Callable[[str], None]) -> None:
-        self._run, self._flags, self._say = run, list(flags), say
-        self._process: subprocess.Popen[bytes] | None = None
-        self._errors: IO[bytes] | None = None
-
-    def __enter__(self) -> Beside:
-        if self._flags:
-            # Not those that are on record already: the launch that made them has told of them.
-            before = [record.attempt for record in read_journal(RunPaths(self._run).train_journal).records]
-            own = ["--until-eof", f"--after-attempt={max(before, default=0)}"]
-            command = [sys.executable, "-m", "rollback", "track", str(self._run), *own, *self._flags]
-            self._errors = tempfile.TemporaryFile()
-            # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=self._errors, start_new_session=True
-            )
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._process is None or self._errors is None:
-            return
-        assert self._process.stdin is not None
-        self._process.stdin.close()
+@contextmanager
+def trackers_beside(run: Path, flags: Sequence[str], say: Callable[[str], None]) -> Iterator[None]:
+    """`rollback track RUN` runs with these flags meanwhile; without any, nothing does. say: a line for people."""
+    if not flags:
+        yield
+        return
+    # Not those that are on record already: the launch that made them has told of them.
+    before = [record.attempt for record in read_journal(RunPaths(run).train_journal).records]
+    own = ["--until-eof", f"--after-attempt={max(before, default=0)}"]
+    command = [sys.executable, "-m", "rollback", "track", str(run), *own, *flags]
+    with tempfile.TemporaryFile() as errors:
+        # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True
+        )
         try:
-            status = self._process.wait(_PATIENCE)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-            self._say(
-                f"the trackers took more than {_PATIENCE:.0f} s to end; `rollback track {self._run}` tells them all"
-            )
-            return
-        if status:
-            self._errors.seek(0)
-            words = self._errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"status {status}"]
-            self._say(f"the trackers failed ({words[0]}); the run did not; `rollback track {self._run}` tells them all")
-        self._errors.close()
+            yield
+        finally:
+            _let_end(process, errors, run, say)
+
+
+def _let_end(process: subprocess.Popen[bytes], errors: IO[bytes], run: Path, say: Callable[[str], None]) -> None:
+    """Tell it that the run is over, give it time for the last of it, and say how it ended if that was not well."""
+    assert process.stdin is not None
+    process.stdin.close()
+    try:
+        status = process.wait(_PATIENCE)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        say(f"the trackers took more than {_PATIENCE:.0f} s to end; `rollback track {run}` tells them all")
+        return
+    if status:
+        errors.seek(0)
+        words = errors.read().decode(errors="replace").strip().splitlines()[-1:] or [f"status {status}"]
+        say(f"the trackers failed ({words[0]}); the run did not; `rollback track {run}` tells them all")

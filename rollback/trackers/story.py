@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple, Protocol
 
-from rollback.facts.training import Incident, JournalEntry, PassedOver, Planned, Restored
+from rollback.facts.training import Fact, Incident, JournalEntry, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 
 
@@ -27,13 +27,8 @@ class Tracker(Protocol):
     def metric(self, leg: Leg, metric: Metric) -> None:
         """A judged step. In a new leg, steps from it on that older legs had no longer count."""
 
-    def incident(self, leg: Leg, incident: Incident) -> None: ...
-
-    def planned(self, leg: Leg, plan: Planned) -> None: ...
-
-    def restored(self, leg: Leg, restored: Restored) -> None: ...
-
-    def skipped(self, leg: Leg, passed: PassedOver) -> None: ...
+    def fact(self, leg: Leg, fact: Fact) -> None:
+        """An incident, a plan, a restore, or batches that were passed over."""
 
     def flush(self) -> None: ...
 
@@ -70,21 +65,3 @@ class Story:
             told.append(((Leg(record.attempt, self._timeline), place), record))
         told += [((Leg(metric.attempt, metric.timeline), _STEPS), metric) for metric in metrics]
         return [(key[0], item) for key, item in sorted(told, key=lambda pair: pair[0])]
-
-
-def tell(tracker: Tracker, leg: Leg, item: Metric | JournalEntry) -> None:
-    """Hand one part of the story to a tracker."""
-    if isinstance(item, Metric):
-        tracker.metric(leg, item)
-        return
-    match item.fact:
-        case Incident() as fact:
-            tracker.incident(leg, fact)
-        case Planned() as fact:
-            tracker.planned(leg, fact)
-        case Restored() as fact:
-            tracker.restored(leg, fact)
-        case PassedOver() as fact:
-            tracker.skipped(leg, fact)
-        case _:
-            raise AssertionError(f"no tracker hears of {item.fact.kind}")

@@ -12,10 +12,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollback.errors import UsageError
-from rollback.facts.training import Incident, PassedOver, Planned, Restored
+from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 from rollback.terminal.escape import printable
+from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
 
 _LIMIT = 4096  # characters of a text
@@ -23,13 +23,7 @@ _LIMIT = 4096  # characters of a text
 
 def require_tensorboard() -> None:
     """Raise UsageError where TensorBoard's writer cannot be had."""
-    try:
-        import tensorboard.summary.writer.event_file_writer  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"--tensorboard needs TensorBoard, which cannot be imported ({error})",
-            hint="pip install 'torch-rollback[tensorboard]'",
-        ) from error
+    require_extra("tensorboard.summary.writer.event_file_writer", "--tensorboard needs TensorBoard", "tensorboard")
 
 
 class TensorBoard:
@@ -49,23 +43,23 @@ class TensorBoard:
             if value is not None:
                 self._curve.scalar(tag, metric.step, value)
 
-    def incident(self, leg: Leg, incident: Incident) -> None:
-        onset = f"onset at step {incident.onset_step}, seen on ranks {list(incident.ranks) or 'not known'}"
-        self._incidents.text("incident", incident.detection_step, _lines(incident.explanation, incident.rule, onset))
-        self._incidents.scalar("incident/number", incident.detection_step, incident.incident)
-
-    def planned(self, leg: Leg, plan: Planned) -> None:
-        skip = f"skip batches {plan.skip}" if plan.skip else "skip nothing"
-        back = f"{plan.action}: back to step {plan.step} ({plan.checkpoint})" if plan.checkpoint else plan.action
-        self._incidents.text(f"plan/{plan.incident}", plan.step or 0, _lines(back, skip, plan.reason))
-
-    def restored(self, leg: Leg, restored: Restored) -> None:
-        self._incidents.scalar("rollback/steps_undone", restored.step, restored.steps_lost)
-
-    def skipped(self, leg: Leg, passed: PassedOver) -> None:
-        self._incidents.scalar("skip/first_batch", passed.step, passed.first)
-        self._incidents.scalar("skip/last_batch", passed.step, passed.last)
-        self._incidents.scalar("skip/batches", passed.step, passed.last - passed.first + 1)
+    def fact(self, leg: Leg, fact: Fact) -> None:
+        events = self._incidents
+        match fact:
+            case Incident(detection_step=step):
+                onset = f"onset at step {fact.onset_step}, seen on ranks {list(fact.ranks) or 'not known'}"
+                events.text("incident", step, _lines(fact.explanation, fact.rule, onset))
+                events.scalar("incident/number", step, fact.incident)
+            case Planned():
+                skip = f"skip batches {fact.skip}" if fact.skip else "skip nothing"
+                back = f": back to step {fact.step} ({fact.checkpoint})" if fact.checkpoint else ""
+                events.text(f"plan/{fact.incident}", fact.step or 0, _lines(fact.action + back, skip, fact.reason))
+            case Restored():
+                events.scalar("rollback/steps_undone", fact.step, fact.steps_lost)
+            case PassedOver():
+                events.scalar("skip/first_batch", fact.step, fact.first)
+                events.scalar("skip/last_batch", fact.step, fact.last)
+                events.scalar("skip/batches", fact.step, fact.last - fact.first + 1)
 
     def flush(self) -> None:
         self._curve.flush()

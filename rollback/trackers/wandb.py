@@ -10,20 +10,15 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rollback.errors import UsageError
-from rollback.facts.training import Incident, PassedOver, Planned, Restored
+from rollback.facts.training import Fact, Incident, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
+from rollback.terminal.extras import require_extra
 from rollback.trackers.story import Leg
 
 
 def require_wandb() -> None:
     """Raise UsageError where wandb cannot be had."""
-    try:
-        import wandb  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"--wandb needs wandb, which cannot be imported ({error})", hint="pip install 'torch-rollback[wandb]'"
-        ) from error
+    require_extra("wandb", "--wandb needs wandb", "wandb")
 
 
 class WeightsAndBiases:
@@ -42,22 +37,22 @@ class WeightsAndBiases:
         values = {"train/loss": metric.loss, "train/grad_norm": metric.grad_norm, "train/batch": metric.batch}
         self._log(leg, metric.step, {name: value for name, value in values.items() if value is not None})
 
-    def incident(self, leg: Leg, incident: Incident) -> None:
-        self._incidents += 1
-        self._log(leg, incident.detection_step, {"incident/number": incident.incident})
-        self._note(f"incident/{incident.incident}", f"step {incident.detection_step}: {incident.explanation}")
-        self._note("incidents", self._incidents)
-
-    def planned(self, leg: Leg, plan: Planned) -> None:
-        skip = f", skip batches {plan.skip}" if plan.skip else ""
-        self._note(f"plan/{plan.incident}", f"{plan.action}: step {plan.step} ({plan.checkpoint}){skip}: {plan.reason}")
-
-    def restored(self, leg: Leg, restored: Restored) -> None:
-        self._note("steps_discarded", restored.steps_lost)
-
-    def skipped(self, leg: Leg, passed: PassedOver) -> None:
-        count = passed.last - passed.first + 1
-        self._log(leg, passed.step, {"skip/first": passed.first, "skip/last": passed.last, "skip/batches": count})
+    def fact(self, leg: Leg, fact: Fact) -> None:
+        match fact:
+            case Incident(detection_step=step):
+                self._incidents += 1
+                self._log(leg, step, {"incident/number": fact.incident})
+                self._note(f"incident/{fact.incident}", f"step {step}: {fact.explanation}")
+                self._note("incidents", self._incidents)
+            case Planned():
+                skip = f", skip batches {fact.skip}" if fact.skip else ""
+                plan = f"{fact.action}: step {fact.step} ({fact.checkpoint}){skip}: {fact.reason}"
+                self._note(f"plan/{fact.incident}", plan)
+            case Restored():
+                self._note("steps_discarded", fact.steps_lost)
+            case PassedOver(first=first, last=last):
+                skipped = {"skip/first": first, "skip/last": last, "skip/batches": last - first + 1}
+                self._log(leg, fact.step, skipped)
 
     def flush(self) -> None:
         """W&B sends by itself."""

@@ -39,7 +39,7 @@ from rollback.inspect.audit.ending import confirmed, ending_of
 from rollback.inspect.audit.incidents import put_together
 from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.quarantine import sample_entries
-from rollback.inspect.audit.reading import Material
+from rollback.inspect.audit.reading import Material, by_attempt
 from rollback.inspect.audit.report import (
     AttemptEntry,
     AuditReport,
@@ -57,10 +57,12 @@ from rollback.inspect.audit.report import (
     UserWindow,
 )
 from rollback.inspect.audit.requests import request_entries
+from rollback.rundir.journal import of_kind
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import SkippedBatch
 
 _F = TypeVar("_F", bound=Fact)
+_AS_JOURNALLED = {"timeline", "verdict", "cause", "rule", "value", "threshold", "explanation"}  # of an incident
 
 
 def compile_ledger(material: Material) -> AuditReport:
@@ -74,38 +76,27 @@ def compile_ledger(material: Material) -> AuditReport:
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
     return AuditReport(
-        schema=1,
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
         incidents=incidents,
         skipped=skipped,
         user_windows=[
             UserWindow(span=_span(fact.window, passed), who=fact.who, why=fact.why, at=record.at)
-            for record, fact in _each(records, SkipAdded)
+            for record, fact in of_kind(records, SkipAdded)
         ],
         samples=sample_entries(history),
-        noticed=[
-            NoticedEntry(at=record.at, **fact.model_dump(exclude={"kind"})) for record, fact in _each(records, Noticed)
-        ],
-        scaler_skipped=[Point(step=fact.step, batch=fact.batch) for _, fact in _each(records, ScalerSkipped)],
+        noticed=[NoticedEntry(at=r.at, **fact.model_dump(exclude={"kind"})) for r, fact in of_kind(records, Noticed)],
+        scaler_skipped=[Point(step=fact.step, batch=fact.batch) for _, fact in of_kind(records, ScalerSkipped)],
         phases=[
-            PhaseEntry(at=record.at, **fact.model_dump(exclude={"kind"}))
-            for record, fact in _each(records, PhaseAnnounced)
+            PhaseEntry(at=r.at, **fact.model_dump(exclude={"kind"})) for r, fact in of_kind(records, PhaseAnnounced)
         ],
         requests=request_entries(records),
         attempts=attempts,
         checkpoints=_checkpoints(records, history),
-        advice=[
-            Message(at=record.at, attempt=record.attempt, subject=fact.code, text=fact.text)
-            for record, fact in _each(records, Advice)
-        ],
+        advice=[_message(record, fact.code, fact.text) for record, fact in of_kind(records, Advice)],
         troubles=[
-            Message(at=record.at, attempt=record.attempt, subject=fact.doing, text=fact.error)
-            for record, fact in _each(records, Trouble)
-        ]
-        + [
-            Message(at=record.at, attempt=record.attempt, subject="filling the durable ring", text=fact.error)
-            for record, fact in _each(records, DrainFailed)
+            *(_message(record, fact.doing, fact.error) for record, fact in of_kind(records, Trouble)),
+            *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(records, DrainFailed)),
         ],
         last_judged=last_judged(material.last_metrics, _begun(records), history.timeline),
         ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
@@ -113,8 +104,8 @@ def compile_ledger(material: Material) -> AuditReport:
     )
 
 
-def _each(records: Iterable[JournalEntry], kind: type[_F]) -> list[tuple[JournalEntry, _F]]:
-    return [(record, record.fact) for record in records if isinstance(record.fact, kind)]
+def _message(record: JournalEntry, subject: str, text: str) -> Message:
+    return Message(at=record.at, attempt=record.attempt, subject=subject, text=text)
 
 
 def _run(material: Material) -> Run:
@@ -130,7 +121,7 @@ def _run(material: Material) -> Run:
 
 def _passed_over(material: Material) -> list[Window]:
     """Batches that were passed over: what the journal says, and what a rank recorded before a crash took the line."""
-    told = [fact.window for _, fact in _each(material.records, PassedOver)]
+    told = [fact.window for _, fact in of_kind(material.records, PassedOver)]
     seen = {skipped.batch for rank in material.skipped.values() for skipped in rank}
     return merge_windows([*told, *(Window(first=batch, last=batch) for batch in sorted(seen))])
 
@@ -179,8 +170,8 @@ def _skipped(material: Material, history: History, notices: list[str]) -> list[S
 
 def _incidents(material: Material, history: History, costs: Costs, passed: list[Window]) -> list[IncidentEntry]:
     records, world_size = material.records, material.identity.job.world_size if material.identity else None
-    seen = {fact.incident: record for record, fact in _each(records, Incident)}
-    restored = {fact.incident: record for record, fact in _each(records, Restored)}
+    seen = {fact.incident: record for record, fact in of_kind(records, Incident)}
+    restored = {fact.incident: record for record, fact in of_kind(records, Restored)}
     entries = []
     for place, case in enumerate(history.cases):
         before = history.cases[place - 1] if place else None
@@ -192,13 +183,7 @@ def _incidents(material: Material, history: History, costs: Costs, passed: list[
                 incident=number,
                 at=seen[number].at,
                 attempt=seen[number].attempt,
-                timeline=fact.timeline,
-                verdict=fact.verdict,
-                cause=fact.cause,
-                rule=fact.rule,
-                value=fact.value,
-                threshold=fact.threshold,
-                explanation=fact.explanation,
+                **fact.model_dump(include=_AS_JOURNALLED),
                 recent=list(fact.window),
                 ranks=list(fact.ranks),
                 onset=Point(step=fact.onset_step, batch=fact.onset_batch),
@@ -228,9 +213,7 @@ def _is_repeat(case: Case, before: Case) -> bool:
 
 
 def _restoration(fact: Restored, at: str) -> RestoredCheckpoint:
-    return RestoredCheckpoint(
-        checkpoint=fact.checkpoint, step=fact.step, batch=fact.batch, route=fact.route, at=at, seconds=fact.seconds
-    )
+    return RestoredCheckpoint(**fact.model_dump(include={*RestoredCheckpoint.model_fields} - {"at"}), at=at)
 
 
 def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[CheckpointEntry]:
@@ -267,13 +250,11 @@ def _begun(records: Sequence[JournalEntry]) -> JournalEntry | None:
 
 
 def _attempts(records: Sequence[JournalEntry], costs: Costs, held: bool) -> list[AttemptEntry]:
-    by_attempt: dict[int, list[JournalEntry]] = {}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
-    last = max(by_attempt, default=0)
+    attempts = by_attempt(records)
+    last = max(attempts, default=0)
     return [
         _attempt(number, own, costs, is_last=number == last, held=held and number == last)
-        for number, own in sorted(by_attempt.items())
+        for number, own in sorted(attempts.items())
     ]
 
 
@@ -312,7 +293,7 @@ def _attempt(number: int, records: list[JournalEntry], costs: Costs, *, is_last:
         ended_at=end[0].at if end else None,
         status=ended[1].status if ended else None,
         cause=ended[1].cause if ended else None,
-        signals=[fact.signal for _, fact in _each(records, Signalled)],
+        signals=[fact.signal for _, fact in of_kind(records, Signalled)],
         restart_delay=restart[1].delay if restart else None,
         restart_reason=restart[1].reason if restart else None,
         restart_budget_left=restart[1].budget_left if restart else None,
@@ -322,7 +303,7 @@ def _attempt(number: int, records: list[JournalEntry], costs: Costs, *, is_last:
 
 
 def _last(records: Iterable[JournalEntry], kind: type[_F]) -> tuple[JournalEntry, _F] | None:
-    return next(reversed(_each(records, kind)), None)
+    return next(reversed(of_kind(records, kind)), None)
 
 
 def _totals(
@@ -345,8 +326,8 @@ def _totals(
         incidents=len(incidents),
         explosions=dict(Counter(e.evidence.explosion for e in incidents if e.evidence and e.evidence.explosion)),
         rollbacks=sum(entry.restored is not None for entry in incidents),
-        noticed=len(_each(material.records, Noticed)),
-        scaler_skips=len(_each(material.records, ScalerSkipped)),
+        noticed=len(of_kind(material.records, Noticed)),
+        scaler_skips=len(of_kind(material.records, ScalerSkipped)),
         attempts=len(attempts),
         skipped_batches=batches,
         skipped_samples=_samples(material, skipped) if len(skipped) == batches else None,

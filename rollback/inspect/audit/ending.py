@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal
 
 from rollback.facts.training import (
     Attached,
@@ -16,7 +15,7 @@ from rollback.facts.training import (
     ScriptLeft,
     Stopped,
 )
-from rollback.inspect.audit.report import Ending
+from rollback.inspect.audit.report import Ended, Ending
 
 
 def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
@@ -27,38 +26,33 @@ def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
             case AttemptStarted() | Attached():
                 ending = None
             case Finished() as fact:  # each pass over the data ends so; whether it was the last one shows later
-                ending = Ending(
-                    how="finished", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
-                    account="the training loop ended",
-                )  # fmt: skip
+                ending = _said(record, "finished", fact.step, "the training loop ended")
             case AttemptEnded() as fact if ending and ending.how == "finished":
                 well = fact.status == 0 and fact.why is None
                 ending = ending.model_copy(update={"by_supervisor": True}) if well else None
             case FinalStateLost() as fact:
-                ending = Ending(
-                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
-                    account=f"the training loop ended, but its last {fact.steps} updates are in no checkpoint",
-                )  # fmt: skip
+                lost = f"the training loop ended, but its last {fact.steps} updates are in no checkpoint"
+                ending = _said(record, "gave_up", fact.step, lost)
             case ScriptLeft() as fact:
-                ending = Ending(
-                    how="gave_up", at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
-                    account="the script left its loop over the guard before that had ended",
-                )  # fmt: skip
+                left = "the script left its loop over the guard before that had ended"
+                ending = _said(record, "gave_up", fact.step, left)
             case Stopped() as fact:
-                ending = Ending(
-                    how=fact.reason, at=record.at, step=fact.step, exit_code=None, by_supervisor=False,
-                    account=fact.account,
-                )  # fmt: skip
+                ending = _said(record, fact.reason, fact.step, fact.account)
             case RunEnded() as fact if ending:
                 ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
             case RunEnded() as fact:
-                how: Literal["finished", "gave_up"] = "gave_up" if fact.exit_code else "finished"
+                how: Ended = "gave_up" if fact.exit_code else "finished"
                 ending = Ending(
                     how=how, at=record.at, step=None, exit_code=fact.exit_code, by_supervisor=True, account=fact.reason
                 )
             case _:
                 pass
     return ending
+
+
+def _said(record: JournalEntry, how: Ended, step: int, account: str) -> Ending:
+    """What the ranks alone said."""
+    return Ending(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 
 
 def confirmed(ending: Ending | None, *, held: bool, reached: int | None) -> Ending | None:

@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import math
-import os
 from collections.abc import Sequence
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
-from rollback.rundir.durable import open_regular
+from rollback.rundir.durable import read_tail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric
 
@@ -25,10 +24,7 @@ _LINES = 16
 def read_last_metrics(paths: RunPaths) -> list[Metric]:
     """The last sound lines of the metrics, a few, oldest first. None of them where they cannot be read."""
     try:
-        with open_regular(paths.metrics) as file:
-            size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - _TAIL))
-            lines = file.read(_TAIL).split(b"\n")[:-1]
+        lines = read_tail(paths.metrics, _TAIL).split(b"\n")[:-1]
     except (OSError, ValueError):
         return []
     found: list[Metric] = []

@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
-
-from pydantic import Field
 
 from rollback.facts.history import History, fold
 from rollback.inspect.audit.reading import read_records, require_run_directory
-from rollback.inspect.audit.report import ReportItem, SampleEntry
+from rollback.inspect.audit.report import Document, SampleEntry
 from rollback.suspects import suspects
 from rollback.terminal.escape import printable
 
 
-class SampleAccount(ReportItem):
+class SampleAccount(Document):
     """Schema of `rollback audit --samples --format json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     samples: list[SampleEntry]
     notices: list[str]
@@ -27,7 +23,7 @@ def read_sample_account(root: Path) -> SampleAccount:
     """Raises UsageError, RunDirectoryError or JournalDamaged; nothing is written."""
     notices: list[str] = []
     history = fold(read_records(require_run_directory(root), notices))
-    return SampleAccount(schema=1, directory=str(root), samples=sample_entries(history), notices=notices)
+    return SampleAccount(directory=str(root), samples=sample_entries(history), notices=notices)
 
 
 def sample_entries(history: History) -> list[SampleEntry]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from pydantic import ValidationError
 
-from rollback.errors import RunDirectoryError, UsageError
+from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import AttemptStarted, Incident, JournalEntry
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.rundir import seal
@@ -48,7 +48,7 @@ class Material:
 def require_run_directory(root: Path) -> RunPaths:
     """Paths of an existing run directory. Raises UsageError where nothing is, RunDirectoryError where no run is."""
     paths = RunPaths(root)
-    try:
+    with reporting(RunDirectoryError, f"opening the run directory {root}"):
         if not root.exists():
             raise UsageError(
                 f"there is no run directory {root}",
@@ -62,8 +62,6 @@ def require_run_directory(root: Path) -> RunPaths:
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",
             )
-    except OSError as error:
-        raise RunDirectoryError(f"opening the run directory {root}: {error.strerror or error}") from error
     return paths
 
 
@@ -109,9 +107,16 @@ def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
             notices.append(torn_notice(path, reading.torn_bytes))
         seals += reading.seals
         journals.append(reading.records)
-    if (told := seal.in_words(seals)) is not None:
-        notices.append(told)
+    notices += seal.in_words(seals)
     return merge(*journals)
+
+
+def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]:
+    """In the order in which attempts come."""
+    found: dict[int, list[JournalEntry]] = {}
+    for record in records:
+        found.setdefault(record.attempt, []).append(record)
+    return found
 
 
 def torn_notice(path: Path, size: int) -> str:

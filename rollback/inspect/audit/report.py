@@ -9,24 +9,29 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
 
+Ended = Literal["finished", "preempted", "structural", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
-class ReportItem(BaseModel):
+class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of everything in a ledger."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
 
     def to_json(self, indent: int | None = 2) -> str:
         """JSON in ASCII only: what a journal quotes from elsewhere cannot steer a terminal."""
         return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=indent)
+
+
+class Document(ReportItem):
+    """Base of what a command prints as JSON, version 1 of its schema."""
+
+    schema_version: Literal[1] = Field(1, alias="schema")
 
 
 class Point(ReportItem):
@@ -298,7 +303,7 @@ class LastJudged(ReportItem):
 class Ending(ReportItem):
     """How the run ended, if it has."""
 
-    how: Literal["finished", "preempted", "structural", "gave_up"]
+    how: Ended
     at: str
     step: int | None
     exit_code: int | None = Field(description="of the supervisor")
@@ -306,10 +311,9 @@ class Ending(ReportItem):
     account: str
 
 
-class AuditReport(ReportItem):
+class AuditReport(Document):
     """Everything on record about a run. Lists are in the order in which things happened."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     run: Run
     totals: Totals
     incidents: list[IncidentEntry]

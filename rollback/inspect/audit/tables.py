@@ -15,9 +15,9 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from rollback.errors import UsageError
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
 from rollback.terminal.escape import printable
+from rollback.terminal.extras import require_extra
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n")
 _ROW_GROUP = 1 << 16
@@ -85,13 +85,7 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
 
 def require_pyarrow() -> None:
     """Raise UsageError, before anything is read or written, where Parquet cannot be written."""
-    try:
-        import pyarrow  # noqa: F401
-    except ImportError as error:
-        raise UsageError(
-            f"writing Parquet needs pyarrow, which cannot be imported ({error})",
-            hint="pip install 'torch-rollback[parquet]', or take --format csv",
-        ) from error
+    require_extra("pyarrow", "writing Parquet needs pyarrow", "parquet", ", or take --format csv")
 
 
 def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:

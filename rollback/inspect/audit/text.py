@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from rich.console import Console, RenderableType
@@ -19,12 +18,13 @@ from rollback.inspect.audit.report import (
     EvidenceEntry,
     IncidentEntry,
     LastJudged,
-    Message,
+    RequestEntry,
     SkippedBatchEntry,
     Span,
     Totals,
 )
 from rollback.terminal.escape import printable, quoted
+from rollback.terminal.quantities import at_least, duration, number, or_unknown
 
 SHOWN_BATCHES = 12
 _SHOWN_VALUES = 12  # of the window before an incident
@@ -40,6 +40,7 @@ OUTCOMES = {
     "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),
 }
+_PUT_ASIDE = ("dropped", "quarantined")
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
 VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
 
@@ -54,15 +55,22 @@ def print_ledger(console: Console, ledger: AuditReport, *, everything: bool = Fa
     if ledger.skipped:
         _section(console, "skipped batches, with the data set indices that each rank would have read")
         _print_skipped(console, ledger.skipped, everything)
-    _print_windows(console, ledger)
-    _print_samples(console, ledger)
+    windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
+    _print_section(console, "skip windows that no incident gave", [(str(span.first), text) for span, text in windows])
+    samples = [(str(entry.sample), sample_in_words(entry)) for entry in ledger.samples]
+    _print_section(console, "data set samples that are suspected or left out", samples)
     _print_left_alone(console, ledger)
-    _print_phases(console, ledger)
-    _print_requests(console, ledger)
-    _print_attempts(console, ledger.attempts)
-    _print_checkpoints(console, ledger)
-    _print_messages(console, "advice", ledger.advice)
-    _print_messages(console, "troubles of rollback itself, which training went on without", ledger.troubles)
+    phases = [(f"step {p.step}", p.phase or "(no name on record)") for p in ledger.phases]
+    _print_section(console, "phases that the script announced", phases)
+    requests = [(entry.request.partition("-")[0], _request(entry)) for entry in ledger.requests]
+    _print_section(console, "what operators asked for", requests)
+    _print_section(console, "attempts", [(str(e.attempt), _attempt(e)) for e in ledger.attempts], always=True)
+    odd = [(e.checkpoint, f"{e.status}: {e.reason}") for e in ledger.checkpoints if e.status in _PUT_ASIDE]
+    taken = sum(entry.status != "dropped" for entry in ledger.checkpoints)
+    _print_section(console, f"checkpoints: {taken} taken", odd, always=True)
+    _print_section(console, "advice", [(m.subject, m.text) for m in ledger.advice])
+    troubles = [(m.subject, m.text) for m in ledger.troubles]
+    _print_section(console, "troubles of rollback itself, which training went on without", troubles)
 
 
 def _print_head(console: Console, ledger: AuditReport) -> None:
@@ -216,19 +224,6 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 
 
-def _print_windows(console: Console, ledger: AuditReport) -> None:
-    if ledger.user_windows:
-        _section(console, "skip windows that no incident gave")
-        windows = [(w.span, f"{span_in_words(w.span)} by {w.who}: {w.why}") for w in ledger.user_windows]
-        print_rows(console, [(str(span.first), quoted(text)) for span, text in windows])
-
-
-def _print_samples(console: Console, ledger: AuditReport) -> None:
-    if ledger.samples:
-        _section(console, "data set samples that are suspected or left out")
-        print_rows(console, [(str(entry.sample), quoted(sample_in_words(entry))) for entry in ledger.samples])
-
-
 def _print_left_alone(console: Console, ledger: AuditReport) -> None:
     if ledger.noticed:
         _section(console, "seen and left alone")
@@ -245,35 +240,19 @@ def _print_left_alone(console: Console, ledger: AuditReport) -> None:
         console.print(f"  at steps {earlier}{steps}")
 
 
-def _print_phases(console: Console, ledger: AuditReport) -> None:
-    if ledger.phases:
-        _section(console, "phases that the script announced")
-        print_rows(console, [(f"step {p.step}", quoted(p.phase or "(no name on record)")) for p in ledger.phases])
-
-
-def _print_requests(console: Console, ledger: AuditReport) -> None:
-    if ledger.requests:
-        _section(console, "what operators asked for")
-    for entry in ledger.requests:
-        named = ", ".join(map(str, entry.samples))
-        order = {
-            "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
-            "quarantine": f"leave out samples {named}", "release": f"take in samples {named} again",
-        }[entry.order]  # fmt: skip
-        skip = f"skip batches {entry.skip}" if entry.skip else ""
-        what = " and ".join(filter(None, (order, skip)))
-        who = f", by {entry.who}" if entry.who else ""
-        why = f": {entry.why}" if entry.why else ""
-        at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
-        answer = f"; {entry.answer}" if entry.answer else ""
-        text = f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
-        print_rows(console, [(entry.request.partition("-")[0], quoted(text))])
-
-
-def _print_attempts(console: Console, attempts: Sequence[AttemptEntry]) -> None:
-    _section(console, "attempts")
-    for entry in attempts:
-        print_rows(console, [(str(entry.attempt), quoted(_attempt(entry)))])
+def _request(entry: RequestEntry) -> str:
+    named = ", ".join(map(str, entry.samples))
+    order = {
+        "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
+        "quarantine": f"leave out samples {named}", "release": f"take in samples {named} again",
+    }[entry.order]  # fmt: skip
+    skip = f"skip batches {entry.skip}" if entry.skip else ""
+    what = " and ".join(filter(None, (order, skip)))
+    who = f", by {entry.who}" if entry.who else ""
+    why = f": {entry.why}" if entry.why else ""
+    at = f" at step {entry.taken_up.step}" if entry.taken_up else ""
+    answer = f"; {entry.answer}" if entry.answer else ""
+    return f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
 
 
 def _attempt(entry: AttemptEntry) -> str:
@@ -297,18 +276,12 @@ def _attempt(entry: AttemptEntry) -> str:
     return "; ".join(parts)
 
 
-def _print_checkpoints(console: Console, ledger: AuditReport) -> None:
-    odd = [entry for entry in ledger.checkpoints if entry.status in ("dropped", "quarantined")]
-    sound = len(ledger.checkpoints) - sum(entry.status == "dropped" for entry in ledger.checkpoints)
-    _section(console, f"checkpoints: {sound} taken")
-    for entry in odd:
-        print_rows(console, [(entry.checkpoint, quoted(f"{entry.status}: {entry.reason}"))])
-
-
-def _print_messages(console: Console, title: str, messages: Sequence[Message]) -> None:
-    if messages:
+def _print_section(console: Console, title: str, rows: Sequence[tuple[str, str]], *, always: bool = False) -> None:
+    """Labels and words from the record below a title; nothing where there are none, unless `always`."""
+    if rows or always:
         _section(console, title)
-        print_rows(console, [(m.subject, quoted(m.text)) for m in messages])
+    if rows:
+        print_rows(console, [(label, quoted(text)) for label, text in rows])
 
 
 def _section(console: Console, title: str) -> None:
@@ -323,27 +296,3 @@ def print_rows(console: Console, rows: Iterable[tuple[str, RenderableType]], ind
     for label, value in rows:
         grid.add_row(Text(printable(label)), value)
     console.print(Padding(grid, (0, 0, 0, indent)))
-
-
-def number(value: float | None) -> str:
-    """A measured value with the digits that matter."""
-    return "unknown" if value is None else f"{value:.5g}"
-
-
-def duration(seconds: float | None) -> str:
-    """Seconds in the unit that people would use."""
-    if seconds is None or not math.isfinite(seconds):
-        return "an unknown time"
-    if seconds < 120:
-        return f"{seconds:.1f} s"
-    minutes = int(seconds) // 60
-    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
-
-
-def at_least(number: str, least: bool) -> str:
-    """A number of which there may be more than is on record."""
-    return f"at least {number}" if least else number
-
-
-def or_unknown(value: int | None) -> str:
-    return "unknown" if value is None else str(value)

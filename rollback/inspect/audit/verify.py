@@ -22,7 +22,7 @@ from rollback.errors import ExitCode, JournalDamaged
 from rollback.facts.history import History, fold, merge_windows
 from rollback.facts.training import Attached, JournalEntry, PassedOver, Window
 from rollback.inspect.audit.reading import merge, require_run_directory
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import examine_journal
@@ -54,10 +54,9 @@ class JournalState(ReportItem):
     seal: Literal["none", "sealed", "verified"] = Field(description="of the sound lines; sealed: there is no key here")
 
 
-class Integrity(ReportItem):
+class Integrity(Document):
     """Schema of `rollback audit --verify --format json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     journals: list[JournalState]
     disagreements: list[str] = Field(description="between records that are sound each for itself")
@@ -100,7 +99,7 @@ def check_integrity(root: Path) -> Integrity:
     disagreements = list(_order(records[0], "train")) + list(_order(records[1], "supervisor"))
     if not any(state.broken for state in states):
         disagreements += _skips(paths, merge(*records))
-    return Integrity(schema=1, directory=str(root), journals=states, disagreements=disagreements)
+    return Integrity(directory=str(root), journals=states, disagreements=disagreements)
 
 
 def _order(records: list[JournalEntry], journal: str) -> Iterator[str]:

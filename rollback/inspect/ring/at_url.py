@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.checkpoints.manifest import MANIFEST_LIMIT, read_manifest
-from rollback.errors import CheckpointDamaged, UsageError
+from rollback.errors import UsageError
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, checkpoint_key, read_indexes
+from rollback.ring.url.index import checkpoint_key, read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import MANIFEST, RunPaths
 
@@ -60,18 +60,12 @@ def readable(place: str) -> Iterator[ReadableRun]:
         raise UsageError(f"there is no ring at {store.url}", hint="`rollback launch --ring URL` makes one")
     with tempfile.TemporaryDirectory(prefix="rollback-ring-") as aside:
         paths = RunPaths(Path(aside))
-        _fetch_record(store, indexes[0], paths)
+        with record.explained(store.url):
+            for kept in indexes[0].record:
+                if kept.path.startswith(_NEEDED):
+                    record.download(store, kept, paths.root)
         for name in indexes[0].checkpoints:
             if (manifest := store.get(checkpoint_key(name), MANIFEST_LIMIT)) is not None:
                 paths.checkpoint(name).mkdir(parents=True)
                 (paths.checkpoint(name) / MANIFEST).write_bytes(manifest)
         yield ReadableRun(paths.root, store.url, store)
-
-
-def _fetch_record(store: Store, index: Index, paths: RunPaths) -> None:
-    try:
-        for kept in index.record:
-            if kept.path.startswith(_NEEDED):
-                record.download(store, kept, paths.root)
-    except CheckpointDamaged as error:
-        raise record.in_words(store.url, error) from error

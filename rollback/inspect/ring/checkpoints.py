@@ -26,15 +26,16 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import Attached
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import require_run_directory
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
+_OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
 PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
 
 
@@ -69,10 +70,9 @@ class DamagedSlot(ReportItem):
     fault: str
 
 
-class Listing(ReportItem):
+class Listing(Document):
     """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     ring: str = Field(description="where the ring is: a path that works from anywhere, or a URL")
     checkpoints: list[Checkpoint] = Field(description="oldest first")
@@ -123,7 +123,6 @@ def read_listing(root: Path) -> Listing:
     notices += [f"{name} is pinned, but it is not in the ring any more" for name in pins if name not in here]
     notices += _elsewhere(paths, history, here | fast.keys())
     return Listing(
-        schema=1,
         directory=str(root),
         ring=str(paths.ring.absolute()),
         checkpoints=entries,
@@ -208,7 +207,7 @@ def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
         ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))
     except JournalDamaged:
         return []
-    attached = next((record.fact for record in reversed(ranks) if isinstance(record.fact, Attached)), None)
+    attached = last_fact(ranks, Attached)
     url = attached.settings.get("ring") if attached is not None else None
     return good_ones_at(url, ranks, supervisor) if url else []
 
@@ -216,8 +215,7 @@ def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
 def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
     try:
         reading = read_journal(paths.train_journal)
-        if (told := seal.in_words(reading.seals)) is not None:
-            notices.append(told)
+        notices += seal.in_words(reading.seals)
         return fold(reading.records)
     except JournalDamaged as error:
         notices.append(f"{error.message}; which checkpoints are good cannot be told")
@@ -266,23 +264,9 @@ def _entry(
     fault: str | None = None,
 ) -> Checkpoint:
     if manifest is None:
-        return Checkpoint(
-            checkpoint=name, tiers=list(tiers), step=CheckpointName(name).step, batch=None, epoch=None, timeline=None,
-            attempt=None, created=None, age=None, bytes=None, status=status, pinned=pinned, fault=fault,
-        )  # fmt: skip
-    taken = seconds_since_epoch(manifest.created)
-    return Checkpoint(
-        checkpoint=name,
-        tiers=list(tiers),
-        step=manifest.step,
-        batch=manifest.batch,
-        epoch=manifest.epoch,
-        timeline=manifest.timeline,
-        attempt=manifest.attempt,
-        created=manifest.created,
-        age=None if taken is None else max(0.0, time.time() - taken),
-        bytes=manifest.bytes,
-        status=status,
-        pinned=pinned,
-        fault=fault,
-    )
+        told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes")), "step": CheckpointName(name).step}
+    else:
+        taken = seconds_since_epoch(manifest.created)
+        age = None if taken is None else max(0.0, time.time() - taken)
+        told = {**manifest.model_dump(include=_OF_A_MANIFEST), "age": age, "bytes": manifest.bytes}
+    return Checkpoint(checkpoint=name, tiers=list(tiers), status=status, pinned=pinned, fault=fault, **told)

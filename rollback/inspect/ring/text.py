@@ -9,10 +9,10 @@ from rich.table import Table
 from rich.text import Text
 
 from rollback.checkpoints.tiers import TierName
-from rollback.inspect.audit.text import duration
 from rollback.inspect.ring.checkpoints import PLACES, Listing
 from rollback.inspect.ring.verify import Verification
 from rollback.terminal.escape import quoted
+from rollback.terminal.quantities import duration, size
 
 _STYLES = {"good": "green", "damaged": "red", "quarantined": "red", "discarded": "dim", "unknown": "yellow"}
 
@@ -84,15 +84,3 @@ def _table(*headings: str) -> Table:
             heading, justify="right" if number else "left", no_wrap=number or heading == "checkpoint", overflow="fold"
         )
     return table
-
-
-def size(count: int | None) -> str:
-    """Bytes in the unit that people would use."""
-    if count is None:
-        return "?"
-    value = float(count)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if value < 1024:
-            return f"{value:.0f} {unit}" if unit == "B" else f"{value:.1f} {unit}"
-        value /= 1024
-    return f"{value:.1f} TiB"

@@ -9,8 +9,9 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field
 
@@ -20,7 +21,7 @@ from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
 from rollback.checkpoints.tiers import TierName, has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, ExitCode
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
 from rollback.rundir.identity import JobIdentity, read_identity
@@ -48,10 +49,9 @@ class Verified(ReportItem):
     faults: list[CheckpointFault]
 
 
-class Verification(ReportItem):
+class Verification(Document):
     """Schema of `rollback ring verify --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     checkpoints: list[Verified] = Field(description="oldest first")
     intact: int
@@ -111,7 +111,6 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     if (hosts := host_count(paths)) > 1 and any("fast" in entry.tiers for entry in verified):
         notices.append(f"the run's memory is that of {hosts} hosts: only the shards of this one were looked at there")
     return Verification(
-        schema=1,
         directory=run.name,
         checkpoints=verified,
         intact=sum(entry.intact for entry in verified),
@@ -146,10 +145,11 @@ def find_faults(
 
     partly: other hosts have the shards that are not there, so that only those that are can be looked at.
     """
+    fault = partial(CheckpointFault, tier=tier)
     try:
         manifest = read_manifest(directory, in_slot=tier == "fast")
     except CheckpointDamaged as error:
-        return [CheckpointFault(tier=tier, file=MANIFEST, fault=error.message)]
+        return [fault(file=MANIFEST, fault=error.message)]
     with ExitStack() as stack:
         shards, faults = [], []
         for record in manifest.shards:
@@ -158,18 +158,14 @@ def find_faults(
             try:
                 shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
             except CheckpointDamaged as error:
-                faults.append(CheckpointFault(tier=tier, file=record.file, fault=error.message))
+                faults.append(fault(file=record.file, fault=error.message))
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
             contents = read_contents(shards)
         except CheckpointDamaged as error:
-            return [CheckpointFault(tier=tier, file=None, fault=error.message)]
-        return (
-            [CheckpointFault(tier=tier, file=None, fault=text) for text in misfits(manifest, contents, job)]
-            if job
-            else []
-        )
+            return [fault(file=None, fault=error.message)]
+        return [fault(file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []
 
 
 def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[str]:

@@ -25,7 +25,7 @@ from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
 from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
-from rollback.inspect.audit.report import Ending, LastJudged, Point, ReportItem
+from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
@@ -91,10 +91,9 @@ class Work(ReportItem):
     unit: Literal["bytes", "seconds", "steps"]
 
 
-class Status(ReportItem):
+class Status(Document):
     """Schema of `rollback status --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     run_id: str | None
     world_size: int | None
@@ -176,8 +175,7 @@ class StatusReader:
             self._tiers = _tiers(paths)
         torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
         notices = [torn_notice(path, size) for path, size in torn if size]
-        if (told := seal.in_words(self._seals)) is not None:
-            notices.append(told)
+        notices += seal.in_words(self._seals)
         return _status(self._root, paths, self._past, self._tiers, notices)
 
 
@@ -213,7 +211,6 @@ def _status(
     state = _state(holder, ranks, ending)
     held = sorted(set(history.committed) - history.discarded - history.gone)
     return Status(
-        schema=1,
         directory=str(root),
         run_id=identity.run_id if identity else None,
         world_size=identity.job.world_size if identity else None,
@@ -317,16 +314,10 @@ def _holder(paths: RunPaths, now: Now) -> Holder | None:
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
-    return RankStatus(
-        rank=rank,
-        alive=now.process(heartbeat.pid, heartbeat.host, heartbeat.start),
-        pid=heartbeat.pid,
-        host=heartbeat.host,
-        step=heartbeat.step,
-        batch=heartbeat.batch,
-        doing=heartbeat.doing,
-        age=max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None,
-    )
+    alive = now.process(heartbeat.pid, heartbeat.host, heartbeat.start)
+    age = max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None
+    said = heartbeat.model_dump(include={"pid", "host", "step", "batch", "doing"})
+    return RankStatus(rank=rank, alive=alive, age=age, **said)
 
 
 def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 from rich.console import Console
 from rich.text import Text
 
-from rollback.inspect.audit.text import at_least, duration, loss_in_words, number, or_unknown, print_rows
+from rollback.inspect.audit.text import loss_in_words, print_rows
 from rollback.inspect.status.status import Durable, Status
 from rollback.terminal.escape import quoted
+from rollback.terminal.quantities import at_least, duration, number, or_unknown
 
 _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red", "unknown": "yellow"}
 

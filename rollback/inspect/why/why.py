@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal, TypeVar
 
 from pydantic import Field
 
@@ -19,7 +18,6 @@ from rollback.facts.training import (
     AttemptEnded,
     AttemptStarted,
     Blamed,
-    Fact,
     Finished,
     Hung,
     JournalEntry,
@@ -29,16 +27,16 @@ from rollback.facts.training import (
     Stopped,
     Window,
 )
-from rollback.inspect.audit.reading import read_records
-from rollback.inspect.audit.report import ReportItem
+from rollback.inspect.audit.reading import by_attempt, read_records
+from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
-from rollback.rundir.durable import open_regular
+from rollback.rundir.durable import read_tail
 from rollback.rundir.failures import FailureRecord, read_failures
+from rollback.rundir.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 
-_F = TypeVar("_F", bound=Fact)
 _LAST_WORDS = 8 << 10
 
 
@@ -82,10 +80,9 @@ class Blame(ReportItem):
     answer: str = Field(description="what is done about it, in words")
 
 
-class AttemptAccount(ReportItem):
+class AttemptAccount(Document):
     """Schema of `rollback why --json`, version 1; conventions as in the ledger."""
 
-    schema_version: Literal[1] = Field(1, alias="schema")
     directory: str
     state: str = Field(description="of the run now, as in `rollback status`")
     attempt: int | None = Field(description="that this account is about; null: no attempt has failed")
@@ -119,32 +116,27 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     """
     status = read_status(root)
     paths, notices = RunPaths(root), list(status.notices)
-    records = read_records(paths, [])
-    by_attempt: dict[int, list[JournalEntry]] = {}
-    for record in records:
-        by_attempt.setdefault(record.attempt, []).append(record)
+    attempts = by_attempt(read_records(paths, []))
     alive = status.state in ("running", "starting")
     failed = {
         number: cause
-        for number, own in sorted(by_attempt.items())
-        if (cause := _failure(paths, number, own, over=not alive or number < max(by_attempt))) is not None
+        for number, own in sorted(attempts.items())
+        if (cause := _failure(paths, number, own, over=not alive or number < max(attempts))) is not None
     }
-    if attempt is not None and attempt not in by_attempt:
+    if attempt is not None and attempt not in attempts:
         raise UsageError(
             f"there is no attempt {attempt} in {root}",
-            hint=f"it has the attempts {min(by_attempt)} to {max(by_attempt)}" if by_attempt else "it has none",
+            hint=f"it has the attempts {min(attempts)} to {max(attempts)}" if attempts else "it has none",
         )
     number = attempt if attempt is not None else max(failed, default=None)
-    own = by_attempt.get(number, []) if number is not None else []
-    told_of = own or by_attempt.get(max(by_attempt, default=0), [])  # where none has failed: how the last one ended
-    ended, started, blamed = _last(own, AttemptEnded), _last(own, AttemptStarted), _last(own, Blamed)
-    fact = ended.fact if ended and isinstance(ended.fact, AttemptEnded) else None
+    own = attempts.get(number, []) if number is not None else []
+    told_of = own or attempts.get(max(attempts, default=0), [])  # where none has failed: how the last one ended
+    ended, fact = next(reversed(of_kind(own, AttemptEnded)), (None, None))
+    started, _ = next(reversed(of_kind(own, AttemptStarted)), (None, None))
+    culprit = last_fact(own, Blamed)
     first = fact.rank if fact else None
     failures = read_failures(paths.failures(number)) if number is not None else {}
-    culprit = blamed.fact if blamed and isinstance(blamed.fact, Blamed) else None
-    hung = _last(own, Hung)
     return AttemptAccount(
-        schema=1,
         directory=str(root),
         state=status.state,
         attempt=number,
@@ -157,15 +149,15 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         step=fact.step if fact else None,
         batch=fact.batch if fact else None,
         followed=list(fact.followed) if fact else [],
-        hung=hung.fact if hung and isinstance(hung.fact, Hung) else None,
+        hung=last_fact(own, Hung),
         blamed=_blame(culprit) if culprit else None,
         decision=_decision(told_of),
-        signals=[record.fact.signal for record in told_of if isinstance(record.fact, Signalled)],
+        signals=[signalled.signal for _, signalled in of_kind(told_of, Signalled)],
         failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
         processes=_processes(paths, number, notices) if number is not None else [],
         ranks=[
-            RankStood(rank=rank, doing=beat.doing, step=beat.step, batch=beat.batch, collectives=beat.collectives)
+            RankStood(rank=rank, **beat.model_dump(include={"doing", "step", "batch", "collectives"}))
             for rank, beat in sorted(read_heartbeats(paths.ranks).items())
             if beat.attempt == number
         ],
@@ -180,17 +172,18 @@ def _blame(fact: Blamed) -> Blame:
 
 def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over: bool) -> str | None:
     """In words what ended an attempt that failed; None for one that did not, or that still runs."""
-    ended = _last(own, AttemptEnded)
-    if ended is not None and isinstance(ended.fact, AttemptEnded):
-        well = ended.fact.why is None and ended.fact.status == 0
-        return None if well or ended.fact.why == "told_to_stop" else ended.fact.cause
-    by_itself = _last(own, Finished) and not _last(own, AttemptStarted)  # a supervisor would have seen the end
-    if not over or by_itself or _last(own, Stopped):
+    ended = last_fact(own, AttemptEnded)
+    if ended is not None:
+        well = ended.why is None and ended.status == 0
+        return None if well or ended.why == "told_to_stop" else ended.cause
+    by_itself = last_fact(own, Finished) and not last_fact(own, AttemptStarted)  # a supervisor would have seen the end
+    if not over or by_itself or last_fact(own, Stopped):
         return None
     records = sorted(read_failures(paths.failures(attempt)).values(), key=lambda record: record.seconds)
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
-    who = "its supervisor was killed, or the host went down" if _last(own, AttemptStarted) else "its ranks were killed"
+    supervised = last_fact(own, AttemptStarted) is not None
+    who = "its supervisor was killed, or the host went down" if supervised else "its ranks were killed"
     return f"no end is on record: {who}"
 
 
@@ -216,9 +209,7 @@ def _last_words(
         return None
     path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")
     try:
-        with open_regular(path) as file:
-            file.seek(max(0, os.fstat(file.fileno()).st_size - _LAST_WORDS))
-            text = file.read(_LAST_WORDS).decode("utf-8", "replace")
+        text = read_tail(path, _LAST_WORDS).decode("utf-8", "replace")
     except (OSError, ValueError):
         return None  # kept elsewhere (--redirects, --log-dir), or nothing was said
     return LastOutput(path=str(path), text=text) if text.strip() else None
@@ -241,7 +232,3 @@ def _with_stacks(path: Path, item: ProcessSeen, notices: list[str]) -> ProcessSt
         except (OSError, ValueError) as error:
             notices.append(f"{os.fspath(path)} cannot be read ({error}); stacks are missing here")
     return ProcessStacks(**item.model_dump(exclude={"offset", "size"}), stacks=stacks)
-
-
-def _last(records: Sequence[JournalEntry], kind: type[_F]) -> JournalEntry | None:
-    return next((record for record in reversed(records) if isinstance(record.fact, kind)), None)

@@ -4,15 +4,16 @@ way."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
 
 from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
 from rollback.checkpoints.resume import candidates
-from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit
+from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.history import fold
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, Kept, RecordPiece, checkpoint_key, read_indexes
+from rollback.ring.url.index import Index, Kept, checkpoint_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import files, seal
@@ -43,16 +44,15 @@ def fetch(store: Store, paths: RunPaths, say: Say) -> None:
     if is_abandoned(store, indexes[0], read_identity(paths)):
         say(f"the ring {store.url} has no checkpoint; what there is of a record is left aside")
         return
-    try:
+    hint = "check the permissions and the free space of the run directory"
+    with reporting(RunDirectoryError, f"fetching {store.url} into {paths.root}", hint):
         index = complete_record(store, indexes, paths, say)
         _fetch_checkpoints(store, index, paths, say)
         if not paths.identity.exists():
-            _download(store, index.kept("run.json"), paths)
-    except OSError as error:
-        raise RunDirectoryError(
-            f"fetching {store.url} into {paths.root}: {error.strerror or error}",
-            hint="check the permissions and the free space of the run directory",
-        ) from error
+            run = index.kept("run.json")
+            assert run is not None
+            with record.explained(store.url):
+                record.download(store, run, paths.root)
 
 
 def complete_record(store: Store, indexes: list[Index], paths: RunPaths, say: Say) -> Index:
@@ -136,10 +136,8 @@ def require_same_run(url: str, index: Index, paths: RunPaths, run_id: str) -> No
 
 def relation_of(store: Store, index: Index, paths: RunPaths) -> Relation:
     """How the journals of a run directory compare with those at the URL, taken together. Raises RingUnavailable."""
-    try:
+    with record.explained(store.url):
         found = {_relation(store, index, paths, path) for path in _JOURNALS}
-    except CheckpointDamaged as error:
-        raise record.in_words(store.url, error) from error
     order: tuple[Relation, ...] = ("diverged", "behind", "ahead")
     return next((word for word in order if word in found), "same")
 
@@ -152,19 +150,7 @@ def _relation(store: Store, index: Index, paths: RunPaths, path: str) -> Relatio
     if sound:
         with open_regular(local) as file:
             content = file.read(sound)
-
-    def read(key: str, piece: RecordPiece) -> bytes:
-        return read_piece(store, key, piece)
-
-    return record.relate(content, kept, read)
-
-
-def _download(store: Store, kept: Kept | None, paths: RunPaths) -> None:
-    assert kept is not None
-    try:
-        record.download(store, kept, paths.root)
-    except CheckpointDamaged as error:
-        raise record.in_words(store.url, error) from error
+    return record.relate(content, kept, partial(read_piece, store))
 
 
 def read_manifest_at(store: Store, name: str) -> Manifest | None:

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
@@ -26,18 +26,16 @@ _PATHS = re.compile(
 )
 
 
-class RecordPiece(BaseModel):
+class RecordPiece(BaseModel, frozen=True, extra="forbid"):
     """A piece of a file; every piece of a file except the last has PIECE bytes."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     size: int = Field(ge=1, le=PIECE)
     xxh3_128: str = Field(pattern=r"^[0-9a-f]{32}$")
 
 
-class Kept(BaseModel):
+class Kept(BaseModel, frozen=True, extra="forbid"):
     """A file of the record: its path in the run directory and its pieces in order."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     path: str
     pieces: tuple[RecordPiece, ...]
 
@@ -65,10 +63,9 @@ class Kept(BaseModel):
         return [piece_key(self.path, number * PIECE, piece) for number, piece in enumerate(self.pieces)]
 
 
-class Index(BaseModel):
+class Index(BaseModel, frozen=True, extra="forbid"):
     """Content of index-N.json; the fields are those of docs/format.md."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
     generation: int = Field(ge=1)
     writer: str

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import Literal
 
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.url.index import PIECE, Index, Kept, RecordPiece, describe, piece_key, record_paths
 from rollback.ring.url.store import Store, require_room
 from rollback.rundir import files
-from rollback.rundir.durable import open_regular, write_file
+from rollback.rundir.durable import end_of_lines, open_regular, write_file
 from rollback.rundir.paths import RunPaths
-
-_BLOCK = 1 << 16
 
 Relation = Literal["same", "ahead", "behind", "diverged"]
 """How a local file compares with the one at the URL: the same, longer with the whole other file as its beginning,
@@ -52,7 +51,7 @@ def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | N
     full = [piece for piece in known.pieces if piece.size == PIECE] if known and grows else []
     pieces: list[tuple[RecordPiece, bytes | None]] = [(piece, None) for piece in full]
     with open_regular(path) as file:
-        end = _end_of_lines(file) if grows else os.fstat(file.fileno()).st_size
+        end = end_of_lines(file) if grows else os.fstat(file.fileno()).st_size
         start = PIECE * len(full)
         if end < start:
             raise ValueError(f"{path} has become shorter")
@@ -60,18 +59,6 @@ def _pieces(path: Path, known: Kept | None) -> list[tuple[RecordPiece, bytes | N
         while data := file.read(min(PIECE, end - file.tell())):
             pieces.append((describe(data), data))
     return pieces
-
-
-def _end_of_lines(file: BinaryIO) -> int:
-    """Where the last whole line ends: the rest is torn, or being written."""
-    end = file.seek(0, os.SEEK_END)
-    while end:
-        start = max(0, end - _BLOCK)
-        file.seek(start)
-        if (found := file.read(end - start).rfind(b"\n")) >= 0:
-            return start + found + 1
-        end = start
-    return 0
 
 
 def relate(local: bytes, kept: Kept, read: Callable[[str, RecordPiece], bytes]) -> Relation:
@@ -121,6 +108,15 @@ def download(store: Store, kept: Kept, root: Path) -> None:
         sink.flush()
         os.fsync(sink.fileno())
     files.rename(arriving, target)
+
+
+@contextmanager
+def explained(url: str) -> Iterator[None]:
+    """A piece that cannot be believed, found within, is told as trouble of the record at the URL."""
+    try:
+        yield
+    except CheckpointDamaged as error:
+        raise in_words(url, error) from error
 
 
 def in_words(url: str, error: CheckpointDamaged) -> RingUnavailable:

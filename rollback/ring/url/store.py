@@ -6,6 +6,7 @@ handles credentials and endpoints: environment variables, its configuration file
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import random
@@ -252,7 +253,7 @@ class Store:
         path = self._path(key)
         if self._makes_directories:
             self._fs.makedirs(self._fs._parent(path), exist_ok=True)
-        return _Synced(self._fs.open(path, "wb", block_size=max(_BLOCK, size // _MOST_PARTS)), path)
+        return _synced(self._fs.open(path, "wb", block_size=max(_BLOCK, size // _MOST_PARTS)), path)
 
     def _require_not_given_up(self) -> None:
         if self._given_up.is_set():
@@ -315,28 +316,18 @@ def _leave_random_numbers_alone() -> None:
             module.random = _dice  # type: ignore[attr-defined]
 
 
-class _Synced:
-    """An output file that is synced before it is closed, where it has a descriptor: fsspec's own files are not
-    synced."""
-
-    def __init__(self, file: Any, path: str) -> None:
-        self._file, self._path = file, path
-
-    def __enter__(self) -> Any:
-        return self._file.__enter__()
-
-    def __exit__(self, *failure: Any) -> None:
-        local = False
-        if failure[0] is None:
-            try:
-                self._file.flush()
-                os.fsync(self._file.fileno())
-                local = True
-            except (io.UnsupportedOperation, AttributeError):
-                local = False
-        self._file.__exit__(*failure)
-        if local:
-            sync_directory(Path(self._path).parent)
+@contextlib.contextmanager
+def _synced(file: Any, path: str) -> Iterator[Any]:
+    """A file being written that is synced before it is closed, where it has a descriptor: fsspec's own are not."""
+    local = False
+    with file as sink:
+        yield sink
+        with contextlib.suppress(io.UnsupportedOperation, AttributeError):
+            file.flush()
+            os.fsync(file.fileno())
+            local = True
+    if local:
+        sync_directory(Path(path).parent)
 
 
 def read_verified(path: Path, expected: Written) -> Iterator[bytes]:

@@ -6,8 +6,6 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar
 
-from pydantic import BaseModel
-
 from rollback.checkpoints import tiers
 from rollback.facts.training import (
     Attached,
@@ -26,11 +24,11 @@ from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.rundir.small_json import read_model
+from rollback.rundir.small_json import sound_model
 from rollback.supervisor.diagnosis.classify import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
 
-_Left = TypeVar("_Left", bound=BaseModel)
+_LIMIT = 1 << 20
 _Fact = TypeVar("_Fact", bound=Fact)
 
 
@@ -147,14 +145,6 @@ def left_on_host(
         guarded=guarded,
         stopped=stopped,
         oom_kills=oom_kills,
-        refusal=_read(refusal, Refusal),
-        failures=_read(failures, Failures),
+        refusal=sound_model(refusal, Refusal, _LIMIT),  # who wrote it may have been killed meanwhile
+        failures=sound_model(failures, Failures, _LIMIT),
     )
-
-
-def _read(path: Path, model: type[_Left]) -> _Left | None:
-    """What a process left in a file of ours; None where that cannot be read: it may have been killed while writing."""
-    try:
-        return read_model(path, model, 1 << 20)
-    except (OSError, ValueError):
-        return None

@@ -31,7 +31,7 @@ import signal
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from rollback.errors import ExitCode, RollbackError
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
@@ -50,10 +50,9 @@ EXIT_CODES: dict[Ending, ExitCode] = {
 }
 
 
-class Refusal(BaseModel):
+class Refusal(BaseModel, frozen=True):
     """What rank 0 wrote before the ranks left a job alone that they must not touch."""
 
-    model_config = ConfigDict(frozen=True)
     exit_code: int
     message: str
     hint: str | None = None
@@ -62,14 +61,16 @@ class Refusal(BaseModel):
     def of(cls, error: RollbackError) -> Refusal:
         return cls(exit_code=error.exit_code, message=error.message, hint=error.hint)
 
+    def as_error(self) -> RollbackError:
+        return RollbackError(self.message, hint=self.hint, exit_code=self.exit_code)
 
-class RankFailure(BaseModel):
+
+class RankFailure(BaseModel, frozen=True):
     """A rank that failed, as torchrun saw it. `exitcode` is -N for a rank that signal N ended.
 
     ended: by torchrun, because another one had failed. at: when torchrun saw it, in whole seconds since the epoch.
     """
 
-    model_config = ConfigDict(frozen=True)
     rank: int
     pid: int
     exitcode: int
@@ -78,15 +79,14 @@ class RankFailure(BaseModel):
     at: float | None = None
 
 
-class Failures(BaseModel):
+class Failures(BaseModel, frozen=True):
     """What torchrun raised, and the ranks that failed, the first one first."""
 
-    model_config = ConfigDict(frozen=True)
     error: str
     failures: tuple[RankFailure, ...]
 
 
-class Left(BaseModel):
+class Left(BaseModel, frozen=True):
     """What an attempt left on one host. status: torchrun's, -N where signal N ended it.
 
     guarded: the script is known to have a guard. stopped: ranks that were SIGSTOPped when last looked at. oom_kills:
@@ -94,7 +94,6 @@ class Left(BaseModel):
     all nodes, those that left none.
     """
 
-    model_config = ConfigDict(frozen=True)
     status: int
     guarded: bool = True
     refusal: Refusal | None = None

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import signal
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import filelock
 
@@ -27,7 +26,6 @@ _LOCK_EVERY = 1.0
 _LOOK_EVERY = 1.0
 _TELLING = ("T", "t", "D", GONE)  # states of a rank that say something about a hang
 _INTRODUCTION = 10.0  # seconds that whoever holds the lock has to give orders, else it does not lead a job like ours
-_KILLED = -9
 
 
 class Follower:
@@ -193,19 +191,10 @@ class Follower:
 
 
 def lock_is_free(paths: RunPaths) -> bool:
-    with _taken(paths) as taken:
-        return taken
-
-
-@contextmanager
-def _taken(paths: RunPaths) -> Iterator[bool]:
     lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
     try:
         lock.acquire()
     except (filelock.Timeout, OSError):
-        yield False
-        return
-    try:
-        yield True
-    finally:
-        lock.release()
+        return False
+    lock.release()
+    return True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Protocol
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
@@ -30,86 +29,64 @@ _STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
 
 
-class Nodes(Protocol):
-    """All nodes of a job, as the supervisor that decides sees them. Calls return at once unless they say otherwise."""
+class Nodes:
+    """All nodes of a job, as the supervisor that decides sees them: of a job on one node, that one alone.
+
+    Calls return at once unless they say otherwise.
+    """
 
     @property
     def names(self) -> tuple[str, ...]:
         """Of the nodes that take part in the attempt; empty for a job on one node."""
+        return ()
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         """Wait until every node is ready for this attempt, and have them start; False if `interrupted` came true.
 
         Raises NodesMissing where a node that was there does not come back, RunDirectoryError where none ever came.
         """
+        return True
 
     def move(self, own: int | None) -> LeadersMove:
         """What is to be done now. own: the status of this node's torchrun."""
+        return "wait" if own is None else "settled"
 
     def stop(self) -> None:
         """Have all ranks stop and save."""
 
     def states(self) -> dict[int, str]:
         """Of ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
+        return {}
 
     def beats(self) -> dict[int, Heartbeat]:
         """Heartbeats of the ranks on other nodes, as these told them last."""
+        return {}
 
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
         """Have the ranks of all nodes write their stacks: those that did. own: does it here; may raise OSError.
 
         Waits some seconds for the other nodes.
         """
+        return own()
 
     def signals(self) -> list[tuple[str, str]]:
         """Stop signals that other nodes got since the last call: node and name."""
+        return []
 
     @property
     def insistent(self) -> bool:
         """Whether another node was told to stop twice."""
+        return False
 
     def left(self, own: Left) -> Left:
         """What the attempt left on all nodes, once it is settled."""
+        return own
 
     def farewell(self, verdict: RunResult) -> None:
         """Tell all how the run ended, and wait until they have heard it."""
 
 
-class Alone:
-    """A job on one node."""
-
-    insistent = False
-    names: tuple[str, ...] = ()
-
-    def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
-        return True
-
-    def move(self, own: int | None) -> LeadersMove:
-        return "wait" if own is None else "settled"
-
-    def stop(self) -> None:
-        return
-
-    def states(self) -> dict[int, str]:
-        return {}
-
-    def beats(self) -> dict[int, Heartbeat]:
-        return {}
-
-    def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        return own()
-
-    def signals(self) -> list[tuple[str, str]]:
-        return []
-
-    def left(self, own: Left) -> Left:
-        return own
-
-    def farewell(self, verdict: RunResult) -> None:
-        return
-
-
-class Leader:
+class Leader(Nodes):
     """This supervisor holds the run directory's lock, and the other nodes follow it. Make it while holding the lock."""
 
     def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None]) -> None:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import TracebackType
 
 import filelock
 import psutil
 
-from rollback.errors import RunDirectoryError, RunInUse, UsageError
+from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.processes import name_process
@@ -76,44 +77,31 @@ def _last_call(configuration: str) -> float:
         return _LAST_CALL
 
 
-class Membership:
+@contextmanager
+def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
     """Held by the supervisor of a node while it leads or follows: no second one may be this node of the run.
 
     Raises RunInUse, or RunDirectoryError where the lock cannot be taken, on entering.
     """
-
-    def __init__(self, paths: RunPaths, place: NodePlace) -> None:
-        self._paths, self._place = paths, place
-        self._lock = filelock.FileLock(
-            paths.node_lock(place.name), timeout=0, mode=files.file_mode(), thread_local=False
-        )
-
-    def __enter__(self) -> Membership:
-        path = self._paths.node_lock(self._place.name)
+    path = paths.node_lock(place.name)
+    lock = filelock.FileLock(path, timeout=0, mode=files.file_mode(), thread_local=False)
+    with reporting(RunDirectoryError, f"taking the lock {path}", "the run directory must be writable"):
+        files.make_directory(path.parent)
+        files.require_ours(path)
         try:
-            files.make_directory(path.parent)
-            files.require_ours(path)
-            self._lock.acquire()
+            lock.acquire()
         except filelock.Timeout as error:
             raise RunInUse(
-                f"{self._place.name} of the run {self._paths.root} is there already: another supervisor holds {path}",
+                f"{place.name} of the run {paths.root} is there already: another supervisor holds {path}",
                 hint="each node has a --node-rank of its own; without it, nodes are told apart by their host's name",
             ) from error
-        except OSError as error:
-            raise RunDirectoryError(
-                f"taking the lock {path}: {error.strerror or error}", hint="the run directory must be writable"
-            ) from error
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        files.unlink(self._paths.node_lock(self._place.name))
-        self._lock.release()
-        try:
-            self._paths.nodes.rmdir()
-        except OSError:
-            return  # other nodes are still there
+    try:
+        yield
+    finally:
+        files.unlink(path)
+        lock.release()
+        with contextlib.suppress(OSError):  # other nodes are still there
+            paths.nodes.rmdir()
 
 
 def file_system_of(directory: os.PathLike[str] | str) -> str:

@@ -29,9 +29,9 @@ import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
-from rollback.errors import ExitCode, RollbackError
+from rollback.errors import RollbackError
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import Failures, Left
 
@@ -41,10 +41,9 @@ FollowersMove = Literal["wait", "get ready", "start", "tell", "end", "quit"]
 LeadersMove = Literal["wait", "end", "settled"]
 
 
-class RunResult(BaseModel):
+class RunResult(BaseModel, frozen=True):
     """How the run ended on all nodes."""
 
-    model_config = ConfigDict(frozen=True)
     exit_code: int
     reason: str
     hint: str | None = None
@@ -55,18 +54,15 @@ class RunResult(BaseModel):
         return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True)
 
     def as_error(self) -> RollbackError:
-        error = RollbackError(self.reason, hint=self.hint)
-        error.exit_code = ExitCode(self.exit_code)
-        return error
+        return RollbackError(self.reason, hint=self.hint, exit_code=self.exit_code)
 
 
-class Orders(BaseModel):
+class Orders(BaseModel, frozen=True):
     """nodes/orders.json. leader: the launch that leads. members: the launches that take part in the attempt.
 
     stacks: the job hangs; the members' ranks are to write their stacks before they are ended.
     """
 
-    model_config = ConfigDict(frozen=True)
     leader: str
     host: str
     pid: int
@@ -78,7 +74,7 @@ class Orders(BaseModel):
     beat: int = 0
 
 
-class NodeReport(BaseModel):
+class NodeReport(BaseModel, frozen=True):
     """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
 
     insistent: it was told to stop twice. states: ranks of the attempt there that are stopped, in an uninterruptible
@@ -87,7 +83,6 @@ class NodeReport(BaseModel):
     left: what the attempt left on that node, once it has ended there.
     """
 
-    model_config = ConfigDict(frozen=True)
     node: str
     launch: str
     host: str

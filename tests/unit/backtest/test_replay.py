@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from curves import descent, norms, raised
+from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 
 from rollback.backtest.columns import Overrides, find_columns, observations
 from rollback.backtest.many import replay_all
@@ -133,6 +134,42 @@ def test_a_damaged_tensorboard_file_says_where(tmp_path: Path) -> None:
     (tmp_path / "log").write_bytes(damaged)
     with pytest.raises(UsageError, match="wrong checksum"):
         read_table(tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x0a\xff", b"\x1a\x0dbrain.Event:2\x2a\x03\x0a\x09\x0a", b"brain.Event:\xff\xff"]
+)
+def test_an_event_file_with_sound_checksums_and_other_content_is_refused_in_words(
+    tmp_path: Path, content: bytes
+) -> None:
+    (tmp_path / "log").write_bytes(_record(b"\x1a\x0dbrain.Event:2") + _record(content))
+    with pytest.raises(UsageError, match="holds a record that is no event"):
+        read_table(tmp_path / "log")
+
+
+@pytest.mark.parametrize("length", [1 << 60, (1 << 64) - 1])
+def test_an_event_file_that_claims_a_huge_record_is_refused_in_words(tmp_path: Path, length: int) -> None:
+    head = length.to_bytes(8, "little")
+    (tmp_path / "log").write_bytes(_record(b"\x1a\x0dbrain.Event:2") + head + _checksum(head) + b"x" * 64)
+    with pytest.raises(UsageError, match=r"begins at byte 31 .* no sane length"):
+        read_table(tmp_path / "log")
+
+
+def test_event_files_need_tensorboard_and_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tensorboard.compat.proto.event_pb2", None)
+    with pytest.raises(UsageError) as refused:
+        read_table(DATA / "scalars-simple.tfevents")
+    assert "TensorBoard, which cannot be imported" in refused.value.message
+    assert refused.value.hint == "pip install 'torch-rollback[tensorboard]'"
+
+
+def _checksum(data: bytes) -> bytes:
+    return int(masked_crc32c(data)).to_bytes(4, "little")
+
+
+def _record(data: bytes) -> bytes:
+    head = len(data).to_bytes(8, "little")
+    return head + _checksum(head) + data + _checksum(data)
 
 
 def test_numpy_archives_but_no_pickles_in_them(tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from rollback.cli import app
 from rollback.errors import UsageError
 from rollback.rundir.records import LineWriter, Metric, metric_line
 from rollback.trackers.follow import Reader, follow
-from rollback.trackers.process import Beside
+from rollback.trackers.process import trackers_beside
 from rollback.trackers.tensorboard import TensorBoard
 
 
@@ -222,7 +222,7 @@ def test_what_cannot_be_tracked_is_refused_with_the_reason(run: RecordedRun, mon
 def test_a_tracker_that_fails_is_told_of_and_fails_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     said: list[str] = []
-    with Beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb"), "--no-such-flag"], said.append):
+    with trackers_beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb"), "--no-such-flag"], said.append):
         pass
     assert len(said) == 1
     assert "the run did not" in said[0]
@@ -234,6 +234,6 @@ def test_beside_a_launch_only_its_own_attempts_are_told_and_all_of_them(
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
     judge(run, 0, 29, 3.0)
-    with Beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb")], print):
+    with trackers_beside(tmp_path / "run", ["--tensorboard", str(tmp_path / "tb")], print):
         judge(run, 20, 39, 2.0, attempt=2)  # long before the tracker has come up
     assert set(curve(tmp_path / "tb" / "run")) == set(range(20, 40))

@@ -17,7 +17,7 @@ from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_pla
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
-from rollback.supervisor.nodes.membership import Membership, file_system_of, place_among_nodes
+from rollback.supervisor.nodes.membership import file_system_of, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     NodeReport,
     Orders,
@@ -241,10 +241,10 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
 def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path)
     place = place_among_nodes({"nnodes": "2", "node-rank": "1"})
-    with Membership(paths, place):
-        with pytest.raises(RunInUse, match="node-1 of the run"), Membership(paths, place):
+    with membership(paths, place):
+        with pytest.raises(RunInUse, match="node-1 of the run"), membership(paths, place):
             pass
-        with Membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
+        with membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
             pass
     assert not paths.nodes.exists()
 

@@ -1,0 +1,20 @@
+"""Packages that only some commands need, and that are installed on request."""
+
+from __future__ import annotations
+
+import importlib
+
+from rollback.errors import UsageError
+
+
+def require_extra(module: str, need: str, extra: str, otherwise: str = "") -> None:
+    """Raise UsageError where a module cannot be imported, with the command that installs it.
+
+    need: what needs which package. extra: of ours that has it. otherwise: what else the user can do.
+    """
+    try:
+        importlib.import_module(module)
+    except ImportError as error:
+        raise UsageError(
+            f"{need}, which cannot be imported ({error})", hint=f"pip install 'torch-rollback[{extra}]'{otherwise}"
+        ) from error
