@@ -43,6 +43,8 @@ from rollback.errors import ExitCode
 
 REFUSALS = {ExitCode.NO_CHECKPOINT, ExitCode.IN_USE, ExitCode.IO, ExitCode.STRUCTURAL, ExitCode.UNFIT}
 """How a launch may answer to what was damaged or denied."""
+DENIALS = {ExitCode.FAILED, ExitCode.USAGE}
+"""And to a limit: ranks that cannot start fail, and too few open files are refused as the command line would be."""
 MEMORY = 300 << 20  # of a command that reads
 PATIENCE = 60.0  # seconds for such a command
 COLD = 0.1  # share of the cases in which no process is forked from a warm one
@@ -335,11 +337,16 @@ def _memory_of(pid: int) -> int:
     return 0
 
 
+OF_THE_DEAD = re.compile(r"third_party/gloo/|DataLoader worker \(pid .* is killed by signal")
+"""Errors that another process's death raises here, wherever this one is: in a collective, in a signal's handler."""
+
+
 def our_traceback(text: str) -> str | None:
     """A traceback that ends in the package: it is our bug, whatever was done. One of the script's is the script's."""
     for part in text.split("Traceback (most recent call last):")[1:]:
-        frames = re.findall(r'File "([^"]+)", line \d+', part.split("\n\n")[0])
-        if frames and frames[-1].startswith(PACKAGE):
+        this = part.split("\n\n")[0]
+        frames = re.findall(r'File "([^"]+)", line \d+', this)
+        if frames and frames[-1].startswith(PACKAGE) and not OF_THE_DEAD.search(this):
             return part[:3000]
     return None
 
@@ -472,8 +479,9 @@ class Assault(Undertaking):
     def require_a_good_end(self, oracle: Oracle) -> str:
         """How it ended, in a word. Raises Violation."""
         code = self._end()
+        acts = {act.kind for act in self.case.acts}
         for _ in range(STARTS):
-            if code != ExitCode.RESUMABLE or not self.case.lenient:
+            if code != ExitCode.RESUMABLE or not (self.case.lenient or "command" in acts):  # `rollback stop` is one
                 break
             self.launch()
             code = self._end()
@@ -490,8 +498,7 @@ class Assault(Undertaking):
                 except AssertionError as error:
                     raise Violation(f"it is not as undisturbed: {str(error)[:1000]}") from None
             return "exact"
-        denied = any(act.kind == "limit" for act in self.case.acts)
-        if not self.case.lenient or code not in REFUSALS | ({ExitCode.FAILED} if denied else set()):
+        if not self.case.lenient or code not in REFUSALS | (DENIALS if "limit" in acts else set()):
             raise Violation(f"exit code {code}\n{self.tail()}")
         if "rollback" not in text[-4000:]:
             raise Violation(f"exit code {code} without a word\n{self.tail()}")
