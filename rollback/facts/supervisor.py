@@ -10,7 +10,8 @@ Why = Literal[
     "stopped", "hang", "hardware", "oom_kill", "signal", "out_of_memory", "exception", "exit", "aborted", "timeout",
     "lost_peer", "node_lost", "launcher", "told_to_stop",
 ]  # fmt: skip
-"""Classes of what can end an attempt before its time; `rollback.supervisor.diagnosis.classify` has the table."""
+"""Classes of what can end an attempt before its time. Their order decides: of several ranks, the one whose class comes
+first is the first cause. `rollback.supervisor.diagnosis.first_cause` has the table."""
 
 
 class AttemptStarted(Fact):
@@ -50,7 +51,7 @@ class AttemptEnded(Fact):
     why: Why | None = None
     """The class of the cause; null: the attempt ended as it should."""
     rank: int | None = None
-    """The rank that failed first."""
+    """The rank of the first cause: not always the one that failed first."""
     batch: int | None = None
     """The batch that this rank was working on."""
     followed: tuple[int, ...] = ()
@@ -58,7 +59,7 @@ class AttemptEnded(Fact):
     fingerprint: str | None = None
     """The fingerprint of the exception."""
     host: str | None = None
-    """The host of the rank that failed first."""
+    """The host of this rank."""
     samples: tuple[int, ...] = ()
     """The samples of the batch that may have caused the failure."""
 

@@ -25,9 +25,9 @@ from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
 from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
-from rollback.supervisor.diagnosis.blame import blame
-from rollback.supervisor.diagnosis.classify import FirstCause, cause, first_cause
+from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
+from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
 from rollback.supervisor.draining import Draining

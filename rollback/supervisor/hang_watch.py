@@ -7,7 +7,7 @@ import time
 from rollback.facts.training import Hung, StuckAtExit
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.classify import in_order_of_blame, merely_noticed
+from rollback.supervisor.diagnosis.first_cause import in_order_of_blame, merely_noticed
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
 from rollback.supervisor.host import Running
 from rollback.supervisor.nodes.lead import Nodes

@@ -14,9 +14,9 @@ from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
 from rollback.facts.training import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.blame import blame
-from rollback.supervisor.diagnosis.classify import FirstCause, cause, first_cause
+from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, rank_ends
+from rollback.supervisor.diagnosis.first_cause import FirstCause, cause, first_cause
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure
 
 TOY = Toy(400, poison=(123,))

@@ -25,7 +25,7 @@ from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.small_json import sound_model
-from rollback.supervisor.diagnosis.classify import RankEnd
+from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
 
 _LIMIT = 1 << 20

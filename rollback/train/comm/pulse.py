@@ -38,8 +38,9 @@ _PATIENCE, _POLL = 2.0, 0.001
 
 @dataclass
 class HostFields:
-    """What only a rank's host knows. How it is reduced follows from the type of a field: bool, whether it is so on any
-    rank; int, on how many ranks it is so; float, the mean over the ranks."""
+    """What only a rank's host knows. The type of a field says how it is reduced: bool, true on any rank; int, the sum
+    over the ranks (of a yes or no: on how many it is so); float, the mean over the ranks. `Snapshots.signs` fills the
+    fields on snapshots, `Judge.end_step` the others."""
 
     stop: bool = False
     """It was told to stop."""
@@ -56,7 +57,7 @@ class HostFields:
     asked: bool = False
     """An operator has asked for something."""
     torn: int = 0
-    """Tensors of the snapshot in flight were changed while they were read."""
+    """Whether tensors of its snapshot in flight were changed while they were read."""
     ready: int = 0
     """What the next snapshot is copied into is ready."""
     tier_failed: int = 0

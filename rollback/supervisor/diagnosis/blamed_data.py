@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from rollback.facts.training import AttemptEnded, Blamed, JournalEntry
-from rollback.supervisor.diagnosis.classify import FirstCause
+from rollback.supervisor.diagnosis.first_cause import FirstCause
 
 SKIPS_THAT_DID_NOT_HELP = 3
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from rollback.facts.supervisor import Why
 from rollback.facts.training import AttemptEnded, Blamed, Fact, JournalEntry, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.diagnosis.blame import SKIPS_THAT_DID_NOT_HELP, blame
-from rollback.supervisor.diagnosis.classify import FirstCause
+from rollback.supervisor.diagnosis.blamed_data import SKIPS_THAT_DID_NOT_HELP, blame
+from rollback.supervisor.diagnosis.first_cause import FirstCause
 
 
 def crash(

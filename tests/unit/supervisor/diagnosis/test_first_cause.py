@@ -1,4 +1,4 @@
-"""From evidence to class and first cause: every row of the table of rollback.supervisor.diagnosis.classify."""
+"""From evidence to class and first cause: every row of the table of rollback.supervisor.diagnosis.first_cause."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung, Stopped, Window
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.diagnosis.classify import RankEnd, cause, first_cause, merely_noticed, why_of
+from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, merely_noticed, why_of
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")
@@ -96,10 +96,10 @@ def test_every_row_of_the_table(end: RankEnd, expected: str | None) -> None:
 
 
 def test_the_rows_are_in_the_order_of_precedence() -> None:
-    from rollback.supervisor.diagnosis import classify
+    from rollback.supervisor.diagnosis import first_cause as module
 
-    assert classify.__doc__ is not None
-    rows = [line.split("|")[1].strip() for line in classify.__doc__.splitlines() if line.startswith("| ")][1:]
+    assert module.__doc__ is not None
+    rows = [line.split("|")[1].strip() for line in module.__doc__.splitlines() if line.startswith("| ")][1:]
     assert rows == list(get_args(Why))[: len(rows)]
 
 
