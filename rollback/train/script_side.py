@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
 
+from rollback.rundir.paths import RunPaths
 from rollback.train.data.passes import Passes
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
@@ -18,6 +20,7 @@ class ScriptSide:
     """All of `Guard` but its loop. Nothing here is collective, and nothing waits for the device."""
 
     _loader: Any
+    _paths: RunPaths
     _passes: Passes
     _state: TrainingState
     _hand: StepInHand
@@ -45,7 +48,9 @@ class ScriptSide:
         finds those of its checkpoint at once, or these where the checkpoint is from before the script asked. Returns
         the one object that has them all as attributes. Values are numbers, texts, None, and lists, tuples and dicts of
         these; a tensor of one number becomes that number. Each rank has its own, so rank 0 may use one that others do
-        not. Raises UsageError for anything else, and for a name that is kept already.
+        not. An object with `state_dict` and `load_state_dict` may be kept too: what the one gives, in such values, is
+        handed to the other whenever the run has been put to another place. Raises UsageError for anything else, and
+        for a name that is kept already.
         """
         return self._state.memory.add(first)
 
@@ -83,9 +88,22 @@ class ScriptSide:
         return max(0, self._state.cursor.offset - self._state.batch_in_hand)
 
     @property
+    def last_in_epoch(self) -> bool:
+        """Whether the loader has no further batch in the epoch of the batch in hand.
+
+        Of a loader that is read in order and has no length, the next batch is read to know it.
+        """
+        return self._state.cursor.at_end
+
+    @property
     def epoch(self) -> int:
         """The epoch of the batch in hand, from 0."""
         return self._passes.epoch
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self._paths.root
 
     # What it asks of a loader --------------------------------------------------------------------------------------
 

@@ -7,26 +7,33 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toy import Toy
+from warm import ENV_MODULES
+
+if TYPE_CHECKING:
+    from trainer_job import TrainerJob
 
 JOB = Path(__file__).parent / "job.py"
 WARM_PYTHON = [sys.executable, str(Path(__file__).parent / "warm.py")]
 """A Python that has torch imported, and whose processes have, too."""
 LAUNCH = [*WARM_PYTHON, "-m", "rollback", "launch", "--no-preload"]
-LIMIT = 120.0
+LIMIT = 300.0
 
 
 class Scenarios:
-    """Scenarios of one job in a folder of its own, in the order in which they are added."""
+    """Scenarios of one job in a folder of its own, in the order in which they are added. warm: modules that `script`
+    imports, besides torch."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = JOB, warm: str = "") -> None:
         self.folder = folder
+        self.script = script
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", ENV_MODULES: warm}
         self.path = folder / "scenarios.json"
         self._listed: list[dict[str, Any]] = []
 
-    def add(self, name: str, toy: Toy, **more: Any) -> None:
+    def add(self, name: str, toy: Toy | TrainerJob, **more: Any) -> None:
         """Run `toy` under a guard in the run directory `<name>`, unless `more` says otherwise."""
         self._listed.append({"name": name, "toy": toy.to_json(), "run": str(self.run(name)), **more})
         self.path.write_text(json.dumps(self._listed))
@@ -36,9 +43,15 @@ class Scenarios:
 
     def torchrun(self, ranks: int) -> str:
         """Start it all under torchrun, wait for the end, and return what it printed."""
-        command = [*WARM_PYTHON, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return self._start("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+
+    def python(self) -> str:
+        """The same in one process."""
+        return self._start()
+
+    def _start(self, *program: str) -> str:
         done = subprocess.run(
-            [*command, str(JOB), str(self.path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT,
+            [*WARM_PYTHON, *program, str(self.script), str(self.path)], env=self.environment, timeout=LIMIT,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]
