@@ -29,6 +29,7 @@ from rollback.train.comm.recorder import Recorder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+JOB = Path(__file__)
 MODULES = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate"
 """What is imported warm."""
 
@@ -38,7 +39,7 @@ class TrainerJob:
     """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
 
     loop: str = "trainer"
-    """`trainer`, `accelerate`."""
+    """`trainer`, `sft`, `accelerate`."""
     samples: int = 60
     """A rank's."""
     batch_size: int = 2
@@ -113,7 +114,9 @@ class Job:
 
     def spoil(self, module: nn.Module, given: Any, output: Any) -> Any:
         if self.poisoned and module.training:
-            output["loss"] = output["loss"] * float("nan")
+            for name in ("loss", "log_probs"):  # the latter is what TRL asks for
+                if getattr(output, name, None) is not None:
+                    setattr(output, name, getattr(output, name) * float("nan"))
         return output
 
     def take(self, step: int, ids: Tensor, position: int | None) -> None:
@@ -132,9 +135,40 @@ class Job:
     def train_by_trainer(self) -> dict[str, str]:
         import transformers
 
+        return self.train_by(
+            transformers.Trainer, model=self.model(), args=self.arguments(transformers.TrainingArguments),
+            train_dataset=Text(self.job.samples * self.ranks), eval_dataset=Text(8),
+        )  # fmt: skip
+
+    def train_by_sft(self) -> dict[str, str]:
+        """TRL's trainer, of a LoRA. What it counts for its logs is its own."""
+        import datasets
+        import trl
+        from peft import LoraConfig
+        from tokenizers import Tokenizer, models
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        data = datasets.Dataset.from_dict({"input_ids": Text(self.job.samples * self.ranks).ids.tolist()})
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            attention_dropout=0.1, max_position_embeddings=16, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        model.register_forward_hook(self.spoil)
+        return self.train_by(
+            trl.SFTTrainer, model=model, args=self.arguments(trl.SFTConfig), train_dataset=data, eval_dataset=data,
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>"),
+            peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
+        )  # fmt: skip
+
+    def train_by(self, kind: Any, **given: Any) -> dict[str, str]:
+        import transformers
+
         watched, job = self, self.job
 
-        class Watched(transformers.Trainer):
+        class Watched(kind):  # type: ignore[misc, valid-type]
             def training_step(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Tensor:
                 position = None
                 if watched.run is not None:
@@ -148,10 +182,7 @@ class Job:
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 control.should_training_stop = control.should_training_stop or state.global_step == job.stop_at
 
-        trainer = Watched(
-            model=self.model(), args=self.arguments(transformers.TrainingArguments), callbacks=[Stopping()],
-            train_dataset=Text(job.samples * self.ranks), eval_dataset=Text(8),
-        )  # fmt: skip
+        trainer: Any = Watched(callbacks=[Stopping()], **given)
         if self.run is not None:
             rollback.protect(trainer, **self.settings())
         output = trainer.train()
@@ -263,8 +294,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     Recorder.note = die  # type: ignore[method-assign]
     try:
         loop = Job(job, Path(run) if run else None, scenario, folder)
-        by = {"trainer": loop.train_by_trainer, "accelerate": loop.train_by_accelerate}[job.loop]
-        return {"portrait": by()}
+        return {"portrait": getattr(loop, f"train_by_{job.loop}")()}
     finally:
         Recorder.note = note  # type: ignore[method-assign]
         AcceleratorState._reset_state(reset_partial_state=True)

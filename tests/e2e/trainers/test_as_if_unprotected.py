@@ -10,13 +10,13 @@ from pathlib import Path
 import pytest
 from job_results import Scenarios
 from toy import facts, require_same
-from trainer_job import MODULES, TrainerJob
+from trainer_job import JOB, MODULES, TrainerJob
 
 from rollback.facts.training import Finished, Incident, Restored
 
-JOB = Path(__file__).parents[2] / "support" / "trainer_job.py"
 TRAINER = TrainerJob()
 """30 batches in an epoch, twice."""
+SFT = TrainerJob(loop="sft", more={"bf16": False})
 ACCELERATE = TrainerJob(loop="accelerate")
 BY_EPOCH = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
 SEEDABLE = {"use_seedable_sampler": True}
@@ -33,6 +33,7 @@ CLEAN = {
     "trainer, by epoch": TRAINER.but(more=BY_EPOCH),
     "trainer, stopped": TRAINER.but(stop_at=41),
     "trainer, worker": TRAINER.but(workers=1),
+    "sft": SFT.but(samples=76, accumulate=4, evaluate=3),
     "accelerate": ACCELERATE.but(accumulate=2),
     "accelerate, odd epochs": ACCELERATE.but(samples=59, accumulate=4, epochs=3),
     "accelerate, seedable": ACCELERATE.but(accumulate=4, more=SEEDABLE),
@@ -49,6 +50,7 @@ BAD = {
     "trainer, accumulation": TRAINER.but(bad_at=(18,), evaluate=3, **UNEVEN),
     "trainer, by steps": TRAINER.but(bad_at=(12, 50), max_steps=70),
     "trainer, stopped": TRAINER.but(bad_at=(20,), stop_at=21),
+    "sft": SFT.but(bad_at=(33,), evaluate=5, save=7),
     "accelerate, in the middle": ACCELERATE.but(bad_at=(17,)),
     "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
     "accelerate, at an epoch's tail": ACCELERATE.but(bad_at=(29,)),
@@ -68,7 +70,8 @@ FEW = {
 def require_all_same(folder: Path, ranks: int, names: list[str]) -> None:
     """Run them all, beside what each is to be like, and compare."""
     scenarios = Scenarios(folder, JOB, MODULES)
-    clean, bad = {n: j for n, j in CLEAN.items() if n in names}, {n: j for n, j in BAD.items() if n in names}
+    clean = {name: job for name, job in CLEAN.items() if name in names}
+    bad = {name: job for name, job in BAD.items() if name in names}
     for name, job in clean.items():
         scenarios.add(f"clean {name}", job)
         scenarios.add(f"clean {name}, oracle", job, run=None)
