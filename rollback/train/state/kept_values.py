@@ -63,7 +63,7 @@ class Memory:
                 )
             if name.startswith("_"):
                 raise UsageError(f"guard.keep: {name!r} begins with an underscore", hint="choose another name")
-        objects = {name: value for name, value in first.items() if _is_stateful(value)}
+        objects = {name: value for name, value in first.items() if _tells_its_state(value)}
         checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
         self._objects.update(objects)
         self._load_objects(objects)
@@ -88,8 +88,15 @@ class Memory:
                 item.load_state_dict(copy.deepcopy(self._restored[name]))
 
 
-def _is_stateful(value: Any) -> bool:
-    return hasattr(value, "state_dict") and hasattr(value, "load_state_dict")
+def _tells_its_state(value: Any) -> bool:
+    """Whether it is an object that can be kept by what it says of itself; not one that holds more than plain values."""
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return False
+    try:
+        _plain(value.state_dict(), "")
+    except UsageError:
+        return False
+    return True
 
 
 def _plain(value: Any, name: str) -> Any:
