@@ -22,8 +22,6 @@ from rollback.train.guard import Guard
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.versions import require_version
 
-FIRST, BELOW = "1.1", "2"
-"""The versions of accelerate that are supported."""
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
     "optimizer": (AcceleratedOptimizer,),
@@ -40,7 +38,7 @@ _GUARD_S_OWN = {
 
 def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...]:
     """See `rollback.protect`. Returns `prepared`, with a loader that hands out guarded batches."""
-    require_version("accelerate", FIRST, BELOW)
+    require_version("accelerate")
     kind = accelerator.distributed_type.name
     if kind in _SHARDED:
         raise UsageError(

@@ -30,8 +30,6 @@ from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known
 from rollback.trainers.huggingface_state import LoopState, RunMark
 from rollback.trainers.versions import require_version
 
-FIRST, BELOW = "5.3", "6"
-"""The versions of transformers that are supported: from the one on that has `_run_epoch`."""
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
 
@@ -42,7 +40,8 @@ class _Moved(Exception):
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """See `rollback.protect`."""
-    require_version("transformers", FIRST, BELOW)
+    require_version("transformers")
+    require_version("accelerate")
     _require_known(trainer)
     _GuardedLoop(trainer, settings).install()
     return trainer

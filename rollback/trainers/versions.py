@@ -1,4 +1,4 @@
-"""Which versions of a library a module of this room was written for."""
+"""Which versions of the libraries the modules of this room were written for."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import re
 
 from rollback.errors import UsageError
 
+SUPPORTED = {"transformers": ("5.3", "6"), "accelerate": ("1.3", "2")}
+"""From the first of the two on, and below the second. transformers has `_run_epoch` since 5.3, and runs with no accelerate
+before 1.3."""
 
-def require_version(library: str, first: str, below: str) -> None:
-    """Raises UsageError, with both numbers, where the installed version is not `first` or later, and below `below`."""
+
+def require_version(library: str) -> None:
+    """Raises UsageError, with both numbers, where the installed version is not one that is supported."""
+    first, below = SUPPORTED[library]
     installed = importlib.metadata.version(library)
     if not _numbers(first) <= _numbers(installed) < _numbers(below):
         raise UsageError(
@@ -19,6 +24,6 @@ def require_version(library: str, first: str, below: str) -> None:
 
 
 def _numbers(version: str) -> tuple[int, ...]:
-    """The leading numbers: `5.23.0.dev0` is before none of 5.23's, which is as exact as is needed here."""
+    """The numbers that it begins with: those of a version before its release are the release's own."""
     found = re.match(r"\d+(\.\d+)*", version)
     return tuple(int(number) for number in found[0].split(".")) if found else ()

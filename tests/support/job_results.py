@@ -19,16 +19,17 @@ JOB = Path(__file__).parent / "job.py"
 WARM_PYTHON = [sys.executable, str(Path(__file__).parent / "warm.py")]
 """A Python that has torch imported, and whose processes have, too."""
 LAUNCH = [*WARM_PYTHON, "-m", "rollback", "launch", "--no-preload"]
-LIMIT = 300.0
+LIMIT = 120.0
 
 
 class Scenarios:
     """Scenarios of one job in a folder of its own, in the order in which they are added. warm: modules that `script`
-    imports, besides torch."""
+    imports, besides torch. limit: seconds for all of them."""
 
-    def __init__(self, folder: Path, script: Path = JOB, warm: str = "") -> None:
+    def __init__(self, folder: Path, script: Path = JOB, warm: str = "", limit: float = LIMIT) -> None:
         self.folder = folder
         self.script = script
+        self.limit = limit
         self.environment = {**os.environ, "OMP_NUM_THREADS": "1", ENV_MODULES: warm}
         self.path = folder / "scenarios.json"
         self._listed: list[dict[str, Any]] = []
@@ -51,7 +52,7 @@ class Scenarios:
 
     def _start(self, *program: str) -> str:
         done = subprocess.run(
-            [*WARM_PYTHON, *program, str(self.script), str(self.path)], env=self.environment, timeout=LIMIT,
+            [*WARM_PYTHON, *program, str(self.script), str(self.path)], env=self.environment, timeout=self.limit,
             text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate.state import AcceleratorState, GradientState
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy import SETTINGS, flat, left_out, skip_list
@@ -30,6 +29,7 @@ from rollback.train.comm.recorder import Recorder
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 JOB = Path(__file__)
+LIMIT = 1200.0  # seconds for one start of it, on a machine that does other things as well
 MODULES = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate"
 """What is imported warm."""
 
@@ -276,6 +276,8 @@ class Job:
 
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+
     torch.use_deterministic_algorithms(True)
     job = TrainerJob.from_json(scenario["toy"])
     if scenario.get("skips_of"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from job_results import Scenarios
 from toy import facts, require_same
-from trainer_job import JOB, MODULES, TrainerJob
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 from rollback.facts.training import Finished, Incident, Restored
 
@@ -69,7 +69,7 @@ FEW = {
 
 def require_all_same(folder: Path, ranks: int, names: list[str]) -> None:
     """Run them all, beside what each is to be like, and compare."""
-    scenarios = Scenarios(folder, JOB, MODULES)
+    scenarios = Scenarios(folder, JOB, MODULES, LIMIT)
     clean = {name: job for name, job in CLEAN.items() if name in names}
     bad = {name: job for name, job in BAD.items() if name in names}
     for name, job in clean.items():

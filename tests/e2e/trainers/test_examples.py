@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from job_results import LIMIT
 from toy import facts
+from trainer_job import LIMIT
 
 from rollback.facts.training import Finished
 

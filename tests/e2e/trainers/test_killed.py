@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_results import LAUNCH, LIMIT, Scenarios
+from job_results import LAUNCH, Scenarios
 from toy import facts, require_same
-from trainer_job import JOB, MODULES, TrainerJob
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
 from rollback.facts.training import Attached, Finished, Restored
 
@@ -28,11 +28,11 @@ PHASES: dict[str, dict[str, Any]] = {
 
 
 def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str]) -> None:
-    undisturbed = Scenarios(folder, JOB, MODULES)
+    undisturbed = Scenarios(folder, JOB, MODULES, LIMIT)
     undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
     for number, phase in enumerate(phases):
-        killed = Scenarios(folder / str(number), JOB, MODULES)
+        killed = Scenarios(folder / str(number), JOB, MODULES, LIMIT)
         killed.folder.mkdir()
         killed.add("killed", job, **PHASES[phase])
         command = [*LAUNCH, "--nproc", "2", "--run", str(killed.run("killed")), str(JOB), str(killed.path)]

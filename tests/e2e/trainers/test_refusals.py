@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from job_results import LAUNCH, LIMIT
+from job_results import LAUNCH
+from trainer_job import LIMIT
 
 from rollback.errors import ExitCode
 
@@ -19,7 +20,7 @@ REFUSED = {
     "nothing": ("got nothing", "an Accelerator and what its prepare() returned"),
     "an older transformers": ("transformers 5.3 and later, below 6; installed is 4.57.1", "pip install"),
     "a newer transformers": ("transformers 5.3 and later, below 6; installed is 6.0.0", "pip install"),
-    "an older accelerate": ("accelerate 1.1 and later, below 2; installed is 0.34.2", "pip install"),
+    "an older accelerate": ("accelerate 1.3 and later, below 2; installed is 0.34.2", "pip install"),
     "resume_from_checkpoint": ("resume_from_checkpoint='out/checkpoint-5'", "leave it out"),
     "auto_find_batch_size": ("auto_find_batch_size=True", "gradient_accumulation_steps"),
     "ignore_data_skip": ("ignore_data_skip=True", "take it out"),
