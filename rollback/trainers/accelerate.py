@@ -20,7 +20,6 @@ from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
-from rollback.trainers.versions import require_version
 
 _KINDS: dict[str, tuple[type, ...]] = {
     "model": (nn.Module,),
@@ -38,7 +37,6 @@ _GUARD_S_OWN = {
 
 def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...]:
     """See `rollback.protect`. Returns `prepared`, with a loader that hands out guarded batches."""
-    require_version("accelerate")
     kind = accelerator.distributed_type.name
     if kind in _SHARDED:
         raise UsageError(

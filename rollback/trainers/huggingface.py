@@ -28,7 +28,6 @@ from rollback.train import attach
 from rollback.train.guard import Guard
 from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
 from rollback.trainers.huggingface_state import LoopState, RunMark
-from rollback.trainers.versions import require_version
 
 _HERE = "<where the guard says>"  # in place of a folder to resume from
 _NONE = object()
@@ -40,8 +39,6 @@ class _Moved(Exception):
 
 def protect(trainer: Any, **settings: Any) -> Any:
     """See `rollback.protect`."""
-    require_version("transformers")
-    require_version("accelerate")
     _require_known(trainer)
     _GuardedLoop(trainer, settings).install()
     return trainer

@@ -7,12 +7,14 @@ from typing import Any
 
 from rollback.errors import RollbackError, UsageError
 from rollback.train import attach
+from rollback.trainers.versions import require_version
 
 _KNOWN = {
-    ("transformers.trainer", "Trainer"): "huggingface",
-    ("accelerate.accelerator", "Accelerator"): "accelerate",
+    ("transformers.trainer", "Trainer"): ("huggingface", "transformers", "accelerate"),
+    ("accelerate.accelerator", "Accelerator"): ("accelerate", "accelerate"),
 }
-"""The class whose loop, or whose objects, a module of this room knows. A subclass is known by what it inherits."""
+"""The class whose loop, or whose objects, a module of this room knows; that module, and the libraries that it stands
+on. A subclass is known by what it inherits."""
 
 
 def protect(*given: Any, **settings: Any) -> Any:
@@ -38,8 +40,11 @@ def protect(*given: Any, **settings: Any) -> Any:
 
 def _module_of(given: tuple[Any, ...]) -> Any:
     for kind in type(given[0]).__mro__ if given else ():
-        if (name := _KNOWN.get((kind.__module__, kind.__qualname__))) is not None:
-            return importlib.import_module(f"rollback.trainers.{name}")
+        if known := _KNOWN.get((kind.__module__, kind.__qualname__)):
+            module, *libraries = known
+            for library in libraries:
+                require_version(library)
+            return importlib.import_module(f"rollback.trainers.{module}")
     what = f"a {type(given[0]).__module__}.{type(given[0]).__qualname__}" if given else "nothing"
     raise UsageError(
         f"rollback.protect got {what}, whose loop it does not know",

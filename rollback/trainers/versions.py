@@ -8,8 +8,8 @@ import re
 from rollback.errors import UsageError
 
 SUPPORTED = {"transformers": ("5.3", "6"), "accelerate": ("1.3", "2")}
-"""From the first of the two on, and below the second. transformers has `_run_epoch` since 5.3, and runs with no accelerate
-before 1.3."""
+"""From the first of the two on, and below the second. transformers has `_run_epoch` since 5.3, and cannot do without
+what accelerate has since 1.3."""
 
 
 def require_version(library: str) -> None:
