@@ -1,7 +1,8 @@
 """rollback: a PyTorch training run that survives going bad and going down.
 
-`rollback.Guard` is what a training script holds; `rollback launch` starts and watches the job. The guard is loaded on
-first use, so that `import rollback` (and with it the command line) does not import torch.
+`rollback.Guard` is what a training script holds, `rollback.protect` puts one into the loop of a library;
+`rollback launch` starts and watches the job. Both are loaded on first use, so that `import rollback` (and with it the
+command line) does not import torch.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rollback.train.guard import Guard
+    from rollback.trainers.protect import protect
 
-__all__ = ["Guard", "__version__"]
+__all__ = ["Guard", "__version__", "protect"]
 __version__ = "0.1.0"
 
 
@@ -20,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from rollback.train.guard import Guard
 
         return Guard
+    if name == "protect":
+        from rollback.trainers.protect import protect
+
+        return protect
     raise AttributeError(f"module 'rollback' has no attribute {name!r}")

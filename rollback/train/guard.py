@@ -136,7 +136,18 @@ class Guard(ScriptSide):
         epoch's start goes back to that epoch's body, so that the script's work between epochs is repeated too.
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
-        return self._passes.epochs(whole_number(count, "guard.epochs got count"), self._end_epochs)
+        return self._passes.epochs(whole_number(count, "guard.epochs got count"), self.finish)
+
+    def finish(self, by: str) -> bool:
+        """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
+
+        False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
+        if self._act(self._end_step()) or not self._all_is_well():
+            return False
+        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
+        if kept := self._keep_end(by, left_over=left_over, left=left):
+            self._end.note_finished()
+        return kept
 
     def __iter__(self) -> Iterator[Any]:
         """Begin a pass: the batches of one epoch, from the run's position. All ranks alike.
@@ -301,16 +312,6 @@ class Guard(ScriptSide):
             if self._act(self._judge.answer_state()):
                 return False
             self._end.keep_state(by, left_over=left_over, left=left)  # it is left alone, and kept as it is
-        return True
-
-    def _end_epochs(self, count: int) -> bool:
-        """`guard.epochs` has none left. False if its last update was judged to demand a return: then it has."""
-        if self._act(self._end_step()) or not self._all_is_well():
-            return False
-        left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
-        if not self._keep_end(f"guard.epochs({count})", left_over=left_over, left=left):
-            return False
-        self._end.note_finished()
         return True
 
     def _halt(self, halt: Halt) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from torch import Tensor
@@ -11,6 +12,7 @@ from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Passes
 from rollback.train.events import RollbackApplied
 from rollback.train.incidents.rollback import Rewinder
+from rollback.train.run import AttachedRun
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
@@ -22,6 +24,7 @@ class ScriptSide:
     _batches: Batches
     _passes: Passes
     _rewinder: Rewinder
+    _run: AttachedRun
     _state: TrainingState
     _step_in_progress: StepInProgress
 
@@ -46,8 +49,10 @@ class ScriptSide:
         Call it before the loop, once for each name. `first`: the values of a fresh run. A resumed run has the values of
         its checkpoint at once, or these if the checkpoint does not have the name. Returns the one object with all
         values as attributes. Values are numbers, texts, None, and lists, tuples and dicts of these; a tensor of one
-        number becomes that number. Each rank has its own values, so rank 0 may use a name that others do not. Raises
-        UsageError for any other value, and for a name that is already kept.
+        number becomes that number. An object with `state_dict` and `load_state_dict` is kept too: the guard stores such
+        values from the former, and gives them to the latter after each resume and rollback. Each rank has its own
+        values, so rank 0 may use a name that others do not. Raises UsageError for any other value, and for a name that
+        is already kept.
         """
         return self._state.memory.add(first)
 
@@ -94,9 +99,22 @@ class ScriptSide:
         return max(0, self._state.cursor.offset - self._state.batch_in_hand)
 
     @property
+    def last_in_epoch(self) -> bool:
+        """Whether the loader has no further batch in the epoch of the batch in hand.
+
+        Of a loader that is read in order and has no length, the next batch is read to know it.
+        """
+        return self._state.cursor.at_end
+
+    @property
     def epoch(self) -> int:
         """The epoch of the batch in hand, from 0."""
         return self._passes.epoch
+
+    @property
+    def run(self) -> Path:
+        """The run directory."""
+        return self._run.paths.root
 
     # What it asks of a loader --------------------------------------------------------------------------------------
 

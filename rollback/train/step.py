@@ -11,7 +11,7 @@ from torch import Tensor
 from rollback.sentinel import Hint
 from rollback.train.arguments import scalar
 from rollback.train.data.prefetch import PrefetchWatch
-from rollback.train.events import RollbackApplied
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import StepMark
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -69,7 +69,9 @@ class StepInProgress:
         """A batch that was read goes to the script. Raises UsageError where it was asked for too early."""
         self._prefetch.handed_out()
         position = self.batch
-        self.first_batch = position if self.first_batch is None else self.first_batch
+        if self.first_batch is None:
+            self.first_batch = position
+            self.updates.forget()  # one that the script made before: it is of no batch, and no step
         self.batches += 1
         self.show_batch("training", position)
         self._evidence.keep_batch(position, batch, self._state.cursor.indices())
@@ -101,7 +103,7 @@ class StepInProgress:
     @property
     def updated(self) -> bool:
         """Whether its update was made, or dropped by a gradient scaler."""
-        return self.updates.happened or self.updates.dropped_by_scaler
+        return self.batches > 0 and (self.updates.happened or self.updates.dropped_by_scaler)
 
     def finish(self) -> StepMark:
         """Its update is done: count its batches, keep its losses and gradients, and say what it was."""
@@ -133,6 +135,11 @@ class StepInProgress:
         self.updates.forget()
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """It never was. Without a plan training stands where it stood: a phase that was announced begins with it."""
-        self._start(self._phase if event.case is None else None)
+        """It never was. Without a plan training stands where it stood: a phase that was announced begins with it.
+
+        At an epoch's start that is also one that was to begin behind an update which is undone; a rehearsal's body runs
+        again, and announces again what it announced behind its update.
+        """
+        kept = {RollbackCause.REHEARSAL: self._phase, RollbackCause.EPOCH_START: self._next_phase or self._phase}
+        self._start(kept.get(event.cause))
         self.updates.forget()

@@ -16,7 +16,7 @@ from toy import SETTINGS, facts, skip_list
 
 import rollback
 from rollback.errors import UsageError
-from rollback.facts.training import Restored
+from rollback.facts.training import Finished, Restored
 
 SAMPLES = torch.randn(60, 8, generator=torch.Generator().manual_seed(3))
 
@@ -263,3 +263,26 @@ def test_a_list_that_grows_without_end_costs_no_checkpoint(tmp_path: Path) -> No
     again = Script(tmp_path / "run").guard
     assert len(again.keep(seen=[]).seen) == 1000 * again.step > 50_000
     again.close()
+
+
+def test_a_script_that_ends_its_training_early_has_ended_it_well(tmp_path: Path) -> None:
+    """Where the last update turns out to be bad, it has not: there is more to come."""
+    script = Script(tmp_path / "run", nan=(40,))
+    guard, ended, trained = script.guard, [], 0
+    assert guard.run == tmp_path / "run"
+    for _ in guard.epochs(2):
+        for batch in guard:
+            script.train_on(batch)
+            trained += 1
+            assert guard.last_in_epoch == (guard.batch_in_epoch == 29)
+            if trained in (41, 45):  # the first of them is the bad one
+                ended.append(guard.finish("patience"))
+                if ended[-1]:
+                    break
+        if ended[-1:] == [True]:
+            break
+    guard.close()
+    assert ended == [False, True]
+    (finished,) = facts(tmp_path / "run", Finished)
+    assert finished.by == "patience"
+    assert len(facts(tmp_path / "run", Restored)) == 1

@@ -7,10 +7,14 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from toy import Toy
+from warm import ENV_MODULES
 from warm_server import run_warm
+
+if TYPE_CHECKING:
+    from trainer_job import TrainerJob
 
 JOB = Path(__file__).parent / "job.py"
 LAUNCH = [sys.executable, "-m", "rollback", "launch"]
@@ -20,14 +24,18 @@ LIMIT = 300.0  # seconds; a machine with all cores busy takes minutes to start w
 
 
 class Scenarios:
-    """Scenarios of one job in a folder of its own, in the order in which they are added."""
+    """Scenarios of one job in a folder of its own, in the order in which they are added. warm: modules that `script`
+    imports, besides torch. limit: seconds for all of them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, script: Path = JOB, warm: str = "", limit: float = LIMIT) -> None:
         self.folder = folder
+        self.script = script
+        self.limit = limit
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", ENV_MODULES: warm}
         self.path = folder / "scenarios.json"
         self._listed: list[dict[str, Any]] = []
 
-    def add(self, name: str, toy: Toy, **more: Any) -> None:
+    def add(self, name: str, toy: Toy | TrainerJob, **more: Any) -> None:
         """Run `toy` under a guard in the run directory `<name>`, unless `more` says otherwise."""
         self._listed.append({"name": name, "toy": toy.to_json(), "run": str(self.run(name)), **more})
         self.path.write_text(json.dumps(self._listed))
@@ -37,9 +45,18 @@ class Scenarios:
 
     def torchrun(self, ranks: int) -> str:
         """Start it all under torchrun, wait for the end, and return what it printed."""
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        done = run_warm(
-            [*command, str(JOB), str(self.path)], env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT,
+        return self._start("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}")
+
+    def python(self) -> str:
+        """The same in one process."""
+        return self._start()
+
+    def _start(self, *program: str) -> str:
+        given = [*program, str(self.script), str(self.path)]
+        # What imports more than torch does so once, in a process that this job's ranks are forked from.
+        run, python = (subprocess.run, WARM_PYTHON) if self.environment[ENV_MODULES] else (run_warm, [sys.executable])
+        done = run(
+            [*python, *given], env=self.environment, timeout=self.limit, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]

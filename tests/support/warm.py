@@ -13,6 +13,7 @@ from a register that every fork enters itself into.
 from __future__ import annotations
 
 import atexit
+import importlib
 import io
 import itertools
 import os
@@ -40,6 +41,8 @@ from rollback.supervisor import host, standby
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"
+ENV_MODULES = "TESTS_MODULES"
+"""Modules to be imported besides torch, separated by blanks."""
 _register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
 
 
@@ -52,6 +55,8 @@ def warm_up(register: Path) -> None:
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
+    for module in os.environ.get(ENV_MODULES, "").split():
+        importlib.import_module(module)
 
 
 def warm_up_here() -> None:

@@ -83,7 +83,7 @@ def run_warm(
     """What `subprocess.run` is, in text."""
     if capture_output:
         more |= {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with WarmPopen(command, text=True, **more) as process:
+    with WarmPopen(command, **{**more, "text": True}) as process:
         try:
             output, errors = process.communicate(timeout=timeout)
         except BaseException:

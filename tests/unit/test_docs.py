@@ -16,7 +16,7 @@ from rollback.cli import app
 from rollback.errors import ExitCode
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("*.md"), *(ROOT / "launch").glob("**/*.md")])
+DOCUMENTS = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").glob("**/*.md"), *(ROOT / "launch").glob("**/*.md")])
 COMMANDS = typer.main.get_command(app).commands  # type: ignore[attr-defined]
 OTHERS = {
     "--help", "--version", "--nproc-per-node", "--most",
@@ -32,7 +32,8 @@ def options(command: click.Command) -> set[str]:
 
 def script_flags() -> set[str]:
     """Flags of our scripts: what they hand to argparse, or compare with."""
-    sources = [path.read_text() for path in (ROOT / "scripts").iterdir() if path.is_file()]
+    scripts = [*(ROOT / "scripts").iterdir(), *(ROOT / "scripts" / "examples").glob("*.py")]
+    sources = [path.read_text() for path in scripts if path.is_file()]
     return {flag for text in sources for flag in re.findall(r"--[a-z][a-z-]*[a-z]", text)}
 
 

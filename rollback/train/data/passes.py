@@ -124,15 +124,15 @@ class Passes:
             for _ in range(count):
                 scheduler.step()
 
-    def epochs(self, count: int, end: Callable[[int], bool] = lambda count: True) -> Iterator[int]:
-        """See `Guard.epochs`. end: called when there is none left; False if training stands elsewhere since."""
+    def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
+        """See `Guard.epochs`. end: `Guard.finish`, when there is none left; False: training stands elsewhere since."""
         self._by_epochs = True
         try:
             while not self._finished:
                 number = self._cursor.epoch + self._in_broken_epoch() if self._target is None else self._target
                 if number >= count:
                     self._between = True
-                    if end(count):
+                    if end(f"guard.epochs({count})"):
                         return
                     self._between = False
                     continue

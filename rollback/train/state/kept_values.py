@@ -48,6 +48,7 @@ class Memory:
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
+        self._objects: dict[str, Any] = {}
         self._restored: dict[str, Any] = {}
         self._values: dict[str, Any] = {}
         self._kept = KeptValues(self._values)
@@ -55,26 +56,47 @@ class Memory:
     def add(self, first: Mapping[str, Any]) -> KeptValues:
         """Keep more values from now on; `first` are those of a checkpoint that has none. See `Guard.keep`."""
         for name in first:
-            if name in self._first:
+            if name in self._first or name in self._objects:
                 raise UsageError(
                     f"guard.keep: {name!r} is kept already",
                     hint="ask for each name once; the object that the first call returned has them all",
                 )
             if name.startswith("_"):
                 raise UsageError(f"guard.keep: {name!r} begins with an underscore", hint="choose another name")
-        checked = {name: _plain(value, name) for name, value in first.items()}
+        objects = {name: value for name, value in first.items() if _tells_its_state(value)}
+        checked = {name: _plain(value, name) for name, value in first.items() if name not in objects}
+        self._objects.update(objects)
+        self._load_objects(objects)
         self._first.update(copy.deepcopy(checked))
         self._values.update({name: self._restored.get(name, value) for name, value in checked.items()})
         return self._kept
 
     def state_dict(self) -> dict[str, Any]:
         """What a checkpoint keeps; with what an earlier one had and the script has not asked for yet."""
-        return {**self._restored, **{name: _plain(value, name) for name, value in self._values.items()}}
+        held = {**self._values, **{name: item.state_dict() for name, item in self._objects.items()}}
+        return {**self._restored, **{name: _plain(value, name) for name, value in held.items()}}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._restored = dict(state)
         had = {name: state[name] for name in self._first if name in state}
         self._values.update(copy.deepcopy({**self._first, **had}))
+        self._load_objects(self._objects)
+
+    def _load_objects(self, objects: Mapping[str, Any]) -> None:
+        for name, item in objects.items():
+            if name in self._restored:
+                item.load_state_dict(copy.deepcopy(self._restored[name]))
+
+
+def _tells_its_state(value: Any) -> bool:
+    """Whether it is an object that can be kept by what it says of itself; not one that holds more than plain values."""
+    if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
+        return False
+    try:
+        _plain(value.state_dict(), "")
+    except UsageError:
+        return False
+    return True
 
 
 def _plain(value: Any, name: str) -> Any:

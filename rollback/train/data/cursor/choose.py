@@ -31,8 +31,8 @@ def cursor_for(loader: Any) -> Cursor:
         raise UsageError(
             f"cannot go back in the batches of {kind.__module__}.{kind.__name__}: it reads a batch ahead and shuffles "
             "anew whenever it is iterated",
-            hint="hand over a DataLoader with a DistributedSampler that was not given to accelerator.prepare, and move "
-            "each batch to the device in the loop",
+            hint="model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, "
+            "scheduler) hands out its batches under a guard; or hand over a DataLoader with a DistributedSampler",
         )
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)

@@ -151,6 +151,8 @@ class MapStyleCursor(Cursor):
             except StopIteration:
                 pass
             self._generators.restore(self._opening["generators"])
+            if not order.exact:  # a sampler may raise its epoch by itself when it has been drawn to its end
+                self._epoch_setters.give(self.epoch, self._opening["epochs"])
             return drawn
 
     def _next_indices(self) -> str | None:

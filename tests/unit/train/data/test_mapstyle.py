@@ -555,6 +555,39 @@ def test_a_sampler_whose_order_cannot_be_made_again_is_refused_at_a_position() -
         cursor_for(DataLoader(Numbers(), 3, sampler=Forgetful())).load_state_dict(cursor.state_dict())
 
 
+class GoesOnByItself(Sampler[int]):
+    """Seeded by an epoch that it raises itself when it has been drawn to its end, as Accelerate's seedable sampler."""
+
+    def __init__(self, length: int) -> None:
+        self.length, self.epoch = length, 0
+
+    def __iter__(self) -> Iterator[int]:
+        yield from torch.randperm(self.length, generator=torch.Generator().manual_seed(self.epoch)).tolist()
+        self.set_epoch(self.epoch + 1)
+
+    def __len__(self) -> int:
+        return self.length
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_sampler_that_raises_its_epoch_by_itself_has_it_back_when_its_order_has_been_tried(workers: int) -> None:
+    """The epoch is shorter than the trial."""
+    loader = DataLoader(Numbers(12), batch_size=4, sampler=GoesOnByItself(12), num_workers=workers)
+    cursor = cursor_for(loader)
+    drawn = []
+    for _ in range(2):
+        cursor.open_epoch()
+        drawn.append([cursor.next().tolist() for _ in range(3)])
+        with pytest.raises(StopIteration):
+            cursor.next()
+    cursor.close()
+    expected = [torch.randperm(12, generator=torch.Generator().manual_seed(epoch)) for epoch in range(2)]
+    assert [list(itertools.chain(*batches)) for batches in drawn] == [order.tolist() for order in expected]
+
+
 class WithGenerator(Sampler[int]):
     """Shuffles by a generator that it keeps under a name of its own."""
 

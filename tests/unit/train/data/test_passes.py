@@ -135,10 +135,10 @@ def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
     cursor = at(1, 3)
     passes = Passes(cursor, [])
     passes.resume()
-    asked: list[int] = []
+    asked: list[str] = []
 
-    def end(count: int) -> bool:
-        asked.append(count)
+    def end(by: str) -> bool:
+        asked.append(by)
         if len(asked) == 1:
             cursor.load_state_dict(at(1, 2).state_dict())
             put_back(passes)
@@ -150,7 +150,7 @@ def test_epochs_asks_at_its_end_whether_it_is_the_end() -> None:
     assert next(epochs) == 1, "the last update was judged to demand a return into this epoch"
     passes.start_pass()
     assert list(epochs) == []
-    assert asked == [2, 2]
+    assert asked == ["guard.epochs(2)", "guard.epochs(2)"]
 
 
 def test_a_body_that_does_not_iterate_over_the_guard_is_told_so() -> None:

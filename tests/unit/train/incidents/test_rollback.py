@@ -149,3 +149,26 @@ def test_a_phase_announced_before_the_loop_begins_with_the_step_that_counts(tmp_
     script.guard.announce("fine")
     script.train(2)
     assert [fact.phase for fact in facts(tmp_path / "run", PhaseAnnounced)] == ["fine"]
+
+
+def test_a_phase_announced_behind_an_update_between_two_epochs_that_is_undone_is_not_lost(tmp_path: Path) -> None:
+    script, announced = Script(tmp_path / "run", broken=EPOCH + 1), []
+
+    def step_and_announce() -> None:
+        if script.events and not announced:
+            announced.append(script.guard.step)
+            script.optimizer.step()
+            script.guard.announce("fine")
+
+    script.train(2, between=step_and_announce)
+    assert announced
+    assert {fact.phase for fact in facts(tmp_path / "run", PhaseAnnounced)} == {"fine"}
+
+
+def test_an_update_that_no_batch_was_drawn_for_is_no_step(tmp_path: Path) -> None:
+    """A script steps before its loop, and behind each epoch though nothing is left over: also behind the last one."""
+    script = Script(tmp_path / "run")
+    script.optimizer.step()
+    script.train(2, between=script.optimizer.step)
+    script.guard.close()
+    assert script.guard.step == 2 * EPOCH

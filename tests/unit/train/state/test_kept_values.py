@@ -119,3 +119,39 @@ def test_a_name_that_was_not_asked_for_is_a_slip() -> None:
         kept.bets  # noqa: B018
     assert repr(kept) == "KeptValues(best=0)"
     assert "best" in dir(kept)
+
+
+class Counting:
+    """An object that is kept: of a loop that wants to know when it was put elsewhere."""
+
+    def __init__(self) -> None:
+        self.count, self.moved = 0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"count": torch.tensor(self.count)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.count, self.moved = state["count"], self.moved + 1
+
+
+def test_an_object_is_kept_by_what_it_says_of_itself_and_told_where_it_was() -> None:
+    memory, counting = Memory(), Counting()
+    memory.add({"counting": counting, "best": 1.0})
+    counting.count = 3
+    state = through_disk(memory.state_dict())
+    counting.count = 8
+    memory.load_state_dict(state)
+    assert (counting.count, counting.moved) == (3, 1)
+    resumed, again = Memory(), Counting()
+    resumed.load_state_dict(state)
+    resumed.add({"counting": again})
+    assert (again.count, again.moved) == (3, 1)
+    with pytest.raises(UsageError, match="kept already"):
+        resumed.add({"counting": again})
+
+
+def test_an_object_of_which_no_checkpoint_knows_stays_as_it_is() -> None:
+    memory, counting = Memory(), Counting()
+    memory.add({"counting": counting})
+    memory.load_state_dict({})
+    assert counting.moved == 0

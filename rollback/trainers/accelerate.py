@@ -1,0 +1,138 @@
+"""The guard behind the objects that Accelerate's `prepare` returns, in a loop that is the script's own.
+
+The loop stays as it is: it iterates over the loader, which hands out the guard's batches, and calls
+`accelerator.backward`, by which the guard is told the loss. `accelerator.accumulate` counts batches; that count goes
+back with a rollback, and that a batch is the last of its epoch is known from the position, not by reading ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from torch import nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from rollback.errors import UsageError
+from rollback.train import attach
+from rollback.train.guard import Guard
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
+
+_KINDS: dict[str, tuple[type, ...]] = {
+    "model": (nn.Module,),
+    "optimizer": (AcceleratedOptimizer,),
+    "loader": (DataLoader,),  # for which a prepared one passes itself off
+    "scheduler": (AcceleratedScheduler, LRScheduler),
+}
+_SHARDED = ("DEEPSPEED", "MEGATRON_LM", "FSDP", "XLA")
+_GUARD_S_OWN = {
+    "load_state": "the guard puts back what was trained when it is made, and later whenever it must be",
+    "skip_first_batches": "the guard goes on in the data where the run was, and reads nothing to get there",
+}
+"""Methods of Accelerator for resuming by hand."""
+
+
+def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...]:
+    """See `rollback.protect`. Returns `prepared`, with a loader that hands out guarded batches."""
+    kind = accelerator.distributed_type.name
+    if kind in _SHARDED:
+        raise UsageError(
+            f"rollback.protect cannot guard what Accelerate trains with {kind}",
+            hint="the guard keeps models of which every rank has all: accelerate launch --multi_gpu, or torchrun",
+        )
+    found = _sorted(prepared)
+    loader, scheduler = found["loader"], found.get("scheduler")
+    require_known_loader(loader)
+    guard = Guard(
+        model=found["model"], optimizer=found["optimizer"].optimizer, loader=loader.base_dataloader,
+        scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
+    )  # fmt: skip
+    guard.keep(accelerator=_Accumulation(accelerator))
+    accelerator.backward = _told(guard, accelerator.backward)
+    for name, why in _GUARD_S_OWN.items():
+        setattr(accelerator, name, _refused(name, why))
+    return tuple(GuardedLoader(loader, guard) if item is loader else item for item in prepared)
+
+
+def _sorted(prepared: tuple[Any, ...]) -> dict[str, Any]:
+    """The objects by what they are. Raises UsageError where one is missing, twice, or of no use here."""
+    found: dict[str, Any] = {}
+    for item in prepared:
+        name = next((name for name, kinds in _KINDS.items() if isinstance(item, kinds)), None)
+        if name is None or name in found:
+            raise UsageError(
+                f"rollback.protect got a {type(item).__name__}"
+                + (f" besides another {name}" if name else ", of which it does not know what to do with it"),
+                hint="after the Accelerator it takes what prepare() has returned: one model, its optimizer, the loader "
+                "that is trained on, and the scheduler. Further objects go by a name: rollback.protect(..., ema=ema)",
+            )
+        found[name] = item
+    if missing := [name for name in ("model", "optimizer", "loader") if name not in found]:
+        raise UsageError(
+            f"rollback.protect got an Accelerator, but no {' and no '.join(missing)}",
+            hint="model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, "
+            "scheduler), behind accelerator.prepare",
+        )
+    return found
+
+
+def _told(guard: Guard, backward: Callable[..., Any]) -> Callable[..., Any]:
+    def told(loss: Any, *more: Any, **others: Any) -> Any:
+        result = backward(loss, *more, **others)
+        guard.observe(loss)
+        return result
+
+    return told
+
+
+def _refused(name: str, why: str) -> Callable[..., Any]:
+    def refused(*_: Any, **__: Any) -> Any:
+        attach.refuse(UsageError(f"accelerator.{name}() behind rollback.protect", hint=f"take it out: {why}"))
+
+    return refused
+
+
+class _Accumulation:
+    """How far `accelerator.accumulate` has counted."""
+
+    def __init__(self, accelerator: Any) -> None:
+        self._accelerator = accelerator
+
+    def state_dict(self) -> dict[str, int]:
+        return {"step": self._accelerator.step}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self._accelerator.step = state["step"]
+
+
+class GuardedLoader:
+    """The loader that Accelerate has prepared, but for its batches, which are the guard's. Each `iter` begins an epoch.
+
+    guard: the `rollback.Guard` behind it.
+    """
+
+    def __init__(self, loader: Any, guard: Guard) -> None:
+        self._loader = loader
+        self.guard = guard
+
+    def __iter__(self) -> Iterator[Any]:
+        begin_pass(self._loader)
+        for batch in self.guard:
+            yield hand_out(self._loader, batch, last=self.guard.last_in_epoch)
+        self._loader.iteration += 1
+        self._loader.end()
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_loader":  # of an object that is being made anew, by copy or pickle
+            raise AttributeError(name)
+        return getattr(self._loader, name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        return type(self._loader.base_dataloader)

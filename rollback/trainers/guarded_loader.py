@@ -1,0 +1,45 @@
+"""A loader that Accelerate has prepared, with the guard's batches in place of its own.
+
+Accelerate's loader reads a batch ahead, to know which one is the last. A guard must not be asked for a batch before the
+update of the one before is done, and knows the last one without that. All else that iterating the loader does is done
+here too: random states are synchronized, batches moved to their device, and the loader told where it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from accelerate.data_loader import DataLoaderShard
+from accelerate.utils import send_to_device, synchronize_rng_states
+
+from rollback.errors import UsageError
+
+
+def require_known_loader(loader: Any) -> None:
+    """Raises UsageError for a loader of Accelerate's whose batches a guard cannot hand out."""
+    kind = type(loader)
+    if not issubclass(kind, DataLoaderShard) or kind.__iter__ is not DataLoaderShard.__iter__:
+        raise UsageError(
+            f"rollback.protect got batches from a {kind.__name__} ({kind.__module__}), in which a rank cannot go back "
+            "by itself",
+            hint="with DataLoaderConfiguration(dispatch_batches=False), in a Trainer by accelerator_config="
+            '{"dispatch_batches": False}, every rank reads its own batches'
+            if kind.__name__ == "DataLoaderDispatcher"
+            else "hand over the loader that accelerator.prepare has made of a torch DataLoader",
+        )
+
+
+def begin_pass(loader: Any) -> None:
+    """What iterating the loader does before its first batch."""
+    if loader.rng_types is not None:
+        synchronize_rng_states(loader.rng_types, loader.synchronized_generator)
+    loader.begin()
+    loader.set_epoch(loader.iteration)
+
+
+def hand_out(loader: Any, batch: Any, *, last: bool) -> Any:
+    """The batch on its device; `last`: of its epoch."""
+    loader.end_of_dataloader = last
+    if loader.device is None:
+        return batch
+    return send_to_device(batch, loader.device, non_blocking=loader._non_blocking)

@@ -1,0 +1,237 @@
+"""The guard in the Trainer of Hugging Face transformers, and in what is derived from it, as TRL's SFTTrainer.
+
+The Trainer has a loop over epochs and in it `_run_epoch`, whose place in the epoch is a local variable: no callback can
+put it back. But it can be entered at any place, as when it resumes. So the guard's loop over epochs stands in the place
+of the Trainer's, and whenever training stands elsewhere than `_run_epoch` believes, that is left by an exception and
+entered again. What it knows besides its place (`TrainerState`, the loss since the last log) travels in the checkpoints.
+
+    Trainer                          here
+    _prepare_for_training            then the guard is made, of what that has prepared
+    _run_epoch, for the first epoch  all epochs, from where the run stands
+    its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
+    training_step                    then the guard is told the loss
+    on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import transformers.trainer
+
+from rollback.errors import UsageError
+from rollback.train import attach
+from rollback.train.guard import Guard
+from rollback.trainers.guarded_loader import begin_pass, hand_out, require_known_loader
+from rollback.trainers.huggingface_state import LoopState, RunMark
+
+_HERE = "<where the guard says>"  # in place of a folder to resume from
+_NONE = object()
+
+
+class _Moved(Exception):
+    """Training stands elsewhere than `_run_epoch` believes."""
+
+
+def protect(trainer: Any, **settings: Any) -> Any:
+    """See `rollback.protect`."""
+    _require_known(trainer)
+    _GuardedLoop(trainer, settings).install()
+    return trainer
+
+
+def _require_known(trainer: Any) -> None:
+    """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
+    args = trainer.args
+    if isinstance(getattr(trainer.train, "__self__", None), _GuardedLoop):
+        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+    for met, what, instead in (
+        (args.auto_find_batch_size, "auto_find_batch_size=True begins the training anew with smaller batches",
+         "choose per_device_train_batch_size, and gradient_accumulation_steps to make up for it"),
+        (args.ignore_data_skip, "ignore_data_skip=True reads data from their beginning in a run that goes on",
+         "take it out: the guard goes on in the data where it was, and reads nothing to get there"),
+        (trainer.is_deepspeed_enabled, "the Trainer trains with DeepSpeed", _REPLICATED),
+        (trainer.is_fsdp_enabled, "the Trainer trains with FSDP", _REPLICATED),
+        (args.n_gpu > 1, f"the Trainer trains with torch's DataParallel on {args.n_gpu} GPUs",
+         "start one process for each GPU: rollback launch --nproc N, or torchrun"),
+    ):  # fmt: skip
+        if met:
+            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+
+
+_REPLICATED = "the guard keeps models of which every rank has all: train with DistributedDataParallel, the default"
+
+
+class _GuardedLoop:
+    """One training of one Trainer."""
+
+    guard: Guard
+
+    def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._callback = RollbackCallback(self)
+        self._state = LoopState(trainer, self._callback)
+        self._loader: Any = None
+        self._drawn: list[Any] = []
+        """Batches of the update in progress that no training step has been made of."""
+        self._position = 0
+        """Of the last one in its epoch."""
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def install(self) -> None:
+        for name in ("train", "_prepare_for_training", "_run_epoch", "training_step"):
+            self._originals[name] = getattr(self._trainer, name)
+            setattr(self._trainer, name, getattr(self, name))
+        self._trainer._load_rng_state = lambda checkpoint: None  # the guard has put them back
+        self._trainer.callback_handler.callbacks.insert(0, self._callback)
+
+    # In the place of the Trainer's methods ---------------------------------------------------------------------------
+
+    def train(self, resume_from_checkpoint: Any = None, trial: Any = None, *more: Any, **others: Any) -> Any:
+        try:
+            self._require_first(resume_from_checkpoint, trial)
+        except UsageError as error:
+            attach.refuse(error)
+        return self._originals["train"](None, None, *more, **others)
+
+    def _require_first(self, resume_from_checkpoint: Any, trial: Any) -> None:
+        if resume_from_checkpoint:
+            raise UsageError(
+                f"trainer.train(resume_from_checkpoint={resume_from_checkpoint!r}) of a Trainer under rollback.protect",
+                hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
+                "such a folder, load the model from it",
+            )
+        if trial is not None:
+            raise UsageError(
+                "hyperparameter_search of a Trainer under rollback.protect", hint="protect the Trainer of the final run"
+            )
+        if hasattr(self, "guard"):
+            raise UsageError(
+                "trainer.train() a second time: rollback.protect guards one training",
+                hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+            )
+
+    def _prepare_for_training(self, max_steps: int, loader: Any, *given: Any, **others: Any) -> Any:
+        trainer = self._trainer
+        prepared = self._originals["_prepare_for_training"](max_steps, loader, *given, **others)
+        try:
+            require_known_loader(loader)
+        except UsageError as error:
+            attach.refuse(error)
+        self._loader = loader
+        self.guard = Guard(
+            model=trainer.model_wrapped, optimizer=trainer.optimizer.optimizer, loader=loader.base_dataloader,
+            scheduler=trainer.lr_scheduler, scaler=getattr(trainer.accelerator, "scaler", None), max_steps=max_steps,
+            **self._settings,
+        )  # fmt: skip
+        self._callback.run = str(self.guard.run)
+        return prepared
+
+    def _run_epoch(self, **given: Any) -> None:
+        """All epochs. The Trainer, which has called this for its first one, is told to stop behind the last."""
+        trainer, announced = self._trainer, True
+        self.guard.keep(trainer=self._state)
+        epochs = sys.maxsize if trainer.args.max_steps > 0 else trainer.state.num_train_epochs
+        for epoch in self.guard.epochs(epochs):
+            if not announced:
+                trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
+            announced = False
+            self._begin_epoch(epoch)
+            while self._drawn:
+                with contextlib.suppress(_Moved), _entered_anywhere():
+                    self._originals["_run_epoch"](**{**given, **self._place(epoch, given["steps_in_epoch"])})
+            if trainer.control.should_training_stop:
+                break
+        trainer.control.should_training_stop = True
+        self.guard.close()
+
+    def training_step(self, *given: Any, **others: Any) -> Any:
+        self._drawn = []
+        loss = self._originals["training_step"](*given, **others)
+        self.guard.observe(loss)
+        return loss
+
+    # Its batches -----------------------------------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from list(self._drawn)
+        while self._draw():
+            yield self._drawn[-1]
+
+    def _begin_epoch(self, epoch: int) -> None:
+        loader = self._loader
+        for part in (loader, getattr(getattr(loader, "batch_sampler", None), "batch_sampler", None)):
+            if callable(set_epoch := getattr(part, "set_epoch", None)):
+                set_epoch(epoch)
+        begin_pass(loader)
+        iter(self.guard)
+        self._drawn, self._position, self._state.moved = [], -1, False
+        with contextlib.suppress(_Moved):
+            self._draw()
+
+    def _draw(self) -> bool:
+        """Whether there is another batch of the epoch. Raises _Moved where it is not the next one, or none of it."""
+        batch, expected = next(self.guard, _NONE), self._position + 1
+        moved, self._state.moved = self._state.moved, False
+        if moved:
+            self._drawn = []
+        if batch is not _NONE:
+            self._position = self.guard.batch_in_epoch
+            self._drawn.append(hand_out(self._loader, batch, last=self.guard.last_in_epoch))
+        if moved or (batch is not _NONE and self._position != expected):
+            raise _Moved
+        return batch is not _NONE
+
+    def _place(self, epoch: int, batches: int) -> dict[str, Any]:
+        """Where `_run_epoch` is to begin: before what has been drawn, with all that is left of the epoch's `batches`.
+
+        It counts updates from the epoch's first batch on. Behind a skip window that is no whole number of them, an
+        epoch of another length is told it, which has as many batches left.
+        """
+        accumulated = self._trainer.args.gradient_accumulation_steps
+        left = batches - 1 - self._position + len(self._drawn)
+        done = (batches - left) // accumulated * accumulated
+        return {
+            "epoch": epoch,
+            "train_dataloader": self,
+            "steps_in_epoch": done + left,
+            "num_update_steps_per_epoch": math.ceil((done + left) / accumulated),
+            "resume_from_checkpoint": _HERE,
+            "epochs_trained": epoch,
+            "steps_trained_in_current_epoch": done,
+        }
+
+    def end_epoch(self, state: Any, control: Any) -> None:
+        """Before the Trainer does what it does behind an epoch. Raises _Moved where it has not come to its end yet."""
+        if control.should_training_stop and state.global_step < state.max_steps:
+            if self.guard.finish("TrainerControl.should_training_stop"):
+                return
+        elif control.should_epoch_stop:
+            return
+        self._draw()
+
+
+class RollbackCallback(RunMark):
+    """The first of the Trainer's callbacks."""
+
+    def __init__(self, loop: _GuardedLoop) -> None:
+        self._loop = loop
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._loop.end_epoch(state, control)
+
+
+@contextlib.contextmanager
+def _entered_anywhere() -> Iterator[None]:
+    """`_run_epoch` finds its place by `skip_first_batches`; what it iterates here stands there already."""
+    original = transformers.trainer.skip_first_batches
+    transformers.trainer.skip_first_batches = lambda loader, count: loader
+    try:
+        yield
+    finally:
+        transformers.trainer.skip_first_batches = original

@@ -1,0 +1,96 @@
+"""What a Trainer knows of its training besides model, optimizer and learning rate, and which folders it has saved."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from transformers.trainer_callback import ExportableState, TrainerCallback
+
+from rollback.train.comm.recorder import say
+
+_STATE = (
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history",
+    "best_metric", "best_global_step", "best_model_checkpoint",
+)  # fmt: skip
+"""Of TrainerState; what else it has follows from arguments."""
+_LOOP = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens")
+"""Of the Trainer; the last one TRL's trainers have. `_tr_loss` and `_metrics` (TRL) are put back in place."""
+
+
+class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
+    """A callback that marks every folder that the Trainer saves, in its trainer_state.json, as one of this run."""
+
+    run: str | None = None
+
+    def state(self) -> dict[str, Any]:
+        return {"args": {}, "attributes": {"run": self.run}}
+
+
+class LoopState:
+    """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at."""
+
+    def __init__(self, trainer: Any, mark: RunMark) -> None:
+        self._trainer = trainer
+        self._mark = mark
+        self.moved = False
+
+    def state_dict(self) -> dict[str, Any]:
+        trainer, state = self._trainer, self._trainer.state
+        return {
+            "state": {name: getattr(state, name) for name in _STATE if hasattr(state, name)},
+            "stateful_callbacks": state.stateful_callbacks,
+            "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
+            "loop": {name: getattr(trainer, name) for name in _LOOP if hasattr(trainer, name)},
+            "loss": trainer._tr_loss,
+            "metrics": {mode: dict(values) for mode, values in getattr(trainer, "_metrics", {}).items()},
+        }
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        trainer, state = self._trainer, self._trainer.state
+        for name, value in kept["state"].items():
+            setattr(state, name, value)
+        for name in state.stateful_callbacks.keys() & kept["stateful_callbacks"].keys():
+            state.stateful_callbacks[name] = kept["stateful_callbacks"][name]
+        for item, (name, attributes) in zip(self._exportable(), kept["callbacks"], strict=False):
+            if type(item).__name__ == name:
+                vars(item).update(attributes)
+        for name, value in kept["loop"].items():
+            setattr(trainer, name, value)
+        trainer._tr_loss.fill_(kept["loss"])
+        for mode, values in kept["metrics"].items():
+            trainer._metrics[mode].clear()
+            trainer._metrics[mode].update(values)
+        trainer.control.should_training_stop = trainer.control.should_epoch_stop = False
+        if trainer.args.should_save:
+            _set_aside(Path(trainer.args.output_dir), state.global_step, self._mark)
+        self.moved = True
+
+    def _exportable(self) -> list[Any]:
+        callbacks = self._trainer.callback_handler.callbacks
+        return [item for item in callbacks if isinstance(item, ExportableState) and item is not self._mark]
+
+
+def _set_aside(output: Path, reached: int, mark: RunMark) -> None:
+    """Rename what this run has saved of steps that are undone, so that nobody takes it for one of its checkpoints."""
+    for folder in output.glob("checkpoint-*"):
+        step = folder.name.removeprefix("checkpoint-")
+        if not step.isdecimal() or int(step) <= reached or not _has(folder, mark):
+            continue
+        taken = len(list(output.glob(f"undone-*{folder.name}")))
+        undone = output / f"undone-{f'{taken}-' if taken else ''}{folder.name}"
+        try:
+            folder.rename(undone)
+        except OSError as error:
+            say(f"{folder} is of steps that are undone, and cannot be renamed: {error}")
+            continue
+        say(f"{folder} is of steps that are undone: renamed to {undone.name}")
+
+
+def _has(folder: Path, mark: RunMark) -> bool:
+    try:
+        saved = json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))
+        return bool(saved["stateful_callbacks"][type(mark).__name__] == mark.state())
+    except (OSError, ValueError, KeyError, TypeError):
+        return False

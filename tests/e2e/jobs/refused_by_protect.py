@@ -1,0 +1,135 @@
+"""What `rollback.protect` refuses: `refused_by_protect.py CASE ...` prints a JSON line for each: exit code and message.
+
+With one case, the refusal is left to end the process.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+from accelerate import Accelerator, DataLoaderConfiguration
+from accelerate.state import AcceleratorState, DistributedType, GradientState
+from transformers import Trainer, TrainingArguments
+
+import rollback
+from rollback.errors import RollbackError
+
+DATA = TensorDataset(torch.zeros(8, 2))
+
+
+def trainer(**arguments: Any) -> Trainer:
+    folder = tempfile.mkdtemp()
+    args = TrainingArguments(folder, use_cpu=True, report_to="none", save_strategy="no", **arguments)
+    return Trainer(model=nn.Linear(2, 1), args=args, train_dataset=DATA)
+
+
+def protected(**arguments: Any) -> Trainer:
+    made: Trainer = rollback.protect(trainer(**arguments))
+    return made
+
+
+def prepared(*, dispatch: bool = False) -> tuple[Any, ...]:
+    accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
+    model = nn.Linear(2, 1)
+    loader = DataLoader(DATA, batch_size=2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    return accelerator, *accelerator.prepare(model, optimizer, loader)
+
+
+def sharded(kind: str) -> None:
+    accelerator, *objects = prepared()
+    with mock.patch.object(Accelerator, "distributed_type", DistributedType[kind]):
+        rollback.protect(accelerator, *objects)
+
+
+def of_version(library: str, version: str) -> Callable[[], None]:
+    def refused() -> None:
+        given = (trainer(),) if library == "transformers" else prepared()
+        with mock.patch.object(importlib.metadata, "version", return_value=version):
+            rollback.protect(*given)
+
+    return refused
+
+
+def with_deepspeed() -> None:
+    made = trainer()
+    made.is_deepspeed_enabled = True
+    rollback.protect(made)
+
+
+def twice() -> None:
+    rollback.protect(protected())
+
+
+def with_two_loaders() -> None:
+    accelerator, model, optimizer, loader = prepared()
+    rollback.protect(accelerator, model, optimizer, loader, accelerator.prepare(DataLoader(DATA)))
+
+
+def without_prepare() -> None:
+    accelerator, model, _, loader = prepared()
+    rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
+
+
+def load_state() -> None:
+    accelerator, *objects = prepared()
+    rollback.protect(accelerator, *objects)
+    accelerator.load_state("somewhere")
+
+
+CASES: dict[str, Callable[[], object]] = {
+    "a stranger": lambda: rollback.protect(SimpleNamespace()),
+    "nothing": rollback.protect,
+    "an older transformers": of_version("transformers", "4.57.1"),
+    "a newer transformers": of_version("transformers", "6.0.0"),
+    "an older accelerate": of_version("accelerate", "0.34.2"),
+    "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
+    "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
+    "ignore_data_skip": lambda: protected(ignore_data_skip=True),
+    "the Trainer with DeepSpeed": with_deepspeed,
+    "twice": twice,
+    "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
+    "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
+    "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
+    "DeepSpeed": lambda: sharded("DEEPSPEED"),
+    "Megatron": lambda: sharded("MEGATRON_LM"),
+    "FSDP": lambda: sharded("FSDP"),
+    "an Accelerator alone": lambda: rollback.protect(prepared()[0]),
+    "two loaders": with_two_loaders,
+    "without prepare": without_prepare,
+    "load_state": load_state,
+}
+
+
+def main() -> None:
+    os.chdir(tempfile.mkdtemp())
+    if len(sys.argv) == 2:
+        CASES[sys.argv[1]]()
+        return
+    for name in sys.argv[1:]:
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        try:
+            CASES[name]()
+            answer: dict[str, Any] = {"exit_code": 0, "message": "was not refused"}
+        except RollbackError as error:
+            answer = {"exit_code": int(error.exit_code), "message": str(error)}
+        print("CASE", json.dumps({"name": name, "left": sorted(map(str, Path().iterdir())), **answer}))
+
+
+if __name__ == "__main__":
+    main()

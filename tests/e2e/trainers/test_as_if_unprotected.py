@@ -1,0 +1,100 @@
+"""Loops of other libraries under `rollback.protect`: bit for bit the unprotected run, or the one given its skips.
+
+A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all, Accelerate's at four ranks as well.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from job_results import Scenarios
+from toy import facts, require_same
+from trainer_job import JOB, LIMIT, MODULES, TrainerJob
+
+from rollback.facts.training import Finished, Incident, Restored
+
+TRAINER = TrainerJob()
+"""30 batches in an epoch, twice."""
+SFT = TrainerJob(loop="sft", more={"bf16": False})
+ACCELERATE = TrainerJob(loop="accelerate")
+BY_EPOCH = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
+SEEDABLE = {"use_seedable_sampler": True}
+AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
+UNEVEN = {"samples": 76, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
+"""38 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
+
+CLEAN = {
+    "trainer": TRAINER,
+    "trainer, accumulation": TRAINER.but(samples=76, accumulate=4, evaluate=3),
+    "trainer, best of several": TRAINER.but(evaluate=5, save=10, more={"load_best_model_at_end": True}),
+    "trainer, by steps": TRAINER.but(max_steps=47, more={"logging_first_step": True}),
+    "trainer, an epoch and a half": TRAINER.but(epochs=1.5),
+    "trainer, by epoch": TRAINER.but(more=BY_EPOCH),
+    "trainer, stopped": TRAINER.but(stop_at=41),
+    "trainer, short epochs": TRAINER.but(samples=15, epochs=3),
+    "trainer, worker": TRAINER.but(workers=1),
+    "sft": SFT.but(samples=76, accumulate=4, evaluate=3),
+    "accelerate": ACCELERATE.but(accumulate=2),
+    "accelerate, odd epochs": ACCELERATE.but(samples=59, accumulate=4, epochs=3),
+    "accelerate, seedable": ACCELERATE.but(accumulate=4, more=SEEDABLE),
+    "accelerate, split batches": ACCELERATE.but(batch_size=4, more={"split_batches": True}),
+    "accelerate, worker": ACCELERATE.but(workers=1),
+}
+BAD = {
+    "trainer, in the middle": TRAINER.but(bad_at=(17,), evaluate=5, save=5),
+    "trainer, in the last update": TRAINER.but(bad_at=(59,)),
+    "trainer, at an epoch's tail": TRAINER.but(bad_at=(29,), more=BY_EPOCH),
+    "trainer, over an epoch's start": TRAINER.but(bad_at=(32,), evaluate=5, more={"eval_on_start": True}),
+    "trainer, surgical": TRAINER.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
+    "trainer, balanced": TRAINER.but(bad_at=(41,), settings=AS_SET),
+    "trainer, accumulation": TRAINER.but(bad_at=(18,), evaluate=3, **UNEVEN),
+    "trainer, by steps": TRAINER.but(bad_at=(12, 50), max_steps=70),
+    "trainer, stopped": TRAINER.but(bad_at=(20,), stop_at=21),
+    "trainer, short epochs": TRAINER.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
+    "sft": SFT.but(bad_at=(33,), evaluate=5, save=7),
+    "accelerate, in the middle": ACCELERATE.but(bad_at=(17,)),
+    "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
+    "accelerate, at an epoch's tail": ACCELERATE.but(bad_at=(29,)),
+    "accelerate, over an epoch's start": ACCELERATE.but(bad_at=(32,), more=SEEDABLE),
+    "accelerate, surgical": ACCELERATE.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
+    "accelerate, balanced": ACCELERATE.but(bad_at=(41,), settings=AS_SET),
+    "accelerate, accumulation": ACCELERATE.but(bad_at=(18,), **UNEVEN),
+    "accelerate, odd epochs": ACCELERATE.but(bad_at=(41,), **UNEVEN),
+    "accelerate, stateful": ACCELERATE.but(bad_at=(32,), more={"use_stateful_dataloader": True}),
+}
+FEW = {
+    1: ["trainer, accumulation", "accelerate, odd epochs", "trainer, in the middle", "trainer, over an epoch's start"],
+    2: ["trainer, best of several", "accelerate", "trainer, accumulation", "accelerate, over an epoch's start"],
+}
+
+
+def require_all_same(folder: Path, ranks: int, names: list[str]) -> None:
+    """Run them all, beside what each is to be like, and compare."""
+    scenarios = Scenarios(folder, JOB, MODULES, LIMIT)
+    clean = {name: job for name, job in CLEAN.items() if name in names}
+    bad = {name: job for name, job in BAD.items() if name in names}
+    for name, job in clean.items():
+        scenarios.add(f"clean {name}", job)
+        scenarios.add(f"clean {name}, oracle", job, run=None)
+    for name, job in ((name, job.but(bad_rank=ranks - 1)) for name, job in bad.items()):
+        scenarios.add(f"bad {name}", job)
+        scenarios.add(f"bad {name}, oracle", job, skips_of=str(scenarios.run(f"bad {name}")))
+    output = scenarios.python() if ranks == 1 else scenarios.torchrun(ranks)
+    for name in [*(f"clean {name}" for name in clean), *(f"bad {name}" for name in bad)]:
+        run = scenarios.run(name)
+        for rank in range(ranks):
+            require_same(scenarios.portrait(name, rank), scenarios.portrait(f"{name}, oracle", rank), name)
+        assert bool(facts(run, Incident)) == bool(facts(run, Restored)) == name.startswith("bad"), output
+        assert facts(run, Finished), output
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_protected_run_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
+    require_all_same(tmp_path, ranks, FEW[ranks])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
+    require_all_same(tmp_path, ranks, [n for n in {**CLEAN, **BAD} if ranks < 4 or n.startswith("accelerate")])

@@ -1,0 +1,76 @@
+"""What `rollback.protect` refuses: the exit code, what is said, what to do instead; and nothing is left behind."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_results import LAUNCH
+from trainer_job import LIMIT
+
+from rollback.errors import ExitCode
+
+SCRIPT = Path(__file__).parents[1] / "jobs" / "refused_by_protect.py"
+REFUSED = {
+    "a stranger": ("types.SimpleNamespace", "rollback.Guard"),
+    "nothing": ("got nothing", "an Accelerator and what its prepare() returned"),
+    "an older transformers": ("transformers 5.3 and later, below 6; installed is 4.57.1", "pip install"),
+    "a newer transformers": ("transformers 5.3 and later, below 6; installed is 6.0.0", "pip install"),
+    "an older accelerate": ("accelerate 1.3 and later, below 2; installed is 0.34.2", "pip install"),
+    "resume_from_checkpoint": ("resume_from_checkpoint='out/checkpoint-5'", "leave it out"),
+    "auto_find_batch_size": ("auto_find_batch_size=True", "gradient_accumulation_steps"),
+    "ignore_data_skip": ("ignore_data_skip=True", "take it out"),
+    "the Trainer with DeepSpeed": ("DeepSpeed", "DistributedDataParallel"),
+    "twice": ("before", "call it once"),
+    "no setting": ("polcy", "policy"),
+    "the dispatcher": ("DataLoaderDispatcher", "dispatch_batches=False"),
+    "the Trainer with the dispatcher": ("DataLoaderDispatcher", "accelerator_config"),
+    "DeepSpeed": ("DEEPSPEED", "torchrun"),
+    "Megatron": ("MEGATRON_LM", "torchrun"),
+    "FSDP": ("FSDP", "torchrun"),
+    "an Accelerator alone": ("no model and no optimizer and no loader", "behind accelerator.prepare"),
+    "two loaders": ("besides another loader", "the loader that is trained on"),
+    "without prepare": ("SGD", "what prepare() has returned"),
+    "load_state": ("accelerator.load_state()", "take it out"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *REFUSED], text=True, timeout=LIMIT, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    lines = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return {answer["name"]: answer for answer in lines}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_with_what_to_do_instead(answers: dict[str, Any], case: str) -> None:
+    answer = answers[case]
+    assert answer["exit_code"] == ExitCode.USAGE, answer
+    met, instead = REFUSED[case]
+    message, _, hint = answer["message"].partition("\n  hint: ")
+    assert met in message
+    assert instead in hint
+
+
+def test_nothing_is_left_behind(answers: dict[str, Any]) -> None:
+    refused_before_a_guard = {name: answer["left"] for name, answer in answers.items() if name != "load_state"}
+    assert not any(refused_before_a_guard.values()), refused_before_a_guard
+
+
+def test_under_launch_it_is_one_message_and_exit_code_2(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*LAUNCH, "--nproc", "1", "--run", "run", str(SCRIPT), "resume_from_checkpoint"], cwd=tmp_path, text=True,
+        timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stdout.count("rollback: error:") == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "run").exists()

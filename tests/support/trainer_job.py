@@ -1,0 +1,324 @@
+"""Small jobs in the loops of other libraries, one after another: `trainer_job.py SCENARIOS`, as job.py.
+
+SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` (a TrainerJob), and optionally `run`
+(default: the supervisor's; null: unprotected), `skips_of` (a run whose skip list is given from the start), `kill`
+(`[rank, batch]`: that rank kills itself there, in the first attempt), `die` (`[fact, n]`: rank 0 does so before the
+n-th fact of that kind is journalled) and `log` (of another name). Each rank writes `<name>-<rank>.json` beside it: its
+`portrait`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+from toy import SETTINGS, flat, left_out, skip_list
+
+import rollback
+from rollback.train.comm.recorder import Recorder
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+JOB = Path(__file__)
+LIMIT = 1200.0  # seconds for one start of it, on a machine that does other things as well
+MODULES = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate"
+"""What is imported warm."""
+
+
+@dataclass(frozen=True)
+class TrainerJob:
+    """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
+
+    loop: str = "trainer"
+    """`trainer`, `sft`, `accelerate`."""
+    samples: int = 60
+    """A rank's."""
+    batch_size: int = 2
+    epochs: float = 2
+    max_steps: int = -1
+    accumulate: int = 1
+    workers: int = 0
+    bad_at: tuple[int, ...] = ()
+    bad_rank: int = 0
+    evaluate: int = 0
+    """Every so many steps; `accelerate`: behind each epoch."""
+    save: int = 0
+    stop_at: int = 0
+    """The step at which a callback stops the training."""
+    settings: dict[str, Any] = field(default_factory=dict)
+    more: dict[str, Any] = field(default_factory=dict)
+    """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
+
+    def but(self, **changes: Any) -> TrainerJob:
+        return replace(self, **changes)
+
+    def with_settings(self, **settings: Any) -> TrainerJob:
+        return replace(self, settings={**self.settings, **settings})
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> TrainerJob:
+        fields: Any = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
+        }
+        return cls(**fields)
+
+
+class Text(Dataset[Any]):
+    """Made text: sample i begins with token i."""
+
+    def __init__(self, count: int) -> None:
+        self.ids = torch.randint(600, 900, (count, 12), generator=torch.Generator().manual_seed(1))
+        self.ids[:, 0] = torch.arange(count)
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"input_ids": self.ids[index], "labels": self.ids[index].clone()}
+
+
+class Job:
+    """A job as it runs on one rank."""
+
+    def __init__(self, job: TrainerJob, run: Path | None, scenario: dict[str, Any], folder: Path) -> None:
+        self.job, self.run, self.folder = job, run, folder
+        self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        self.log = folder / f"{scenario.get('log', scenario['name'])}-{self.rank}.log"
+        self.output = folder / f"{scenario['name']}-output"
+        self.kill = scenario.get("kill") if os.environ.get("ROLLBACK_ATTEMPT", "1") == "1" else None
+        self.guard: Any = None
+        self.poisoned = False
+        self.micro = 0
+
+    def model(self) -> nn.Module:
+        """A GPT-2 of two layers, with dropout."""
+        from transformers import GPT2Config, GPT2LMHeadModel
+
+        torch.manual_seed(0)
+        config = GPT2Config(
+            vocab_size=1000, n_positions=16, n_embd=16, n_layer=2, n_head=2, bos_token_id=0, eos_token_id=0
+        )
+        model: nn.Module = GPT2LMHeadModel(config)
+        model.register_forward_hook(self.spoil)
+        return model
+
+    def spoil(self, module: nn.Module, given: Any, output: Any) -> Any:
+        if self.poisoned and module.training:
+            for name in ("loss", "log_probs"):  # the latter is what TRL asks for
+                if getattr(output, name, None) is not None:
+                    setattr(output, name, getattr(output, name) * float("nan"))
+        return output
+
+    def take(self, step: int, ids: Tensor, position: int | None) -> None:
+        """A batch is about to be trained on."""
+        if self.guard is not None:
+            self.guard._snapshots.wait()  # as `Toy.patient`
+            if self.kill == [self.rank, position]:
+                os.kill(os.getpid(), signal.SIGKILL)
+        self.poisoned = position in self.job.bad_at and self.rank == self.job.bad_rank
+        line = json.dumps([step, self.micro, ids[:, 0].tolist()]) + "\n"
+        with open(self.log, "a", encoding="utf-8") as file:
+            file.write(line)
+
+    # transformers ----------------------------------------------------------------------------------------------------
+
+    def train_by_trainer(self) -> dict[str, str]:
+        import transformers
+
+        return self.train_by(
+            transformers.Trainer, model=self.model(), args=self.arguments(transformers.TrainingArguments),
+            train_dataset=Text(self.job.samples * self.ranks), eval_dataset=Text(8),
+        )  # fmt: skip
+
+    def train_by_sft(self) -> dict[str, str]:
+        """TRL's trainer, of a LoRA. What it counts for its logs is its own."""
+        import datasets
+        import trl
+        from peft import LoraConfig
+        from tokenizers import Tokenizer, models
+        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+        data = datasets.Dataset.from_dict({"input_ids": Text(self.job.samples * self.ranks).ids.tolist()})
+        words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            attention_dropout=0.1, max_position_embeddings=16, pad_token_id=0, eos_token_id=1, bos_token_id=1,
+        )  # fmt: skip
+        model = LlamaForCausalLM(config)
+        model.register_forward_hook(self.spoil)
+        return self.train_by(
+            trl.SFTTrainer, model=model, args=self.arguments(trl.SFTConfig), train_dataset=data, eval_dataset=data,
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>"),
+            peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
+        )  # fmt: skip
+
+    def train_by(self, kind: Any, **given: Any) -> dict[str, str]:
+        import transformers
+
+        watched, job = self, self.job
+
+        class Watched(kind):  # type: ignore[misc]
+            def training_step(self, model: Any, inputs: Any, *more: Any, **others: Any) -> Tensor:
+                position = None
+                if watched.run is not None:
+                    watched.guard = self.train.__self__.guard
+                    position = watched.guard.batch - self.current_gradient_accumulation_steps + 1 + watched.micro
+                watched.take(self.state.global_step, inputs["input_ids"], position)
+                watched.micro = 0 if self.accelerator.sync_gradients else watched.micro + 1
+                loss: Tensor = super().training_step(model, inputs, *more, **others)
+                return loss
+
+        class Stopping(transformers.TrainerCallback):  # type: ignore[misc]
+            def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+                control.should_training_stop = control.should_training_stop or state.global_step == job.stop_at
+
+        trainer: Any = Watched(callbacks=[Stopping()], **given)
+        if self.run is not None:
+            rollback.protect(trainer, **self.settings())
+        output = trainer.train()
+        return self.portrait(
+            trainer.model, trainer.optimizer, trainer.lr_scheduler, trainer.state.global_step,
+            logs=dict(enumerate(self.untimed(trainer.state.log_history))), epoch=trainer.state.epoch,
+            best=trainer.state.best_metric, loss=output.training_loss, flos=trainer.state.total_flos,
+            tokens=trainer.state.num_input_tokens_seen, saved=self.saved(),
+        )  # fmt: skip
+
+    def arguments(self, kind: Any) -> Any:
+        job = self.job
+        evaluation = {"eval_strategy": "steps", "eval_steps": job.evaluate, "metric_for_best_model": "loss"}
+        saving = {"save_strategy": "steps", "save_steps": job.save} if job.save else {"save_strategy": "no"}
+        return kind(
+            **{
+                "output_dir": str(self.output), "per_device_train_batch_size": job.batch_size, "seed": 7,
+                "num_train_epochs": job.epochs, "max_steps": job.max_steps, "learning_rate": 1e-3, "logging_steps": 5,
+                "gradient_accumulation_steps": job.accumulate, "report_to": "none", "use_cpu": True,
+                "disable_tqdm": True, "dataloader_pin_memory": False, "dataloader_num_workers": job.workers,
+                "include_num_input_tokens_seen": "all", "ddp_find_unused_parameters": False, **saving,
+                **(evaluation if job.evaluate else {}), **job.more,
+            }
+        )  # fmt: skip
+
+    def untimed(self, logs: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        return [
+            {name: value for name, value in log.items() if not name.endswith(("runtime", "per_second"))} for log in logs
+        ]
+
+    def saved(self) -> list[str]:
+        return sorted(path.name for path in self.output.glob("checkpoint-*"))
+
+    # accelerate ------------------------------------------------------------------------------------------------------
+
+    def train_by_accelerate(self) -> dict[str, str]:
+        from accelerate import Accelerator, DataLoaderConfiguration
+        from torch.utils.data import DataLoader
+
+        job = self.job
+        torch.manual_seed(7)
+        accelerator = Accelerator(
+            cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=DataLoaderConfiguration(**job.more)
+        )
+        model = self.model()
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        data = Text(job.samples * self.ranks)
+        loader: Any = DataLoader(data, batch_size=job.batch_size, shuffle=True, num_workers=job.workers)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+        prepared = accelerator.prepare(model, optimizer, loader, scheduler)
+        if self.run is not None:
+            prepared = rollback.protect(accelerator, *prepared, **self.settings())
+            self.guard = prepared[2].guard
+        model, optimizer, loader, scheduler = prepared
+        torch.manual_seed(100 + self.rank)
+        steps = 0
+        for _ in range(int(job.epochs)):
+            for batch in loader:
+                steps = self.guard.step if self.guard is not None else steps
+                self.take(steps, batch["input_ids"], self.guard.batch if self.guard is not None else None)
+                with accelerator.accumulate(model):
+                    loss = model(**batch).loss
+                    accelerator.backward(loss)
+                    if accelerator.sync_gradients:
+                        accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                    optimizer.step()
+                    scheduler.step()
+                    optimizer.zero_grad()
+                steps += accelerator.sync_gradients
+                self.micro = 0 if accelerator.sync_gradients else self.micro + 1
+        if self.guard is not None:
+            steps = self.guard.step
+            self.guard.close()
+        return self.portrait(accelerator.unwrap_model(model), optimizer, scheduler, steps)
+
+    # Both ------------------------------------------------------------------------------------------------------------
+
+    def settings(self) -> dict[str, Any]:
+        return {"run": self.run, **SETTINGS, "snapshot_every": 5, **self.job.settings}
+
+    def portrait(self, model: Any, optimizer: Any, scheduler: Any, steps: int, **more: Any) -> dict[str, str]:
+        """What there is at the end, by name, as texts that differ if a bit does."""
+        state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+        consumed: dict[int, list[list[int]]] = {}
+        for line in self.log.read_text().splitlines():
+            step, micro, ids = json.loads(line)
+            consumed[step] = [*(consumed[step] if micro else []), ids]
+        drawn = {"torch": torch.get_rng_state()}
+        consumed = {step: batches for step, batches in sorted(consumed.items()) if step < steps}
+        return flat({**state, "random": drawn, "consumed": consumed, "steps": steps, **more})
+
+
+def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
+    from accelerate.state import AcceleratorState, GradientState
+
+    torch.use_deterministic_algorithms(True)
+    job = TrainerJob.from_json(scenario["toy"])
+    if scenario.get("skips_of"):
+        given = Path(scenario["skips_of"])
+        job = job.with_settings(skip=skip_list(given), skip_samples=left_out(given))
+    run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
+    kind, nth = scenario.get("die", ["", 0])
+    note, seen = Recorder.note, [0]
+
+    def die(self: Recorder, fact: Any, *more: Any) -> None:
+        seen[0] += type(fact).__name__ == kind
+        if rank == 0 and seen[0] == nth > 0 and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        note(self, fact, *more)
+
+    Recorder.note = die  # type: ignore[method-assign, assignment]
+    try:
+        loop = Job(job, Path(run) if run else None, scenario, folder)
+        return {"portrait": getattr(loop, f"train_by_{job.loop}")()}
+    finally:
+        Recorder.note = note  # type: ignore[method-assign]
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+
+
+def main() -> None:
+    scenarios = Path(sys.argv[1])
+    rank = int(os.environ.get("RANK", "0"))
+    if "RANK" in os.environ:
+        dist.init_process_group("gloo")
+    for scenario in json.loads(scenarios.read_text()):
+        result = perform(scenario, rank, scenarios.parent)
+        (scenarios.parent / f"{scenario['name']}-{rank}.json").write_text(json.dumps(result))
+        if dist.is_initialized():
+            dist.barrier()  # the next one may read what rank 0 has written
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
