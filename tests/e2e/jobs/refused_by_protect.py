@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -31,10 +31,10 @@ from rollback.errors import RollbackError
 DATA = TensorDataset(torch.zeros(8, 2))
 
 
-def trainer(**arguments: Any) -> Trainer:
+def trainer(data: Any = DATA, **arguments: Any) -> Trainer:
     folder = tempfile.mkdtemp()
     args = TrainingArguments(folder, use_cpu=True, report_to="none", save_strategy="no", **arguments)
-    return Trainer(model=nn.Linear(2, 1), args=args, train_dataset=DATA)
+    return Trainer(model=nn.Linear(2, 1), args=args, train_dataset=data)
 
 
 def protected(**arguments: Any) -> Trainer:
@@ -42,10 +42,15 @@ def protected(**arguments: Any) -> Trainer:
     return made
 
 
-def prepared(*, dispatch: bool = False) -> tuple[Any, ...]:
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+def prepared(data: Any = DATA, *, dispatch: bool = False) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     model = nn.Linear(2, 1)
-    loader = DataLoader(DATA, batch_size=2)
+    loader = DataLoader(data, batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
@@ -105,6 +110,8 @@ CASES: dict[str, Callable[[], object]] = {
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
     "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
+    "a stream": lambda: rollback.protect(*prepared(Stream())),
+    "the Trainer with a stream": lambda: rollback.protect(trainer(Stream(), max_steps=2)).train(),
     "DeepSpeed": lambda: sharded("DEEPSPEED"),
     "Megatron": lambda: sharded("MEGATRON_LM"),
     "FSDP": lambda: sharded("FSDP"),

@@ -29,6 +29,8 @@ REFUSED = {
     "no setting": ("polcy", "policy"),
     "the dispatcher": ("DataLoaderDispatcher", "dispatch_batches=False"),
     "the Trainer with the dispatcher": ("DataLoaderDispatcher", "accelerator_config"),
+    "a stream": ("Stream, which is only read in order", "without streaming=True"),
+    "the Trainer with a stream": ("Stream, which is only read in order", "without streaming=True"),
     "DeepSpeed": ("DEEPSPEED", "torchrun"),
     "Megatron": ("MEGATRON_LM", "torchrun"),
     "FSDP": ("FSDP", "torchrun"),
