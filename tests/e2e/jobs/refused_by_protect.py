@@ -70,10 +70,22 @@ def of_version(library: str, version: str) -> Callable[[], None]:
     return refused
 
 
-def with_deepspeed() -> None:
+def with_enabled(name: str) -> None:
     made = trainer()
-    made.is_deepspeed_enabled = True
+    setattr(made, name, True)
     rollback.protect(made)
+
+
+def with_gpus() -> None:
+    made = trainer()
+    made.args._n_gpu = 2
+    rollback.protect(made)
+
+
+def trained_twice() -> None:
+    made = protected()
+    made.train.__self__.guard = None  # as after its first training
+    made.train()
 
 
 def twice() -> None:
@@ -90,10 +102,10 @@ def without_prepare() -> None:
     rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
 
 
-def load_state() -> None:
+def by_hand(method: str) -> None:
     accelerator, *objects = prepared()
-    rollback.protect(accelerator, *objects)
-    accelerator.load_state("somewhere")
+    rollback.protect(accelerator, *objects, run=method)
+    getattr(accelerator, method)("something")
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -105,7 +117,11 @@ CASES: dict[str, Callable[[], object]] = {
     "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
     "ignore_data_skip": lambda: protected(ignore_data_skip=True),
-    "the Trainer with DeepSpeed": with_deepspeed,
+    "the Trainer with DeepSpeed": lambda: with_enabled("is_deepspeed_enabled"),
+    "the Trainer with FSDP": lambda: with_enabled("is_fsdp_enabled"),
+    "the Trainer with DataParallel": with_gpus,
+    "hyperparameter_search": lambda: protected().train(trial={"learning_rate": 1.0}),
+    "trained twice": trained_twice,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
@@ -118,7 +134,8 @@ CASES: dict[str, Callable[[], object]] = {
     "an Accelerator alone": lambda: rollback.protect(prepared()[0]),
     "two loaders": with_two_loaders,
     "without prepare": without_prepare,
-    "load_state": load_state,
+    "load_state": lambda: by_hand("load_state"),
+    "skip_first_batches": lambda: by_hand("skip_first_batches"),
 }
 
 
