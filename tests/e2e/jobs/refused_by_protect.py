@@ -18,7 +18,7 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 from accelerate import Accelerator, DataLoaderConfiguration
@@ -31,10 +31,10 @@ from rollback.errors import RollbackError
 DATA = TensorDataset(torch.zeros(8, 2))
 
 
-def trainer(**arguments: Any) -> Trainer:
+def trainer(data: Any = DATA, **arguments: Any) -> Trainer:
     folder = tempfile.mkdtemp()
     args = TrainingArguments(folder, use_cpu=True, report_to="none", save_strategy="no", **arguments)
-    return Trainer(model=nn.Linear(2, 1), args=args, train_dataset=DATA)
+    return Trainer(model=nn.Linear(2, 1), args=args, train_dataset=data)
 
 
 def protected(**arguments: Any) -> Trainer:
@@ -42,10 +42,15 @@ def protected(**arguments: Any) -> Trainer:
     return made
 
 
-def prepared(*, dispatch: bool = False) -> tuple[Any, ...]:
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(DATA)
+
+
+def prepared(data: Any = DATA, *, dispatch: bool = False) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     model = nn.Linear(2, 1)
-    loader = DataLoader(DATA, batch_size=2)
+    loader = DataLoader(data, batch_size=2)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     return accelerator, *accelerator.prepare(model, optimizer, loader)
 
@@ -65,10 +70,22 @@ def of_version(library: str, version: str) -> Callable[[], None]:
     return refused
 
 
-def with_deepspeed() -> None:
+def with_enabled(name: str) -> None:
     made = trainer()
-    made.is_deepspeed_enabled = True
+    setattr(made, name, True)
     rollback.protect(made)
+
+
+def with_gpus() -> None:
+    made = trainer()
+    made.args._n_gpu = 2
+    rollback.protect(made)
+
+
+def trained_twice() -> None:
+    made = protected()
+    made.train.__self__.guard = None  # as after its first training
+    made.train()
 
 
 def twice() -> None:
@@ -85,10 +102,10 @@ def without_prepare() -> None:
     rollback.protect(accelerator, model, torch.optim.SGD(model.parameters(), 0.1), loader)
 
 
-def load_state() -> None:
+def by_hand(method: str) -> None:
     accelerator, *objects = prepared()
-    rollback.protect(accelerator, *objects)
-    accelerator.load_state("somewhere")
+    rollback.protect(accelerator, *objects, run=method)
+    getattr(accelerator, method)("something")
 
 
 CASES: dict[str, Callable[[], object]] = {
@@ -100,18 +117,25 @@ CASES: dict[str, Callable[[], object]] = {
     "resume_from_checkpoint": lambda: protected().train(resume_from_checkpoint="out/checkpoint-5"),
     "auto_find_batch_size": lambda: protected(auto_find_batch_size=True),
     "ignore_data_skip": lambda: protected(ignore_data_skip=True),
-    "the Trainer with DeepSpeed": with_deepspeed,
+    "the Trainer with DeepSpeed": lambda: with_enabled("is_deepspeed_enabled"),
+    "the Trainer with FSDP": lambda: with_enabled("is_fsdp_enabled"),
+    "the Trainer with DataParallel": with_gpus,
+    "hyperparameter_search": lambda: protected().train(trial={"learning_rate": 1.0}),
+    "trained twice": trained_twice,
     "twice": twice,
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
     "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
+    "a stream": lambda: rollback.protect(*prepared(Stream())),
+    "the Trainer with a stream": lambda: rollback.protect(trainer(Stream(), max_steps=2)).train(),
     "DeepSpeed": lambda: sharded("DEEPSPEED"),
     "Megatron": lambda: sharded("MEGATRON_LM"),
     "FSDP": lambda: sharded("FSDP"),
     "an Accelerator alone": lambda: rollback.protect(prepared()[0]),
     "two loaders": with_two_loaders,
     "without prepare": without_prepare,
-    "load_state": load_state,
+    "load_state": lambda: by_hand("load_state"),
+    "skip_first_batches": lambda: by_hand("skip_first_batches"),
 }
 
 
