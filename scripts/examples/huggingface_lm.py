@@ -9,7 +9,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import rollback
 
 
-class MadeText(Dataset[dict[str, torch.Tensor]]):
+class MadeText(Dataset):
     """Windows of an endless sum: after a and b comes a + b, with a little noise."""
 
     def __init__(self, count: int, seed: int) -> None:
