@@ -242,7 +242,7 @@ def _restore_newest(
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if result.place is not None:
             return manifest, result.place
-        damaged[manifest.name] = str(result.fault)
+        damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
     if not (found.manifests or damaged or lost):
         return None

@@ -213,7 +213,7 @@ class Requests:
                 fault = verify(point.name, self._checkpoints.places(point.name), self._ranks)
             if fault is None:
                 return point, None
-            self._checkpoints.put_aside(point.name, str(fault))
+            self._checkpoints.put_aside(point.name, fault)
         return None, min((point.step for point in self._checkpoints.as_held()), default=None)
 
     def rollback_applied(self, event: RollbackApplied) -> None:

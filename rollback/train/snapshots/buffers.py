@@ -18,13 +18,12 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import pin, unpin
-from rollback.train.snapshots.faults import TierFault
 
 
 class SnapshotBuffer(Protocol):
     """Place for one snapshot after the other."""
 
-    fault: TierFault | None
+    fault: str | None
     """Why there can be none, once that is known."""
 
     def fit(self, size: int) -> None:
@@ -44,7 +43,7 @@ class Staging:
     """Private memory, kept from snapshot to snapshot."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self.fault: TierFault | None = None
+        self.fault: str | None = None
         self._thread = thread
         self._region: Region | None = None
         self._job: Future[None] | None = None
@@ -79,7 +78,7 @@ class Staging:
             return True
         if not isinstance(error, OSError | MemoryError):
             raise error
-        self.fault = TierFault("durable", f"there is no memory for a copy: {error}")
+        self.fault = f"there is no memory for a copy: {error}"
         return False
 
 
@@ -100,7 +99,7 @@ class FastTier:
         here: Collection[int],
         taken: Collection[int] = (),
     ) -> None:
-        self.fault: TierFault | None = None
+        self.fault: str | None = None
         self.paths = paths
         self.count = 0
         self._rank = rank
@@ -142,7 +141,7 @@ class FastTier:
             return False
         error = job.exception()
         if isinstance(error, OSError | RollbackError):
-            self.fault = TierFault("fast", str(error))
+            self.fault = str(error)
             return False
         if error is not None:
             raise error

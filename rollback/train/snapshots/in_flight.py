@@ -11,7 +11,6 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import Written
 from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
-from rollback.train.snapshots.faults import SnapshotFault
 from rollback.train.state.nonfinite import NonFiniteKind
 
 _WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
@@ -95,7 +94,7 @@ class SnapshotInFlight:
     copied: Future[None] | None = None
     """The work of its thread."""
     letter: Letter | None = None
-    fault: SnapshotFault | None = None
+    fault: str | None = None
     """This rank's own, for its log; whether the snapshot failed is decided by pulse."""
     torn: bool = False
     """Tensors changed while they were read."""
@@ -118,7 +117,7 @@ class SnapshotInFlight:
         return action
 
     def fail(self, words: str) -> None:
-        self.fault = SnapshotFault(self.manifest.name, words)
+        self.fault = words
         self.move(SnapshotEvent.FAULT)
 
 
@@ -129,7 +128,7 @@ class Landing:
     manifest: Manifest
     tier: Tier
     seconds: float
-    fault: SnapshotFault | None = None
+    fault: str | None = None
     """Why it became no checkpoint, None where it did; with what this rank has to say of it."""
     drifted: tuple[int, ...] = ()
     """Ranks whose parameters differ."""

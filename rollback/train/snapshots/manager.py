@@ -32,7 +32,6 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.catalogue import Catalogue
-from rollback.train.snapshots.faults import RestoreFault, SnapshotFault
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
@@ -68,7 +67,7 @@ class CheckpointManager:
         self.wanting = False
         """The fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room for
         it. The same on all ranks."""
-        self.fault: SnapshotFault | None = None
+        self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
     def start_snapshot(
@@ -164,7 +163,7 @@ class CheckpointManager:
             self._catalogue.offer(self._remote.offered())
         return self._catalogue.to_choose_from()
 
-    def fetch_if_remote(self, name: str) -> RestoreFault | None:
+    def fetch_if_remote(self, name: str) -> str | None:
         """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed.
 
         Call it before `manifest` and `places`, which know of what is here.
@@ -172,7 +171,7 @@ class CheckpointManager:
         if self._remote is None or not self._catalogue.is_remote(name):
             return None
         found = self._remote.fetch(name)
-        if isinstance(found, RestoreFault):
+        if isinstance(found, str):
             return found
         self._catalogue.admit(found, good=True)
         return None
@@ -250,7 +249,7 @@ class CheckpointManager:
         if landing.fault is not None:
             self._catalogue.drop(manifest.name)
             self._record.note(
-                Dropped(checkpoint=manifest.name, step=manifest.step, reason=str(landing.fault)),
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on"
                 if not landing.ailing else None,
             )  # fmt: skip
@@ -303,5 +302,5 @@ class CheckpointManager:
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest
         fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
-        self._record.note(fact, str(landing.fault))
+        self._record.note(fact, landing.fault)
         self._record.advise(*REPLICAS_DIFFER)

@@ -28,7 +28,6 @@ from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.snapshots.faults import SnapshotFault, TierFault
 from rollback.train.snapshots.in_flight import (
     Landing,
     Letter,
@@ -134,7 +133,7 @@ class Snapshots:
         self._all_ready = self._ranks.all_of(self._can_begin())
 
     @property
-    def fault(self) -> TierFault | None:
+    def fault(self) -> str | None:
         """Why this rank can write no snapshot where the next one goes, for its log."""
         return self._buffer.fault
 
@@ -292,7 +291,7 @@ class Snapshots:
         self._flight = None
         name, fault = flight.manifest.name, None
         if flight.move(event) is SnapshotAction.DROP:
-            fault = SnapshotFault(name, f"{why} (this rank: {flight.fault})" if flight.fault else why)
+            fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
                 self._slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
@@ -338,7 +337,7 @@ class Snapshots:
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
-                self._slots_of_host.fault = TierFault("fast", str(error))
+                self._slots_of_host.fault = str(error)
         else:
             raise error
 

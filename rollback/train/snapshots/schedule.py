@@ -139,7 +139,7 @@ class SnapshotSchedule:
     @property
     def fault(self) -> str:
         """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
-        return str(self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy")
+        return self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy"
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, of what may be the state at the end of training."""
