@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -159,7 +159,7 @@ class Letter:
         return (self.written.size, *reversed(words), self.digest, self.nonfinite)
 
     @classmethod
-    def from_words(cls, words: tuple[int, ...]) -> Letter:
+    def from_words(cls, words: Sequence[int]) -> Letter:
         size, *parts, digest, nonfinite = words
         number = 0
         for bits, part in zip(_WORDS, parts, strict=True):

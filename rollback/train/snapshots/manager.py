@@ -5,7 +5,6 @@ Between `Snapshots`, which knows files, and `Catalogue`, which knows what ranks 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -122,7 +121,7 @@ class CheckpointManager:
         missing = [name for name in sorted(point.name for point in self._catalogue.as_held()) if self._misses(name)]
         if self._ranks.all_of(not missing):
             return
-        lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
+        lost = sorted(set[str]().union(*self._ranks.from_each(missing)))
         for name in lost:
             tier: Tier = "fast" if name in in_slots else "durable"
             if tier == "fast" or self._owns_ring:  # else the drainer may have thinned its ring

@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -252,8 +251,8 @@ class Snapshots:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
             assert flight.letter is not None
-            words = [tuple(json.loads(text)) for text in self._ranks.from_each(json.dumps(flight.letter.words()))]
-            if (landing := self._commit_together(flight, list(map(Letter.from_words, words)))) is not None:
+            letters = [Letter.from_words(words) for words in self._ranks.from_each(flight.letter.words())]
+            if (landing := self._commit_together(flight, letters)) is not None:
                 return landing
             self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):

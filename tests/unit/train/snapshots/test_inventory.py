@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -58,8 +59,8 @@ class Thread(Ranks):
         self._hosts = ["one", "other"]
         self._meeting = meeting
 
-    def from_each(self, text: str) -> list[str]:
-        return self._meeting.exchange(self.rank, text)
+    def from_each(self, value: Any) -> list[Any]:
+        return self._meeting.exchange(self.rank, json.loads(json.dumps(value)))
 
     def all_of(self, condition: bool) -> bool:
         return all(self._meeting.exchange(self.rank, condition))
