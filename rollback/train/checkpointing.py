@@ -14,7 +14,7 @@ from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import start_draining
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import remote_ring
+from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.state.state import TrainingState
@@ -40,7 +40,7 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, run.manifests, run.history.good, in_slots)
-    remote = remote_ring(paths, ranks, record, settings.ring, show)
+    remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote)
     began_at = run.restored.step if run.restored is not None else None
     schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
@@ -225,16 +225,7 @@ class Judge:
         if beat.scaler_skipped:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
-            self._record.note(
-                Noticed(
-                    first_step=blip.first_step,
-                    last_step=blip.last_step,
-                    peak=blip.peak,
-                    threshold=blip.threshold,
-                    rule=blip.rule,
-                    fate=blip.fate,
-                )
-            )
+            self._record.note(Noticed(**asdict(blip)))
         if self._advisor is not None and mark.habit is not None:
             for code, text in self._advisor.judge(mark.habit, beat, verdict):
                 self._record.advise(code, text)

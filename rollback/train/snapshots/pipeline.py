@@ -35,7 +35,6 @@ from rollback.train.snapshots.in_flight import (
     SnapshotInFlight,
     SnapshotStage,
 )
-from rollback.train.snapshots.stored import StoredCheckpoints
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
 
@@ -49,6 +48,7 @@ class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
     fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `tier_choice`.
+    thread: the one in which everything is written and removed, one after the other.
     stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
     the last one, so that `fit_buffers` is due on all; the same on all of them.
     """
@@ -69,15 +69,14 @@ class Snapshots:
         self._ranks = ranks
         self._next_seq = next_seq
         self._attempt = attempt
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self._fast = fast
-        self._staging = Staging(self._thread)
+        self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
         self._all_ready = self._said_ready = False
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
-        self.stored = StoredCheckpoints(paths, ranks, fast, self._thread)
 
     @property
     def in_flight(self) -> bool:
@@ -179,7 +178,7 @@ class Snapshots:
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
+            self._job = flight.job = self.thread.submit(self._write, flight, capture, flight.copied, region)
         self.stalled = time.perf_counter() - began
         return flight
 
@@ -270,7 +269,7 @@ class Snapshots:
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
         event = SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT
         if flight.move(event) is SnapshotAction.COMMIT:
-            self._job = flight.job = self._thread.submit(self._commit, flight)
+            self._job = flight.job = self.thread.submit(self._commit, flight)
         return None
 
     def _commits_needed(self, flight: SnapshotInFlight) -> int:
@@ -292,10 +291,10 @@ class Snapshots:
         if flight.move(event) is SnapshotAction.DROP:
             fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
-                self._slots_of_host.release(flight.slot, after=flight.job)
+                self.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
                 # In the thread, behind whatever it still does with the directory.
-                self._thread.submit(
+                self.thread.submit(
                     say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
                 )
         took = time.monotonic() - flight.began
@@ -308,7 +307,7 @@ class Snapshots:
             copied.result()
         if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
-            self._slots_of_host.require_file(flight.slot)
+            self.slots_of_host.require_file(flight.slot)
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
@@ -317,7 +316,7 @@ class Snapshots:
 
     def _commit(self, flight: SnapshotInFlight) -> None:
         if flight.slot is not None:
-            self._slots_of_host.commit(flight.slot, flight.manifest)
+            self.slots_of_host.commit(flight.slot, flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -336,12 +335,13 @@ class Snapshots:
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
-                self._slots_of_host.fault = str(error)
+                self.slots_of_host.fault = str(error)
         else:
             raise error
 
     @property
-    def _slots_of_host(self) -> FastTier:
+    def slots_of_host(self) -> FastTier:
+        """Where snapshots have slots: the tier that these are of."""
         assert self._fast is not None  # who knows the number of a slot has it from there
         return self._fast
 
@@ -349,13 +349,13 @@ class Snapshots:
 
     def wait(self) -> None:
         """Wait for all that is under way in threads: for tests and measurements."""
-        self._thread.submit(int).result()
+        self.thread.submit(int).result()
         if self._fast is not None:
             self._fast.settle()
 
     def close(self) -> None:
         """Wait for the threads."""
         self._copier.shutdown(wait=True)
-        self._thread.shutdown(wait=True)
+        self.thread.shutdown(wait=True)
         if self._fast is not None:
             self._fast.close()

@@ -94,13 +94,6 @@ class RemoteRing:
         self._record.note(Trouble(doing=doing, error=seen["fault"]), f"{doing} failed: {seen['fault']}")
 
 
-def remote_ring(
-    paths: RunPaths, ranks: Ranks, record: Recorder, url: str | None, show: Callable[[str], None]
-) -> RemoteRing | None:
-    """The ring at a URL, where there is one. Not collective."""
-    return RemoteRing(paths, ranks, record, url, show) if url else None
-
-
 class _Download:
     """Rank 0's, under way from the start. A thread of its own, which must not keep the process where it never ends."""
 
