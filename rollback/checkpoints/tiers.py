@@ -12,20 +12,19 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rollback.checkpoints import ring, slots
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.facts.training import Tier
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.small_json import read_json
 
-TierName = Literal["fast", "durable"]
 _POINTER_LIMIT = 1 << 16
 
 
@@ -35,7 +34,7 @@ class Located:
 
     manifest: Manifest
     directory: Path
-    tier: TierName
+    tier: Tier
     slot: int | None = None
 
     @property
