@@ -19,7 +19,6 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.facts.training import Tier
-from rollback.rundir import files
 from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, RunPaths
@@ -142,11 +141,8 @@ def release(paths: RunPaths, durable: Collection[str], final: str | None) -> boo
     return True
 
 
-def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) -> None:
+def point_to_fast_tier(paths: RunPaths, tier: SlotPaths, hosts: int = 1) -> None:
     """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
-    if tier is None:
-        files.unlink(paths.fast_pointer)
-        return
     write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
 
 

@@ -9,7 +9,7 @@ from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.train.run import AttachedRun
-from rollback.train.snapshots.buffers import fast_tier
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import start_draining
 from rollback.train.snapshots.manager import CheckpointManager
@@ -36,7 +36,9 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
-    fast = fast_tier(tier[0], ranks, run.slots.values())
+    fast, taken = None, run.slots.values()
+    if tier[0] is not None:
+        fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, run.manifests, run.history.good, in_slots)

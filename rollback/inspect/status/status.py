@@ -192,9 +192,7 @@ def _tiers(paths: RunPaths) -> dict[str, list[Tier]]:
     return tiers
 
 
-def _status(
-    root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[Tier]], notices: list[str]
-) -> Status:
+def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[Tier]], notices: list[str]) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())

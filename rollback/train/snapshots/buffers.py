@@ -16,7 +16,6 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.region import Region
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
-from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import pin, unpin
 
 
@@ -243,10 +242,3 @@ class FastTier:
             pin(region)
             self._regions[number] = region
         return True
-
-
-def fast_tier(paths: SlotPaths | None, ranks: Ranks, taken: Collection[int]) -> FastTier | None:
-    """This rank's view of its host's slots, where there are any."""
-    if paths is None:
-        return None
-    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)

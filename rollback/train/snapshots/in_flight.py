@@ -57,20 +57,18 @@ class SnapshotAction(Enum):
 TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], tuple[SnapshotStage, SnapshotAction]] = {
     (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): (SnapshotStage.WRITTEN, SnapshotAction.NOTHING),
     (SnapshotStage.WRITING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
     (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): (SnapshotStage.TELLING, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITTEN, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
     (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): (SnapshotStage.COMMITTING, SnapshotAction.COMMIT),
     (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): (SnapshotStage.WAITING, SnapshotAction.NOTHING),
-    (SnapshotStage.TELLING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
     (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): (SnapshotStage.COMMITTED, SnapshotAction.NOTHING),
     (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
     (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    (SnapshotStage.COMMITTED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
     (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    (SnapshotStage.WAITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.FAILED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+    **{
+        (stage, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP)
+        for stage in SnapshotStage
+        if stage is not SnapshotStage.ENDED
+    },
 }
 """(stage, event) -> (next stage, what is done). What is not there cannot happen, or is our mistake.
 

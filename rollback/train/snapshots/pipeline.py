@@ -228,7 +228,7 @@ class Snapshots:
             return self._drop(f"tensors changed while they were read, on {beat.torn} ranks")
         if beat.shard_failed:
             return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
-        if beat.committed and beat.committed == self._commits_needed(flight):
+        if beat.committed and beat.committed == (self._ranks.host_count if flight.tier == "fast" else 1):
             return self._end(SnapshotEvent.ALL_COMMITTED)
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
@@ -271,9 +271,6 @@ class Snapshots:
         if flight.move(event) is SnapshotAction.COMMIT:
             self._job = flight.job = self.thread.submit(self._commit, flight)
         return None
-
-    def _commits_needed(self, flight: SnapshotInFlight) -> int:
-        return self._ranks.host_count if flight.tier == "fast" else 1
 
     def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
         return self._end(SnapshotEvent.REFUSED, why, drifted, ailing)
