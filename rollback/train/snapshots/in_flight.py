@@ -37,40 +37,28 @@ class SnapshotEvent(Enum):
     """Something failed on this rank: its thread's work, for want of space, or tensors changed while they were read."""
     ALL_WRITTEN = "all-written"
     TO_COMMIT = "to-commit"
-    """All letters are read and agree, and this rank is one of those that commit."""
+    """All letters are read and agree, and this rank is one of those that commit: its thread does."""
     OTHERS_COMMIT = "others-commit"
     """All letters are read and agree, and this rank has nothing to commit."""
     ALL_COMMITTED = "all-committed"
+    """It is a checkpoint."""
     REFUSED = "refused"
-    """A rank has said that it failed, or the letters do not agree."""
+    """A rank has said that it failed, or the letters do not agree: it becomes none, what was written is removed."""
 
 
-class SnapshotAction(Enum):
-    """What a rank does about it."""
-
-    NOTHING = "nothing"
-    COMMIT = "commit"  # let the thread commit
-    LAND = "land"  # it is a checkpoint
-    DROP = "drop"  # it becomes none: what was written is removed
-
-
-TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], tuple[SnapshotStage, SnapshotAction]] = {
-    (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): (SnapshotStage.WRITTEN, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): (SnapshotStage.TELLING, SnapshotAction.NOTHING),
-    (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): (SnapshotStage.COMMITTING, SnapshotAction.COMMIT),
-    (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): (SnapshotStage.WAITING, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): (SnapshotStage.COMMITTED, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    **{
-        (stage, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP)
-        for stage in SnapshotStage
-        if stage is not SnapshotStage.ENDED
-    },
+TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], SnapshotStage] = {
+    (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): SnapshotStage.WRITTEN,
+    (SnapshotStage.WRITING, SnapshotEvent.FAULT): SnapshotStage.FAILED,
+    (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): SnapshotStage.TELLING,
+    (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): SnapshotStage.COMMITTING,
+    (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): SnapshotStage.WAITING,
+    (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): SnapshotStage.COMMITTED,
+    (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): SnapshotStage.FAILED,
+    (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): SnapshotStage.ENDED,
+    (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): SnapshotStage.ENDED,
+    **{(at, SnapshotEvent.REFUSED): SnapshotStage.ENDED for at in SnapshotStage if at is not SnapshotStage.ENDED},
 }
-"""(stage, event) -> (next stage, what is done). What is not there cannot happen, or is our mistake.
+"""(stage, event) -> next stage. What is not there cannot happen, or is our mistake.
 
 Ranks land it, or drop it, in the same step: what ends it is read by all of them.
 """
@@ -110,9 +98,8 @@ class SnapshotInFlight:
         """Whether it is the end of the thread's work that moves it on."""
         return (self.stage, SnapshotEvent.THREAD_DONE) in TRANSITIONS
 
-    def move(self, event: SnapshotEvent) -> SnapshotAction:
-        self.stage, action = TRANSITIONS[self.stage, event]
-        return action
+    def move(self, event: SnapshotEvent) -> None:
+        self.stage = TRANSITIONS[self.stage, event]
 
     def fail(self, words: str) -> None:
         self.fault = words

@@ -30,7 +30,6 @@ from rollback.train.snapshots.capture import Capture, share_of
 from rollback.train.snapshots.in_flight import (
     Landing,
     Letter,
-    SnapshotAction,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
@@ -267,8 +266,8 @@ class Snapshots:
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
         flight.manifest = flight.manifest.model_copy(update={"shards": shards})
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
-        event = SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT
-        if flight.move(event) is SnapshotAction.COMMIT:
+        flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
+        if commits:
             self._job = flight.job = self.thread.submit(self._commit, flight)
         return None
 
@@ -285,7 +284,8 @@ class Snapshots:
             self.mode = "held"
         self._flight = None
         name, fault = flight.manifest.name, None
-        if flight.move(event) is SnapshotAction.DROP:
+        flight.move(event)
+        if event is SnapshotEvent.REFUSED:
             fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
                 self.slots_of_host.release(flight.slot, after=flight.job)

@@ -60,7 +60,9 @@ class Steps:
         image = Image({}, {}, {}, {})
         self.snapshots.await_ready(image)
         timeline = self.judge.timeline
-        self.checkpoints.start_snapshot(image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline)
+        self.checkpoints.start_snapshot(
+            image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline
+        )
         self.checkpoints.settle()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:
