@@ -18,9 +18,10 @@ class Stopped(Fact):
     account: str
 
 
-class StateLost(Fact):
-    """Base of the facts about a state that could not be saved."""
+class LastSaveFailed(Fact):
+    """The ranks were told to stop, and the last save failed. A `stopped` fact follows."""
 
+    kind: Literal["last_save_failed"] = "last_save_failed"
     step: int
     batch: int
     checkpoint: str | None
@@ -28,12 +29,6 @@ class StateLost(Fact):
     steps: int
     """Updates after that checkpoint, which no checkpoint has."""
     reason: str
-
-
-class LastSaveFailed(StateLost):
-    """The ranks were told to stop, and the last save failed. A `stopped` fact follows."""
-
-    kind: Literal["last_save_failed"] = "last_save_failed"
 
     def in_words(self) -> str:
         if self.checkpoint is None:
@@ -63,10 +58,17 @@ class Finished(Fact):
     """Batches after the last update; their gradients are in no update."""
 
 
-class FinalStateLost(StateLost):
+class FinalStateLost(Fact):
     """Training is complete, but the final state could not be saved."""
 
     kind: Literal["final_state_lost"] = "final_state_lost"
+    step: int
+    batch: int
+    checkpoint: str | None
+    """The newest checkpoint; null: there is none."""
+    steps: int
+    """Updates after that checkpoint, which no checkpoint has."""
+    reason: str
 
 
 class ScriptLeft(Fact):
