@@ -34,11 +34,10 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.catalogue import Catalogue
-from rollback.train.snapshots.in_flight import Landing
+from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.snapshots.restore import CheckpointPlace
-from rollback.train.state.state import Image
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 
@@ -72,14 +71,9 @@ class CheckpointManager:
         self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
-    def start_snapshot(
-        self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
-    ) -> None:
-        """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
+    def expect(self, flight: SnapshotInFlight) -> None:
+        """A snapshot was begun."""
         self.wanting = False
-        flight = self._snapshots.start_snapshot(
-            image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over
-        )
         self._catalogue.add_snapshot(flight.manifest, flight.slot)
 
     def advance(self, beat: Beat) -> None:

@@ -152,7 +152,10 @@ class Snapshots:
     def start_snapshot(
         self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
     ) -> SnapshotInFlight:
-        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk."""
+        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
+
+        over: behind the last batch of the epoch.
+        """
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
         began = time.perf_counter()
