@@ -58,7 +58,7 @@ class StatefulCursor(InOrderCursor):
         if not self._unbegun:
             if self.offset == 0 or not inspect.isgenerator(self._iterator):
                 return next(self._iterator)
-            before = rng.mark()
+            before = rng.cpu_states()
             data = next(self._iterator)
             self._draws = rng.drawn_since(before)
             return data
