@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from rollback.checkpoints.shard import Written
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import seal
 from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, shard_name
@@ -19,10 +19,9 @@ from rollback.rundir.small_json import parse_json
 MANIFEST_LIMIT = 16 << 20
 
 
-class ShardRecord(BaseModel):
+class ShardRecord(BaseModel, frozen=True, extra="forbid"):
     """One shard as it was written."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     file: str
     size: int = Field(ge=8)
     hash: str = Field(pattern=r"^[0-9a-f]{32}$")
@@ -36,11 +35,10 @@ class ShardRecord(BaseModel):
         return Written(self.size, self.hash)
 
 
-class Manifest(BaseModel):
+class Manifest(BaseModel, frozen=True, extra="forbid"):
     """Content of manifest.json; the fields are those of docs/format.md. over: it was taken behind the last batch of an
     epoch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     format: int = FORMAT
     name: str
     seq: int = Field(ge=0)
@@ -85,14 +83,13 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
     """
     path = directory / MANIFEST
     try:
-        try:
-            data = read_small_file(path, MANIFEST_LIMIT)
-        except OSError as error:
-            if isinstance(error, FileNotFoundError):
+        with reporting(CheckpointUnreadable, f"reading the manifest {path}"):
+            try:
+                data = read_small_file(path, MANIFEST_LIMIT)
+            except FileNotFoundError:
                 raise
-            data = read_small_file(path, MANIFEST_LIMIT)  # a disk that refuses once must not cost a checkpoint
-    except OSError as error:
-        raise CheckpointUnreadable(f"reading the manifest {path}: {error.strerror or error}") from error
+            except OSError:
+                data = read_small_file(path, MANIFEST_LIMIT)  # a disk that refuses once must not cost a checkpoint
     except ValueError as error:
         raise CheckpointDamaged(f"the manifest {path} is damaged: {error}") from error
     return parse_manifest(data, None if in_slot else directory.name, str(path))

@@ -82,15 +82,12 @@ def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
 
 def open_shards(directory: Path, manifest: Manifest) -> list[ShardReader]:
     """All shards of a checkpoint, verified, in rank order; the caller closes them. Raises CheckpointDamaged."""
-    opened: list[ShardReader] = []
-    try:
-        for record in manifest.shards:
-            opened.append(ShardReader(directory / record.file, record.written))
-    except BaseException:
-        for reader in opened:
-            reader.close()
-        raise
-    return opened
+    with contextlib.ExitStack() as opened:
+        readers = [
+            opened.enter_context(ShardReader(directory / shard.file, shard.written)) for shard in manifest.shards
+        ]
+        opened.pop_all()
+    return readers
 
 
 def evict(paths: RunPaths, name: str) -> bool:

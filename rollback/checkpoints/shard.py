@@ -14,14 +14,13 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
 
 import xxhash
 
 from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.checkpoints.region import address_of, copy
-from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import files
 from rollback.rundir.durable import write_all
 
@@ -126,7 +125,8 @@ class ShardReader:
         except OSError as error:
             raise CheckpointUnreadable(f"opening the shard {path}: {error.strerror or error}") from error
         try:
-            status = self._status()
+            with reporting(CheckpointUnreadable, f"looking at the shard {path}"):
+                status = os.fstat(self._fd)
             if status.st_size != expected.size or expected.size < 8:
                 raise CheckpointDamaged(f"the shard {path} has {status.st_size} bytes; {expected.size} were written")
             self._size = expected.size
@@ -159,16 +159,8 @@ class ShardReader:
     def __enter__(self) -> ShardReader:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _status(self) -> os.stat_result:
-        try:
-            return os.fstat(self._fd)
-        except OSError as error:
-            raise CheckpointUnreadable(f"looking at the shard {self.path}: {error.strerror or error}") from error
 
     def _fill(self, memory: memoryview, start: int) -> None:
         if self._memory is not None:
@@ -176,10 +168,8 @@ class ShardReader:
             return
         done = 0
         while done < len(memory):
-            try:
+            with reporting(CheckpointUnreadable, f"reading the shard {self.path}"):
                 got = os.preadv(self._fd, [memory[done:]], start + done)
-            except OSError as error:
-                raise CheckpointUnreadable(f"reading the shard {self.path}: {error.strerror or error}") from error
             if not got:
                 raise CheckpointDamaged(f"reading the shard {self.path}: it ends after {start + done} bytes")
             done += got

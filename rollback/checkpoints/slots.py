@@ -24,7 +24,7 @@ from pathlib import Path
 
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.region import Region
-from rollback.errors import CheckpointDamaged, RunDirectoryError
+from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
@@ -202,10 +202,8 @@ def reading(directory: Path) -> Iterator[Manifest]:
 
     Raises CheckpointDamaged where there is none (any more).
     """
-    try:
+    with reporting(CheckpointDamaged, f"opening the slot {directory}"):
         fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
-    except OSError as error:
-        raise CheckpointDamaged(f"opening the slot {directory}: {error.strerror or error}") from error
     try:
         fcntl.flock(fd, fcntl.LOCK_SH)
         yield read_manifest(directory, in_slot=True)

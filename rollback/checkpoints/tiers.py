@@ -12,20 +12,18 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 from rollback.checkpoints import ring, slots
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
-from rollback.rundir import files
+from rollback.facts.training import Tier
 from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.small_json import read_json
 
-TierName = Literal["fast", "durable"]
 _POINTER_LIMIT = 1 << 16
 
 
@@ -35,7 +33,7 @@ class Located:
 
     manifest: Manifest
     directory: Path
-    tier: TierName
+    tier: Tier
     slot: int | None = None
 
     @property
@@ -143,11 +141,8 @@ def release(paths: RunPaths, durable: Collection[str], final: str | None) -> boo
     return True
 
 
-def point_to_fast_tier(paths: RunPaths, tier: SlotPaths | None, hosts: int = 1) -> None:
+def point_to_fast_tier(paths: RunPaths, tier: SlotPaths, hosts: int = 1) -> None:
     """Write down where a run's fast tier is on each of its hosts. Rank 0 only. Raises OSError."""
-    if tier is None:
-        files.unlink(paths.fast_pointer)
-        return
     write_file(paths.fast_pointer, json.dumps({"format": FORMAT, "directory": str(tier.root), "hosts": hosts}).encode())
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, Field, model_validator
 
 Writer = Literal["train", "supervisor", "either"]
 """Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
 
 
-class Window(BaseModel):
+class Window(BaseModel, frozen=True, extra="forbid"):
     """Inclusive range of batches, `first` to `last`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     first: int = Field(ge=0)
     last: int = Field(ge=0)
 
@@ -34,18 +33,16 @@ class Window(BaseModel):
         return f"{self.first}:{self.last}"
 
 
-class SamplesFrom(BaseModel):
+class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     """The complete list of data set samples to leave out, starting at a batch."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
     batch: int = Field(0, ge=0)
     samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
-class Fact(BaseModel):
+class Fact(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of all facts."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")
     writer: ClassVar[Writer] = "train"
     """The journal that the fact belongs to."""
     kind: str

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from rollback.facts.ending import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.facts.fact import Fact, Window
@@ -381,10 +381,9 @@ AnyFact = Annotated[
 ]  # fmt: skip
 
 
-class JournalEntry(BaseModel):
+class JournalEntry(BaseModel, frozen=True):
     """A journal line: a fact and its place in the record."""
 
-    model_config = ConfigDict(frozen=True)
     seq: int
     at: str
     attempt: int

@@ -57,7 +57,7 @@ from rollback.train.snapshots.draining import fetch_run, reach_ring
 from rollback.train.snapshots.inventory import take_inventory
 from rollback.train.snapshots.restore import CheckpointPlace, restore
 from rollback.train.start_record import leave_out_what_is_new, require_a_change
-from rollback.train.state.nonfinite import agreed
+from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
@@ -242,7 +242,7 @@ def _restore_newest(
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if result.place is not None:
             return manifest, result.place
-        damaged[manifest.name] = str(result.fault)
+        damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
     if not (found.manifests or damaged or lost):
         return None
@@ -260,7 +260,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     traces = traces_of(state.model, state.optimizer)
     chosen, source = _restore_newest(paths, found, state, ranks) or (None, None)
-    state.finite.accept(agreed(ranks.from_each, state.finite.begin(share_of(state.image(), ranks).tensors)))
+    found_so = state.finite.begin(share_of(state.image(), ranks).tensors)
+    state.finite.accept(union(ranks.from_each(found_so)))
     run_id, record = _first_writes(paths, found, state, ranks)
     for fact in found.accepted:
         record.note(fact, fact.in_words())

@@ -9,12 +9,12 @@ from rollback.checkpoints import tiers
 from rollback.ring.drainer import Drainer
 from rollback.ring.helper import Helper
 from rollback.train.run import AttachedRun
-from rollback.train.snapshots.buffers import fast_tier
+from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import start_draining
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import remote_ring
+from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.snapshots.tier_choice import open_tier
 from rollback.train.state.state import TrainingState
@@ -36,11 +36,13 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)
-    fast = fast_tier(tier[0], ranks, run.slots.values())
+    fast, taken = None, run.slots.values()
+    if tier[0] is not None:
+        fast = FastTier(tier[0], ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)
     snapshots = Snapshots(paths, ranks, run.next_seq, run.attempt, fast)
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, run.manifests, run.history.good, in_slots)
-    remote = remote_ring(paths, ranks, record, settings.ring, show)
+    remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
     manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote)
     began_at = run.restored.step if run.restored is not None else None
     schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)

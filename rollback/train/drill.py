@@ -223,7 +223,7 @@ class _DrilledRank:
     def _fill_disk(self, batch: Any) -> Any:
         if self._struck is None:
             self._note("every file opened for writing in the run directory is refused: no space left on device")
-            self._disk.full = True
+            self._disk.fill()
         return batch
 
     # What it ends with ---------------------------------------------------------------------------------------------
@@ -287,25 +287,17 @@ class _FullDisk:
     """Refuses to open files for writing below a directory while `full`. The interpreter itself asks, for every open
     and mkdir, so whatever writes there is refused, by whichever way. Files that are open already can be written."""
 
-    _installed: list[_FullDisk] = []  # noqa: RUF012 - an audit hook cannot be removed: one for the process is enough
-
     def __init__(self, root: str) -> None:
         self._below = root.rstrip("/") + "/"
-        self._full = False
+        self.full = False
 
-    @property
-    def full(self) -> bool:
-        return self._full
-
-    @full.setter
-    def full(self, value: bool) -> None:
-        if value and self not in self._installed:
-            self._installed.append(self)
-            sys.addaudithook(self._refuse)
-        self._full = value
+    def fill(self) -> None:
+        """Once in a process: an audit hook cannot be removed."""
+        self.full = True
+        sys.addaudithook(self._refuse)
 
     def _refuse(self, event: str, arguments: tuple[Any, ...]) -> None:
-        if not self._full or event not in ("open", "os.mkdir", WRITES):
+        if not self.full or event not in ("open", "os.mkdir", WRITES):
             return
         path = arguments[0]
         if not isinstance(path, str | bytes | os.PathLike) or not os.fsdecode(path).startswith(self._below):

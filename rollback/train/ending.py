@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from typing import Any
 
 from rollback.errors import ExitCode
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
@@ -77,26 +78,18 @@ class TrainingEnd:
         kept = self._schedule.take_now(self._judge.timeline) if halt.save else None
         if not halt.structural:
             self._checkpoints.look_after()
-        newest, step, account = self._checkpoints.newest(), self._state.counters.step, halt.account
-        failed = LastSaveFailed(
-            step=step, batch=self._state.cursor.batch, checkpoint=newest.name if newest else None,
-            steps=step - (newest.step if newest else 0), reason=self._schedule.fault,
-        )  # fmt: skip
+        where, unsaved = self._standing()
+        account = halt.account
         if lost := halt.save and kept is None and self._keeps:
+            failed = LastSaveFailed(**where, steps=unsaved, reason=self._schedule.fault)
             account = failed.in_words()
             self._record.note(failed)
-        stopped = Stopped(
-            reason="structural" if halt.structural else "preempted",
-            step=step,
-            batch=self._state.cursor.batch,
-            checkpoint=newest.name if newest else None,
-            account=account,
-        )
-        self._record.note(stopped, f"stopped at step {step}: {account}")
+        stopped = Stopped(**where, reason="structural" if halt.structural else "preempted", account=account)
+        self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
         self._noted = True
         if halt.structural:
             return ExitCode.STRUCTURAL
-        if newest is not None:
+        if stopped.checkpoint is not None:
             return ExitCode.RESUMABLE
         return ExitCode.IO if lost else ExitCode.FAILED
 
@@ -134,25 +127,28 @@ class TrainingEnd:
             )  # fmt: skip
             self._record.note(finished, notice if again else None)
             return
-        newest = self._checkpoints.newest()
-        lost = FinalStateLost(
-            step=step, batch=batch, checkpoint=newest.name if newest else None,
-            steps=step - (newest.step if newest else 0),
-            reason="neither memory nor the run directory took it; the lines above say why",
-        )  # fmt: skip
+        where, unsaved = self._standing()
+        why = "neither memory nor the run directory took it; the lines above say why"
+        lost = FinalStateLost(**where, steps=unsaved, reason=why)
         self._record.note(
             lost, f"training is complete at step {step}, but its final state could not be kept: the last {lost.steps} "
             "updates are in no checkpoint; once there is room, the same command trains them again",
         )  # fmt: skip
 
+    def _standing(self) -> tuple[dict[str, Any], int]:
+        """Where training stands, with the newest checkpoint, as facts tell it; and how many updates that lacks."""
+        newest, step = self._checkpoints.newest(), self._state.counters.step
+        where = {"step": step, "batch": self._state.cursor.batch, "checkpoint": newest.name if newest else None}
+        return where, step - (newest.step if newest else 0)
+
     def _note_left(self, unjudged: int) -> None:
         self._noted = True
-        newest, step = self._checkpoints.newest(), self._state.counters.step
-        name = newest.name if newest else None
+        left = ScriptLeft(**self._standing()[0], unjudged=unjudged)
         what = f"; its last {unjudged} updates were not judged" if unjudged > 1 else ""
         what = "; its last update was not judged" if unjudged == 1 else what
         self._record.note(
-            ScriptLeft(step=step, batch=self._state.cursor.batch, unjudged=unjudged, checkpoint=name),
-            f"the script has left its loop over the guard, at step {step}{what}. What came behind the newest "
-            f"checkpoint ({name}) is in none. To end there, let the guard end the loop: max_steps=N or guard.epochs(N)",
+            left,
+            f"the script has left its loop over the guard, at step {left.step}{what}. What came behind the newest "
+            f"checkpoint ({left.checkpoint}) is in none. To end there, let the guard end the loop: max_steps=N or "
+            "guard.epochs(N)",
         )

@@ -14,7 +14,7 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.pins import pinned
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.checkpoints.tiers import TierName, fast_tier_of, look_into_slots
+from rollback.checkpoints.tiers import fast_tier_of, look_into_slots
 from rollback.errors import (
     CheckpointDamaged,
     JournalDamaged,
@@ -23,7 +23,7 @@ from rollback.errors import (
     UsageError,
 )
 from rollback.facts.history import History, fold
-from rollback.facts.training import Attached
+from rollback.facts.training import Attached, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
@@ -36,14 +36,14 @@ from rollback.rundir.paths import CheckpointName, RunPaths
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
 NEWEST_GOOD, NEWEST, FINAL = "newest-good", "newest", "final"
 _OF_A_MANIFEST = {"step", "batch", "epoch", "timeline", "attempt", "created"}
-PLACES: dict[TierName, str] = {"fast": "memory", "durable": "the ring"}
+PLACES: dict[Tier, str] = {"fast": "memory", "durable": "the ring"}
 
 
 class Checkpoint(ReportItem):
     """A checkpoint that there is. What only its manifest tells is null where that cannot be believed."""
 
     checkpoint: str
-    tiers: list[TierName] = Field(
+    tiers: list[Tier] = Field(
         description="where it is: `fast`, in memory of this host; `durable`, in the ring; none for one that is "
         "quarantined. A start looks in this order"
     )
@@ -111,7 +111,7 @@ def read_listing(root: Path) -> Listing:
     present = {m.name for m in of_present_timeline(history, list(sound.values()))} if history else set()
     entries = aside
     for name in sound.keys() | damaged.keys():
-        tiers: list[TierName] = ["fast"] if name in fast else []
+        tiers: list[Tier] = ["fast"] if name in fast else []
         tiers += ["durable"] if name in durable or name in damaged else []
         manifest, pinned_, fault = sound.get(name), name in pins, damaged.get(name)
         status = _status(manifest, history, present) if manifest else "damaged"
@@ -259,7 +259,7 @@ def _entry(
     manifest: Manifest | None,
     status: Status,
     *,
-    tiers: Sequence[TierName] = (),
+    tiers: Sequence[Tier] = (),
     pinned: bool = False,
     fault: str | None = None,
 ) -> Checkpoint:

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from rollback.checkpoints.tiers import TierName
+from rollback.facts.training import Tier
 from rollback.inspect.ring.checkpoints import PLACES, Listing
 from rollback.inspect.ring.verify import Verification
 from rollback.terminal.escape import quoted
@@ -61,7 +61,7 @@ def print_verification(console: Console, verification: Verification) -> None:
     console.print(f"{verification.intact} of {total} intact{also}")
 
 
-def _where(tiers: Iterable[TierName]) -> str:
+def _where(tiers: Iterable[Tier]) -> str:
     return ", ".join(PLACES[tier].removeprefix("the ") for tier in tiers)
 
 

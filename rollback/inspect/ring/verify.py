@@ -19,8 +19,9 @@ from rollback.checkpoints.contents import Contents, Stored, read_contents
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
-from rollback.checkpoints.tiers import TierName, has_left, host_count, in_slots
+from rollback.checkpoints.tiers import has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, ExitCode
+from rollback.facts.training import Tier
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.checkpoints import PLACES, DamagedSlot, Status, choose, read_listing
@@ -31,7 +32,7 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 class CheckpointFault(ReportItem):
     """One thing that is wrong with a checkpoint."""
 
-    tier: TierName
+    tier: Tier
     file: str | None = Field(description="inside the checkpoint; null where it is not one file's")
     fault: str
 
@@ -40,8 +41,8 @@ class Verified(ReportItem):
     """A checkpoint that was looked at, in each tier that has it."""
 
     checkpoint: str
-    tiers: list[TierName] = Field(description="where it was looked at, as in `rollback ring list`")
-    sound: list[TierName] = Field(description="where there is nothing wrong with it: one is enough for a start")
+    tiers: list[Tier] = Field(description="where it was looked at, as in `rollback ring list`")
+    sound: list[Tier] = Field(description="where there is nothing wrong with it: one is enough for a start")
     step: int
     status: Status
     bytes: int | None
@@ -88,7 +89,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     for entry in listing.held():
         if entry.checkpoint not in chosen:
             continue
-        found: dict[TierName, list[CheckpointFault]] = {}
+        found: dict[Tier, list[CheckpointFault]] = {}
         for tier in entry.tiers:
             faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None)
             if faults is None:
@@ -121,7 +122,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     )
 
 
-def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: JobIdentity | None) -> list[CheckpointFault] | None:
+def _faults(run: ReadableRun, checkpoint: str, tier: Tier, job: JobIdentity | None) -> list[CheckpointFault] | None:
     """What is wrong with a checkpoint in a tier; None where it has left that meanwhile."""
     paths = RunPaths(run.root)
     if tier == "fast":
@@ -138,9 +139,7 @@ def _faults(run: ReadableRun, checkpoint: str, tier: TierName, job: JobIdentity 
     return faults if directory.exists() else None
 
 
-def find_faults(
-    directory: Path, tier: TierName, job: JobIdentity | None, *, partly: bool = False
-) -> list[CheckpointFault]:
+def find_faults(directory: Path, tier: Tier, job: JobIdentity | None, *, partly: bool = False) -> list[CheckpointFault]:
     """Everything that is wrong with a checkpoint; nothing where a restore would succeed.
 
     partly: other hosts have the shards that are not there, so that only those that are can be looked at.

@@ -17,10 +17,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from rollback.checkpoints.tiers import TierName, locate
+from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError
 from rollback.facts.history import History
-from rollback.facts.training import Attached, Drained, JournalEntry, RestartScheduled, Restored
+from rollback.facts.training import Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
@@ -69,7 +69,7 @@ class HeldCheckpoint(ReportItem):
     checkpoint: str
     step: int
     good: bool = Field(description="false: a candidate")
-    tiers: list[TierName] = Field(description="where it lies, as this host sees it")
+    tiers: list[Tier] = Field(description="where it lies, as this host sees it")
 
 
 class Durable(ReportItem):
@@ -160,7 +160,7 @@ class StatusReader:
         self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
         self._past = RunRecord()
         self._seals = 0
-        self._tiers: dict[str, list[TierName]] = {}
+        self._tiers: dict[str, list[Tier]] = {}
         self.news: list[JournalEntry] = []
         """What the journals have got since the call before the last one."""
 
@@ -183,18 +183,16 @@ def _journals(paths: RunPaths) -> tuple[Path, Path]:
     return paths.train_journal, paths.supervisor_journal
 
 
-def _tiers(paths: RunPaths) -> dict[str, list[TierName]]:
+def _tiers(paths: RunPaths) -> dict[str, list[Tier]]:
     """By checkpoint, where it lies."""
-    tiers: dict[str, list[TierName]] = {}
+    tiers: dict[str, list[Tier]] = {}
     with contextlib.suppress(OSError, RunDirectoryError):
         for place in locate(paths):
             tiers.setdefault(place.name, []).append(place.tier)
     return tiers
 
 
-def _status(
-    root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[TierName]], notices: list[str]
-) -> Status:
+def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[Tier]], notices: list[str]) -> Status:
     history = past.history
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())

@@ -111,7 +111,7 @@ class Ranks:
 
     def first_fault(self, fault: str | None) -> str | None:
         """Collective: the fault of the first rank that has one, None where none has."""
-        return next((text for text in self.from_each(fault or "") if text), None)
+        return next(filter(None, self.from_each(fault)), None)
 
     def from_first(self, value: Any) -> Any:
         """Collective: rank 0's JSON value on every rank. (broadcast_object_list would pickle.)"""
@@ -140,11 +140,11 @@ class Ranks:
                 for piece, part in zip(pieces, parts, strict=True):
                     piece.copy_(part)
 
-    def from_each(self, text: str) -> list[str]:
-        """Collective: every rank's text, in rank order."""
+    def from_each(self, value: Any) -> list[Any]:
+        """Collective: every rank's JSON value, in rank order."""
         if not self.distributed:
-            return [text]
-        body = text.encode()
+            return [json.loads(json.dumps(value))]
+        body = json.dumps(value).encode()
         size = torch.tensor([len(body)], dtype=torch.int64, device=self.device)
         sizes = [torch.zeros_like(size) for _ in range(self.world_size)]
         self._gather(sizes, size)
@@ -153,7 +153,7 @@ class Ranks:
         all_of_them = [torch.zeros_like(mine) for _ in range(self.world_size)]
         self._gather(all_of_them, mine)
         return [
-            bytes(item.cpu().numpy())[: int(length.item())].decode()
+            json.loads(bytes(item.cpu().numpy())[: int(length.item())])
             for item, length in zip(all_of_them, sizes, strict=True)
         ]
 

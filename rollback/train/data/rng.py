@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 
 
-class _CpuStates(NamedTuple):
+class CpuStates(NamedTuple):
     """The CPU random states as the libraries give them: quick to swap, no form to be written down in."""
 
     python: tuple[Any, ...]
@@ -35,7 +35,7 @@ def capture(cuda: bool = True) -> dict[str, Any]:
     state waits for its device.
     """
     on_devices = cuda and bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    return {**_to_tree(_cpu_states()), "cuda": torch.cuda.get_rng_state_all() if on_devices else []}
+    return {**_to_tree(cpu_states()), "cuda": torch.cuda.get_rng_state_all() if on_devices else []}
 
 
 def restore(state: dict[str, Any]) -> None:
@@ -48,22 +48,16 @@ def restore(state: dict[str, Any]) -> None:
 @contextmanager
 def preserved() -> Iterator[None]:
     """Keeps the CPU random states: whatever is drawn or seeded inside, they are afterwards what they were before."""
-    before = _cpu_states()
+    before = cpu_states()
     try:
         yield
     finally:
         _set_cpu_states(before)
 
 
-def mark() -> object:
-    """Where the CPU random states of the process are, for `drawn_since`."""
-    return _cpu_states()
-
-
-def drawn_since(marked: object) -> bool:
-    """Whether anything was drawn or seeded in this process since `mark` gave this."""
-    assert isinstance(marked, _CpuStates)
-    return not _same(marked, _cpu_states())
+def drawn_since(before: CpuStates) -> bool:
+    """Whether anything was drawn or seeded in this process since `cpu_states` gave this."""
+    return not _same(before, cpu_states())
 
 
 class RandomStream:
@@ -73,10 +67,10 @@ class RandomStream:
     data whatever the model has drawn before it. Work that raises leaves the stream where it was.
     """
 
-    def __init__(self, states: _CpuStates) -> None:
+    def __init__(self, states: CpuStates) -> None:
         self._states = states
-        self._outside: _CpuStates | None = None
-        self._left: _CpuStates | None = None
+        self._outside: CpuStates | None = None
+        self._left: CpuStates | None = None
 
     @property
     def drawn_beside(self) -> bool:
@@ -94,7 +88,7 @@ class RandomStream:
         Whatever draws in the stream sees the numbers it would have seen without us, as long as nothing else drew,
         and never the numbers that the process draws from now on.
         """
-        stream = cls(_cpu_states())
+        stream = cls(cpu_states())
         _reseed()
         return stream
 
@@ -103,23 +97,23 @@ class RandomStream:
         """A stream with seeds drawn from a copy of the process's states, which stay as they are."""
         with preserved():
             _reseed()
-            return cls(_cpu_states())
+            return cls(cpu_states())
 
     def __enter__(self) -> None:
-        self._outside = _cpu_states()
+        self._outside = cpu_states()
         _set_cpu_states(self._states)
 
     def __exit__(self, error: type[BaseException] | None, *_: object) -> None:
         assert self._outside is not None
         if error is None:
-            self._states = _cpu_states()
+            self._states = cpu_states()
         _set_cpu_states(self._outside)
         self._left = self._outside
 
     @classmethod
     def of_process(cls) -> RandomStream:
         """A copy of the process's states, for work that may turn out to have been done too early: see `hand_over`."""
-        return cls(_cpu_states())
+        return cls(cpu_states())
 
     def hand_over(self) -> None:
         """The process goes on from where the stream is, as if it had done the stream's work itself."""
@@ -183,14 +177,15 @@ def _numpy() -> Any:
     return sys.modules.get("numpy")
 
 
-def _cpu_states() -> _CpuStates:
+def cpu_states() -> CpuStates:
+    """Those of this process, at this moment."""
     numpy = _numpy()
-    return _CpuStates(
+    return CpuStates(
         random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
     )
 
 
-def _same(one: _CpuStates, other: _CpuStates) -> bool:
+def _same(one: CpuStates, other: CpuStates) -> bool:
     if not torch.equal(one.torch, other.torch) or one.python != other.python:
         return False
     if one.numpy is None or other.numpy is None:
@@ -198,7 +193,7 @@ def _same(one: _CpuStates, other: _CpuStates) -> bool:
     return one.numpy[2:] == other.numpy[2:] and bool((one.numpy[1] == other.numpy[1]).all())
 
 
-def _set_cpu_states(states: _CpuStates) -> None:
+def _set_cpu_states(states: CpuStates) -> None:
     random.setstate(states.python)
     torch.default_generator.set_state(states.torch)
     if states.numpy is not None:
@@ -207,7 +202,7 @@ def _set_cpu_states(states: _CpuStates) -> None:
         np.random.set_state(states.numpy)
 
 
-def _to_tree(states: _CpuStates) -> dict[str, Any]:
+def _to_tree(states: CpuStates) -> dict[str, Any]:
     version, words, gauss_next = states.python
     tree: dict[str, Any] = {
         "python": {"version": version, "words": _int64(array("q", words)), "gauss_next": gauss_next},
@@ -231,9 +226,9 @@ def _int64(words: array[int]) -> torch.Tensor:
     return torch.frombuffer(words, dtype=torch.int64)
 
 
-def _from_tree(tree: dict[str, Any]) -> _CpuStates:
+def _from_tree(tree: dict[str, Any]) -> CpuStates:
     python, numpy = tree["python"], tree["numpy"]
-    return _CpuStates(
+    return CpuStates(
         (python["version"], tuple(python["words"].tolist()), python["gauss_next"]),
         numpy
         and (

@@ -8,11 +8,10 @@ to another decision than its peers.
 
 from __future__ import annotations
 
-import json
 import math
 import statistics
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
@@ -29,7 +28,7 @@ from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.state.nonfinite import FiniteCheck, agreed
+from rollback.train.state.nonfinite import FiniteCheck, union
 from rollback.train.updates.advice import Advisor
 from rollback.train.updates.habits import Habit
 from rollback.train.updates.scaler import ScaleWatch
@@ -226,16 +225,7 @@ class Judge:
         if beat.scaler_skipped:
             self._record.note(ScalerSkipped(step=mark.step, batch=mark.last_batch))
         if (blip := verdict.ended) is not None:
-            self._record.note(
-                Noticed(
-                    first_step=blip.first_step,
-                    last_step=blip.last_step,
-                    peak=blip.peak,
-                    threshold=blip.threshold,
-                    rule=blip.rule,
-                    fate=blip.fate,
-                )
-            )
+            self._record.note(Noticed(**asdict(blip)))
         if self._advisor is not None and mark.habit is not None:
             for code, text in self._advisor.judge(mark.habit, beat, verdict):
                 self._record.advise(code, text)
@@ -272,7 +262,7 @@ class Judge:
         landing, self._checkpoints.ailing = self._checkpoints.ailing, None
         if landing is None:
             return None
-        found = agreed(self._ranks.from_each, landing.nonfinite)
+        found = union(self._ranks.from_each(landing.nonfinite))
         self._finite.accept(found)  # a restore takes that back; who only observes is told once
         if not self._marks or self._observed:
             return None  # the script did it before its first update, or it is of a trouble that is left alone
@@ -319,9 +309,7 @@ class Judge:
         """Collective: data set indices of what may have done it, in these steps and on the ranks that may have."""
         suspected = not ailing or self._ranks.rank in ailing
         own = self._evidence.samples(steps) if suspected else []
-        found: set[int] = set()
-        for text in self._ranks.from_each(json.dumps(own[: MOST + 1])):
-            found.update(json.loads(text))
+        found = set[int]().union(*self._ranks.from_each(own[: MOST + 1]))
         return tuple(sorted(found)) if len(found) <= MOST else ()
 
     def _stream(self, mark: StepMark) -> DataStream:

@@ -8,7 +8,6 @@ interrupted is taken up again, and what an attempt has done of it is not done tw
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from rollback.facts.history import fold
@@ -26,15 +25,6 @@ from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import verify
 
 _REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish must not hold up training
-
-
-@dataclass(frozen=True)
-class _OpenRequest:
-    """An open request, the same on all ranks. done: what an earlier attempt did of it, in words."""
-
-    name: str
-    request: Request
-    done: str | None
 
 
 class Requests:
@@ -70,9 +60,9 @@ class Requests:
         """
         self.starting = False
         while (oldest := self._oldest(step)) is not None:
-            name, request = oldest.name, oldest.request
-            if oldest.done is not None:
-                self.answer(name, True, oldest.done)
+            name, request, done = oldest
+            if done is not None:
+                self.answer(name, True, done)
             elif request.order == "stop":
                 account = _by(f"asked to stop by {request.who}", request)
                 return Halt(structural=False, account=account, save=True) if may_stop else None
@@ -102,12 +92,13 @@ class Requests:
             fact = Answered(request=name, carried_out=carried_out, text=text)
             self._record.note(fact, f"request {name}: {text}")
 
-    def _oldest(self, step: int) -> _OpenRequest | None:
-        """Collective: the oldest open request that is one, or None."""
-        body = self._ranks.from_first(self._read_oldest(step))
-        return _OpenRequest(body["name"], Request.model_validate(body["request"]), body["done"]) if body else None
+    def _oldest(self, step: int) -> tuple[str, Request, str | None] | None:
+        """Collective: the oldest open request that is one, with its name and what an earlier attempt did of it, in
+        words; or None."""
+        name, body, done = self._ranks.from_first(self._read_oldest(step)) or (None, None, None)
+        return (name, Request.model_validate(body), done) if name else None
 
-    def _read_oldest(self, step: int) -> dict[str, Any] | None:
+    def _read_oldest(self, step: int) -> tuple[str, dict[str, Any], str | None] | None:
         if self._inbox is None:
             return None
         refused = 0
@@ -123,7 +114,7 @@ class Requests:
                 self.answer(name, False, f"refused: {error}")
                 continue
             self._note_requested(name, request, step)
-            return {"name": name, "request": request.model_dump(mode="json"), "done": self._done_of(name, request)}
+            return name, request.model_dump(mode="json"), self._done_of(name, request)
         return None
 
     def _note_requested(self, name: str, request: Request, step: int) -> None:
@@ -213,7 +204,7 @@ class Requests:
                 fault = verify(point.name, self._checkpoints.places(point.name), self._ranks)
             if fault is None:
                 return point, None
-            self._checkpoints.put_aside(point.name, str(fault))
+            self._checkpoints.put_aside(point.name, fault)
         return None, min((point.step for point in self._checkpoints.as_held()), default=None)
 
     def rollback_applied(self, event: RollbackApplied) -> None:

@@ -56,7 +56,7 @@ class Rewinder:
                 if result.place is not None:
                     break
                 fault = result.fault
-            replanned = self._judge.plan_without(name, str(fault), decision)
+            replanned = self._judge.plan_without(name, fault, decision)
             if not isinstance(replanned, Rewind):
                 assert isinstance(replanned, Halt), "who only observes never goes back"
                 return replanned

@@ -16,15 +16,13 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.region import Region
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
-from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import pin, unpin
-from rollback.train.snapshots.faults import TierFault
 
 
 class SnapshotBuffer(Protocol):
     """Place for one snapshot after the other."""
 
-    fault: TierFault | None
+    fault: str | None
     """Why there can be none, once that is known."""
 
     def fit(self, size: int) -> None:
@@ -44,7 +42,7 @@ class Staging:
     """Private memory, kept from snapshot to snapshot."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
-        self.fault: TierFault | None = None
+        self.fault: str | None = None
         self._thread = thread
         self._region: Region | None = None
         self._job: Future[None] | None = None
@@ -79,7 +77,7 @@ class Staging:
             return True
         if not isinstance(error, OSError | MemoryError):
             raise error
-        self.fault = TierFault("durable", f"there is no memory for a copy: {error}")
+        self.fault = f"there is no memory for a copy: {error}"
         return False
 
 
@@ -100,7 +98,7 @@ class FastTier:
         here: Collection[int],
         taken: Collection[int] = (),
     ) -> None:
-        self.fault: TierFault | None = None
+        self.fault: str | None = None
         self.paths = paths
         self.count = 0
         self._rank = rank
@@ -142,7 +140,7 @@ class FastTier:
             return False
         error = job.exception()
         if isinstance(error, OSError | RollbackError):
-            self.fault = TierFault("fast", str(error))
+            self.fault = str(error)
             return False
         if error is not None:
             raise error
@@ -244,10 +242,3 @@ class FastTier:
             pin(region)
             self._regions[number] = region
         return True
-
-
-def fast_tier(paths: SlotPaths | None, ranks: Ranks, taken: Collection[int]) -> FastTier | None:
-    """This rank's view of its host's slots, where there are any."""
-    if paths is None:
-        return None
-    return FastTier(paths, ranks.rank, leads=ranks.first_of_host, here=ranks.on_this_host, taken=taken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from enum import Enum
@@ -11,7 +11,6 @@ from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import Written
 from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
-from rollback.train.snapshots.faults import SnapshotFault
 from rollback.train.state.nonfinite import NonFiniteKind
 
 _WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest first
@@ -38,42 +37,28 @@ class SnapshotEvent(Enum):
     """Something failed on this rank: its thread's work, for want of space, or tensors changed while they were read."""
     ALL_WRITTEN = "all-written"
     TO_COMMIT = "to-commit"
-    """All letters are read and agree, and this rank is one of those that commit."""
+    """All letters are read and agree, and this rank is one of those that commit: its thread does."""
     OTHERS_COMMIT = "others-commit"
     """All letters are read and agree, and this rank has nothing to commit."""
     ALL_COMMITTED = "all-committed"
+    """It is a checkpoint."""
     REFUSED = "refused"
-    """A rank has said that it failed, or the letters do not agree."""
+    """A rank has said that it failed, or the letters do not agree: it becomes none, what was written is removed."""
 
 
-class SnapshotAction(Enum):
-    """What a rank does about it."""
-
-    NOTHING = "nothing"
-    COMMIT = "commit"  # let the thread commit
-    LAND = "land"  # it is a checkpoint
-    DROP = "drop"  # it becomes none: what was written is removed
-
-
-TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], tuple[SnapshotStage, SnapshotAction]] = {
-    (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): (SnapshotStage.WRITTEN, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): (SnapshotStage.TELLING, SnapshotAction.NOTHING),
-    (SnapshotStage.WRITTEN, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): (SnapshotStage.COMMITTING, SnapshotAction.COMMIT),
-    (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): (SnapshotStage.WAITING, SnapshotAction.NOTHING),
-    (SnapshotStage.TELLING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): (SnapshotStage.COMMITTED, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): (SnapshotStage.FAILED, SnapshotAction.NOTHING),
-    (SnapshotStage.COMMITTING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    (SnapshotStage.COMMITTED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): (SnapshotStage.ENDED, SnapshotAction.LAND),
-    (SnapshotStage.WAITING, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
-    (SnapshotStage.FAILED, SnapshotEvent.REFUSED): (SnapshotStage.ENDED, SnapshotAction.DROP),
+TRANSITIONS: dict[tuple[SnapshotStage, SnapshotEvent], SnapshotStage] = {
+    (SnapshotStage.WRITING, SnapshotEvent.THREAD_DONE): SnapshotStage.WRITTEN,
+    (SnapshotStage.WRITING, SnapshotEvent.FAULT): SnapshotStage.FAILED,
+    (SnapshotStage.WRITTEN, SnapshotEvent.ALL_WRITTEN): SnapshotStage.TELLING,
+    (SnapshotStage.TELLING, SnapshotEvent.TO_COMMIT): SnapshotStage.COMMITTING,
+    (SnapshotStage.TELLING, SnapshotEvent.OTHERS_COMMIT): SnapshotStage.WAITING,
+    (SnapshotStage.COMMITTING, SnapshotEvent.THREAD_DONE): SnapshotStage.COMMITTED,
+    (SnapshotStage.COMMITTING, SnapshotEvent.FAULT): SnapshotStage.FAILED,
+    (SnapshotStage.COMMITTED, SnapshotEvent.ALL_COMMITTED): SnapshotStage.ENDED,
+    (SnapshotStage.WAITING, SnapshotEvent.ALL_COMMITTED): SnapshotStage.ENDED,
+    **{(at, SnapshotEvent.REFUSED): SnapshotStage.ENDED for at in SnapshotStage if at is not SnapshotStage.ENDED},
 }
-"""(stage, event) -> (next stage, what is done). What is not there cannot happen, or is our mistake.
+"""(stage, event) -> next stage. What is not there cannot happen, or is our mistake.
 
 Ranks land it, or drop it, in the same step: what ends it is read by all of them.
 """
@@ -95,7 +80,7 @@ class SnapshotInFlight:
     copied: Future[None] | None = None
     """The work of its thread."""
     letter: Letter | None = None
-    fault: SnapshotFault | None = None
+    fault: str | None = None
     """This rank's own, for its log; whether the snapshot failed is decided by pulse."""
     torn: bool = False
     """Tensors changed while they were read."""
@@ -113,12 +98,11 @@ class SnapshotInFlight:
         """Whether it is the end of the thread's work that moves it on."""
         return (self.stage, SnapshotEvent.THREAD_DONE) in TRANSITIONS
 
-    def move(self, event: SnapshotEvent) -> SnapshotAction:
-        self.stage, action = TRANSITIONS[self.stage, event]
-        return action
+    def move(self, event: SnapshotEvent) -> None:
+        self.stage = TRANSITIONS[self.stage, event]
 
     def fail(self, words: str) -> None:
-        self.fault = SnapshotFault(self.manifest.name, words)
+        self.fault = words
         self.move(SnapshotEvent.FAULT)
 
 
@@ -129,7 +113,7 @@ class Landing:
     manifest: Manifest
     tier: Tier
     seconds: float
-    fault: SnapshotFault | None = None
+    fault: str | None = None
     """Why it became no checkpoint, None where it did; with what this rank has to say of it."""
     drifted: tuple[int, ...] = ()
     """Ranks whose parameters differ."""
@@ -160,7 +144,7 @@ class Letter:
         return (self.written.size, *reversed(words), self.digest, self.nonfinite)
 
     @classmethod
-    def from_words(cls, words: tuple[int, ...]) -> Letter:
+    def from_words(cls, words: Sequence[int]) -> Letter:
         size, *parts, digest, nonfinite = words
         number = 0
         for bits, part in zip(_WORDS, parts, strict=True):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -36,7 +35,7 @@ def take_inventory(paths: RunPaths, ranks: Ranks) -> Inventory:
     """Collective: the same on all ranks. The first rank of each host looks into its slots."""
     places = [place for place in tiers.in_slots(paths) if is_enough(place, ranks)] if ranks.first_of_host else []
     told = [[place.slot, place.name, place.manifest.content] for place in places]
-    answers = map(json.loads, ranks.from_each(json.dumps(told if ranks.first_of_host else None)))
+    answers = ranks.from_each(told if ranks.first_of_host else None)
     held, strays = common([[InSlot(*item) for item in answer] for answer in answers if answer is not None])
     slots = {item.name: item.slot for item in held}
     own = [place.manifest.model_dump(mode="json") for place in places if slots.get(place.name) == place.slot]

@@ -1,12 +1,14 @@
 """The checkpoints that a run keeps: snapshots land, are put on probation, become good, leave; and the record says so.
 
-Between `Snapshots`, which knows files, and `Catalogue`, which knows what ranks may go back to. Methods are collective.
+`Catalogue` knows what ranks may go back to, and which slot of this host each is in; what is in none lies in the run
+directory's ring, which rank 0 sees to. Methods are collective.
 """
 
 from __future__ import annotations
 
-import json
+import os
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 from rollback.checkpoints import ring
@@ -26,18 +28,16 @@ from rollback.facts.training import (
     Tier,
 )
 from rollback.policy import PolicyCheckpoint
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
-from rollback.train.comm.recorder import Recorder, say
+from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.catalogue import Catalogue
-from rollback.train.snapshots.faults import RestoreFault, SnapshotFault
-from rollback.train.snapshots.in_flight import Landing
+from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.snapshots.restore import CheckpointPlace
-from rollback.train.state.state import Image
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 
@@ -58,27 +58,22 @@ class CheckpointManager:
         self._paths = paths
         self._ranks = ranks
         self._snapshots = snapshots
-        self._stored = snapshots.stored
         self._catalogue = catalogue
         self._record = record
         self._keep = keep
         self._remote = remote
+        self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
         self.wanting = False
         """The fast tier has failed, and what it held may be lost: another snapshot is due as soon as there is room for
         it. The same on all ranks."""
-        self.fault: SnapshotFault | None = None
+        self.fault: str | None = None
         """Why the last snapshot became no checkpoint, None where it did."""
 
-    def start_snapshot(
-        self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
-    ) -> None:
-        """Copy the state and start writing it; when `Snapshots.ready`. over: behind the last batch of the epoch."""
+    def expect(self, flight: SnapshotInFlight) -> None:
+        """A snapshot was begun."""
         self.wanting = False
-        flight = self._snapshots.start_snapshot(
-            image, step=step, batch=batch, epoch=epoch, timeline=timeline, over=over
-        )
         self._catalogue.add_snapshot(flight.manifest, flight.slot)
 
     def advance(self, beat: Beat) -> None:
@@ -123,7 +118,7 @@ class CheckpointManager:
         missing = [name for name in sorted(point.name for point in self._catalogue.as_held()) if self._misses(name)]
         if self._ranks.all_of(not missing):
             return
-        lost = sorted({name for text in self._ranks.from_each(json.dumps(missing)) for name in json.loads(text)})
+        lost = sorted(set[str]().union(*self._ranks.from_each(missing)))
         for name in lost:
             tier: Tier = "fast" if name in in_slots else "durable"
             if tier == "fast" or self._owns_ring:  # else the drainer may have thinned its ring
@@ -131,7 +126,7 @@ class CheckpointManager:
                 told = f"checkpoint {name} is gone from {where}: somebody else has removed it, or part of it"
                 self._record.note(CheckpointLost(checkpoint=name, tier=tier), told)
             if tier == "fast":
-                self._stored.release_slot(self._catalogue.slot(name))
+                self._release_slot(name)
                 self._catalogue.leave(name)
             else:
                 self._catalogue.drop(name)
@@ -164,7 +159,7 @@ class CheckpointManager:
             self._catalogue.offer(self._remote.offered())
         return self._catalogue.to_choose_from()
 
-    def fetch_if_remote(self, name: str) -> RestoreFault | None:
+    def fetch_if_remote(self, name: str) -> str | None:
         """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed.
 
         Call it before `manifest` and `places`, which know of what is here.
@@ -172,7 +167,7 @@ class CheckpointManager:
         if self._remote is None or not self._catalogue.is_remote(name):
             return None
         found = self._remote.fetch(name)
-        if isinstance(found, RestoreFault):
+        if isinstance(found, str):
             return found
         self._catalogue.admit(found, good=True)
         return None
@@ -193,17 +188,24 @@ class CheckpointManager:
         return self._catalogue.newest()
 
     def places(self, name: str) -> Sequence[CheckpointPlace]:
-        """Where to restore a checkpoint from. Nothing is being copied out of the live objects any more."""
+        """Where to restore a checkpoint from, best first. Nothing is being copied out of the live objects any more."""
         self._snapshots.fence()
-        return self._stored.places(name, self._catalogue.slot(name))
+        found = [CheckpointPlace(self._paths.checkpoint(name))]
+        if (slot := self._catalogue.slot(name)) is not None:
+            fast = self._snapshots.slots_of_host
+            memory = fast.memory(slot)
+            place = CheckpointPlace(fast.paths.slot(slot), in_slot=True, memory=memory.view if memory else None)
+            found.insert(0, place)
+        return found
 
     def put_aside(self, name: str, reason: str) -> None:
         """A checkpoint cannot be believed; one that is only at the URL is not offered any more for the present plan."""
         if self._catalogue.is_remote(name):
             return
-        self._stored.release_slot(self._catalogue.slot(name))
+        self._release_slot(name)
         self._catalogue.drop(name)
-        self._stored.quarantine(name)
+        if self._ranks.first and os.path.lexists(self._paths.checkpoint(name)):
+            say_if_it_fails(f"moving checkpoint {name} to quarantine", lambda: ring.quarantine(self._paths, name))
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
     def discard(self, plan: Planned) -> None:
@@ -219,7 +221,13 @@ class CheckpointManager:
         self._evict(name, slot, reason)
 
     def _misses(self, name: str) -> bool:
-        return self._stored.misses(name, self._catalogue.slot(name))
+        """Whether a checkpoint that was committed is not there any more, as far as this rank can tell. Not collective.
+
+        Looks at its manifest, and in a slot at this rank's shard.
+        """
+        if (slot := self._catalogue.slot(name)) is not None:
+            return not self._snapshots.slots_of_host.has_checkpoint(slot)
+        return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
         """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
@@ -250,7 +258,7 @@ class CheckpointManager:
         if landing.fault is not None:
             self._catalogue.drop(manifest.name)
             self._record.note(
-                Dropped(checkpoint=manifest.name, step=manifest.step, reason=str(landing.fault)),
+                Dropped(checkpoint=manifest.name, step=manifest.step, reason=landing.fault),
                 f"the checkpoint of step {manifest.step} could not be written: {landing.fault}; training goes on"
                 if not landing.ailing else None,
             )  # fmt: skip
@@ -287,13 +295,37 @@ class CheckpointManager:
             for name, reason in self._catalogue.surplus(self._keep, in_ring):
                 self.remove_checkpoint(name, reason)
 
+    def _release_slot(self, name: str) -> None:
+        """What lies of a checkpoint in a slot, if it is in one, is not needed there: the slot may be used again."""
+        if (slot := self._catalogue.slot(name)) is not None:
+            self._snapshots.slots_of_host.release(slot)
+
     def _evict(self, name: str, slot: int | None, reason: str) -> None:
+        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread."""
+
         def told(tier: Tier, was_there: bool) -> None:
             left, lost = Evicted(checkpoint=name, reason=reason, tier=tier), CheckpointLost(checkpoint=name, tier=tier)
             self._record.note(left if was_there else lost)
 
-        if slot is not None or self._owns_ring:
-            self._stored.evict(name, slot, told)
+        if slot is not None:
+            self._snapshots.slots_of_host.release(slot, partial(told, "fast"))
+        elif self._owns_ring and self._ranks.first:
+            self._snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
+
+    def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:
+        """A pinned one stays; if it is no longer pinned when another leaves, it leaves too."""
+        self._leaving[name] = then
+        for leaving in list(self._leaving):
+            say_if_it_fails(f"evicting checkpoint {leaving}", partial(self._evict_unless_pinned, leaving))
+
+    def _evict_unless_pinned(self, name: str) -> None:
+        then = self._leaving.pop(name)
+        if not os.path.lexists(self._paths.checkpoint(name)):
+            then(False)
+        elif ring.evict(self._paths, name):
+            then(True)
+        else:
+            self._leaving[name] = then
 
     @property
     def _owns_ring(self) -> bool:
@@ -303,5 +335,5 @@ class CheckpointManager:
     def _report_drift(self, landing: Landing) -> None:
         manifest = landing.manifest
         fact = Drifted(checkpoint=manifest.name, step=manifest.step, ranks=landing.drifted)
-        self._record.note(fact, str(landing.fault))
+        self._record.note(fact, landing.fault)
         self._record.advise(*REPLICAS_DIFFER)

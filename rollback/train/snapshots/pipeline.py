@@ -6,7 +6,6 @@ only.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -28,16 +27,13 @@ from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
 from rollback.train.snapshots.capture import Capture, share_of
-from rollback.train.snapshots.faults import SnapshotFault, TierFault
 from rollback.train.snapshots.in_flight import (
     Landing,
     Letter,
-    SnapshotAction,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
 )
-from rollback.train.snapshots.stored import StoredCheckpoints
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state.state import Image
 
@@ -51,6 +47,7 @@ class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
     fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `tier_choice`.
+    thread: the one in which everything is written and removed, one after the other.
     stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
     the last one, so that `fit_buffers` is due on all; the same on all of them.
     """
@@ -71,15 +68,14 @@ class Snapshots:
         self._ranks = ranks
         self._next_seq = next_seq
         self._attempt = attempt
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
+        self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self._fast = fast
-        self._staging = Staging(self._thread)
+        self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
         self._all_ready = self._said_ready = False
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
-        self.stored = StoredCheckpoints(paths, ranks, fast, self._thread)
 
     @property
     def in_flight(self) -> bool:
@@ -134,7 +130,7 @@ class Snapshots:
         self._all_ready = self._ranks.all_of(self._can_begin())
 
     @property
-    def fault(self) -> TierFault | None:
+    def fault(self) -> str | None:
         """Why this rank can write no snapshot where the next one goes, for its log."""
         return self._buffer.fault
 
@@ -156,7 +152,10 @@ class Snapshots:
     def start_snapshot(
         self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
     ) -> SnapshotInFlight:
-        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk."""
+        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
+
+        over: behind the last batch of the epoch.
+        """
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
         began = time.perf_counter()
@@ -181,7 +180,7 @@ class Snapshots:
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            self._job = flight.job = self._thread.submit(self._write, flight, capture, flight.copied, region)
+            self._job = flight.job = self.thread.submit(self._write, flight, capture, flight.copied, region)
         self.stalled = time.perf_counter() - began
         return flight
 
@@ -231,7 +230,7 @@ class Snapshots:
             return self._drop(f"tensors changed while they were read, on {beat.torn} ranks")
         if beat.shard_failed:
             return self._drop(f"{beat.shard_failed} of {self._ranks.world_size} ranks could not write")
-        if beat.committed and beat.committed == self._commits_needed(flight):
+        if beat.committed and beat.committed == (self._ranks.host_count if flight.tier == "fast" else 1):
             return self._end(SnapshotEvent.ALL_COMMITTED)
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
@@ -253,8 +252,8 @@ class Snapshots:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
             assert flight.letter is not None
-            words = [tuple(json.loads(text)) for text in self._ranks.from_each(json.dumps(flight.letter.words()))]
-            if (landing := self._commit_together(flight, list(map(Letter.from_words, words)))) is not None:
+            letters = [Letter.from_words(words) for words in self._ranks.from_each(flight.letter.words())]
+            if (landing := self._commit_together(flight, letters)) is not None:
                 return landing
             self._await_job(flight)
         if not self._ranks.all_of(flight.stage is not SnapshotStage.FAILED):
@@ -270,13 +269,10 @@ class Snapshots:
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
         flight.manifest = flight.manifest.model_copy(update={"shards": shards})
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
-        event = SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT
-        if flight.move(event) is SnapshotAction.COMMIT:
-            self._job = flight.job = self._thread.submit(self._commit, flight)
+        flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
+        if commits:
+            self._job = flight.job = self.thread.submit(self._commit, flight)
         return None
-
-    def _commits_needed(self, flight: SnapshotInFlight) -> int:
-        return self._ranks.host_count if flight.tier == "fast" else 1
 
     def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
         return self._end(SnapshotEvent.REFUSED, why, drifted, ailing)
@@ -291,13 +287,14 @@ class Snapshots:
             self.mode = "held"
         self._flight = None
         name, fault = flight.manifest.name, None
-        if flight.move(event) is SnapshotAction.DROP:
-            fault = SnapshotFault(name, f"{why} (this rank: {flight.fault})" if flight.fault else why)
+        flight.move(event)
+        if event is SnapshotEvent.REFUSED:
+            fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
-                self._slots_of_host.release(flight.slot, after=flight.job)
+                self.slots_of_host.release(flight.slot, after=flight.job)
             elif self._ranks.first:
                 # In the thread, behind whatever it still does with the directory.
-                self._thread.submit(
+                self.thread.submit(
                     say_if_it_fails, f"removing what was written of {name}", lambda: ring.abandon(self._paths, name)
                 )
         took = time.monotonic() - flight.began
@@ -310,7 +307,7 @@ class Snapshots:
             copied.result()
         if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
-            self._slots_of_host.require_file(flight.slot)
+            self.slots_of_host.require_file(flight.slot)
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
@@ -319,7 +316,7 @@ class Snapshots:
 
     def _commit(self, flight: SnapshotInFlight) -> None:
         if flight.slot is not None:
-            self._slots_of_host.commit(flight.slot, flight.manifest)
+            self.slots_of_host.commit(flight.slot, flight.manifest)
         else:
             ring.commit(self._paths, flight.manifest)
 
@@ -338,12 +335,13 @@ class Snapshots:
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next
-                self._slots_of_host.fault = TierFault("fast", str(error))
+                self.slots_of_host.fault = str(error)
         else:
             raise error
 
     @property
-    def _slots_of_host(self) -> FastTier:
+    def slots_of_host(self) -> FastTier:
+        """Where snapshots have slots: the tier that these are of."""
         assert self._fast is not None  # who knows the number of a slot has it from there
         return self._fast
 
@@ -351,13 +349,13 @@ class Snapshots:
 
     def wait(self) -> None:
         """Wait for all that is under way in threads: for tests and measurements."""
-        self._thread.submit(int).result()
+        self.thread.submit(int).result()
         if self._fast is not None:
             self._fast.settle()
 
     def close(self) -> None:
         """Wait for the threads."""
         self._copier.shutdown(wait=True)
-        self._thread.shutdown(wait=True)
+        self.thread.shutdown(wait=True)
         if self._fast is not None:
             self._fast.close()

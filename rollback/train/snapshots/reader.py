@@ -9,7 +9,6 @@ objects have no such tensor (the optimizer of a new process has no state), one i
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -115,7 +114,7 @@ class Parted:
     def meet(self, ranks: Ranks) -> str | None:
         """Collective: learn which tensors lie where. What is wrong with them, in words."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
-        parts = [json.loads(text) for text in ranks.from_each(json.dumps([self._content, kinds]))]
+        parts = ranks.from_each([self._content, kinds])
         self._shared = ranks.from_first(self._shared)
         if any(content != self._content for content, _ in parts):
             return f"the hosts have different checkpoints in their slots by the name {self._name}"

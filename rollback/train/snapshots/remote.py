@@ -25,7 +25,6 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
-from rollback.train.snapshots.faults import RestoreFault
 
 _PATIENCE = 30.0  # seconds for which a request that fails is tried again
 _STANDSTILL = 120.0  # seconds without a byte after which a download is given up
@@ -52,7 +51,7 @@ class RemoteRing:
         there = [asdict(point) for point in self._told()] if self._ranks.first else None
         return [PolicyCheckpoint(**point) for point in self._ranks.from_first(there)]
 
-    def fetch(self, name: str) -> Manifest | RestoreFault:
+    def fetch(self, name: str) -> Manifest | str:
         """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong."""
         self._show("fetching")
         download = _Download(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
@@ -65,7 +64,7 @@ class RemoteRing:
         if download is not None:
             self._note(name, download, seen)
         self._show("rewinding")
-        return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else RestoreFault(name, seen["fault"])
+        return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else str(seen["fault"])
 
     def try_again(self) -> None:
         """Another plan is to be made, which may try again what failed for the last one. Not collective."""
@@ -93,13 +92,6 @@ class RemoteRing:
         self._unreachable = None if seen["damaged"] else seen["fault"]
         doing = f"fetching checkpoint {name} from {self._url}"
         self._record.note(Trouble(doing=doing, error=seen["fault"]), f"{doing} failed: {seen['fault']}")
-
-
-def remote_ring(
-    paths: RunPaths, ranks: Ranks, record: Recorder, url: str | None, show: Callable[[str], None]
-) -> RemoteRing | None:
-    """The ring at a URL, where there is one. Not collective."""
-    return RemoteRing(paths, ranks, record, url, show) if url else None
 
 
 class _Download:

@@ -10,7 +10,6 @@ from rollback.checkpoints.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.facts.training import Tier
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.faults import RestoreFault
 from rollback.train.snapshots.reader import Parted, Reading, Whole
 from rollback.train.state.state import TrainingState
 
@@ -34,15 +33,15 @@ class CheckpointPlace:
 class RestoreOutcome:
     """How it went."""
 
-    checkpoint: str
     place: CheckpointPlace | None = None
     """Where the state came from, None where no place was any good."""
     faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
     """Of the others, in words."""
 
     @property
-    def fault(self) -> RestoreFault:
-        return _together(self.checkpoint, [words for _, words in self.faults])
+    def fault(self) -> str:
+        """Of all places together."""
+        return "; ".join(words for _, words in self.faults)
 
 
 def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: TrainingState) -> RestoreOutcome:
@@ -51,7 +50,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     Nothing is touched before all ranks have found a place sound. If reading fails after that, twice, the live objects
     are in no state to train from: the caller must restore another checkpoint, or stop.
     """
-    result = RestoreOutcome(name)
+    result = RestoreOutcome()
     for place in places:
         fault: str | None = None
         for _ in range(_TRIES):
@@ -65,7 +64,7 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     return result
 
 
-def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> RestoreFault | None:
+def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
     """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank."""
     faults = []
     for place in places:
@@ -74,12 +73,7 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> Restor
             reading.close()
             return None
         faults.append(fault or "")
-    return _together(name, faults)
-
-
-def _together(name: str, faults: Sequence[str]) -> RestoreFault:
-    """Of all its places."""
-    return RestoreFault(name, "; ".join(faults))
+    return "; ".join(faults)
 
 
 def _verify(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:

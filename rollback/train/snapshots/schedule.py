@@ -111,10 +111,10 @@ class SnapshotSchedule:
         if not self._snapshots.ready:
             return  # there is no memory for a copy
         self._measured = self._measured or self._taken_at is not None
-        over = not cursor.opened
-        self._checkpoints.start_snapshot(
-            image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=over
+        flight = self._snapshots.start_snapshot(
+            image, step=step, batch=cursor.batch, epoch=cursor.epoch, timeline=timeline, over=not cursor.opened
         )
+        self._checkpoints.expect(flight)
         self._taken_at, self.wanted = step, False
         self._snapshots.stalled = time.perf_counter() - began
 
@@ -139,7 +139,7 @@ class SnapshotSchedule:
     @property
     def fault(self) -> str:
         """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
-        return str(self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy")
+        return self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy"
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, of what may be the state at the end of training."""

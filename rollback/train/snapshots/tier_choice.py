@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,7 +65,7 @@ class Allotment:
 
 def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, keep: int) -> Allotment:
     """Collective: how many slots every host can give. shard_bytes: of this rank."""
-    stored = [json.loads(text) for text in ranks.from_each(json.dumps(shard_bytes))]
+    stored = ranks.from_each(shard_bytes)
     here = sum(-(-stored[rank] // _PAGE) * _PAGE for rank in ranks.on_this_host) + _MANIFEST
     free = 0
     if tier is not None:
@@ -75,7 +74,7 @@ def allot(tier: SlotPaths | None, why_not: str, ranks: Ranks, shard_bytes: int, 
         except OSError as error:
             why_not = f"{tier.root} cannot be measured ({error})"
     fitting = slots_that_fit(here, free, keep) if tier is not None else 0
-    answers = [json.loads(text) for text in ranks.from_each(json.dumps([fitting, here, free]))]
+    answers = ranks.from_each([fitting, here, free])
     count, slot_bytes, free = min(answers)
     largest = max(answer[1] for answer in answers)
     if tier is None:

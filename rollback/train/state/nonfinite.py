@@ -7,7 +7,6 @@ infinite value in a buffer that had no tensor before.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
@@ -88,8 +87,3 @@ def union(all_found: Iterable[Mapping[str, NonFiniteKind]]) -> dict[str, NonFini
         for name, kind in found.items():
             together[name] = kind if together.get(name, kind) == kind else "NaN and Inf"
     return together
-
-
-def agreed(from_each: Callable[[str], list[str]], found: Mapping[str, NonFiniteKind]) -> dict[str, NonFiniteKind]:
-    """Collective: what all ranks have found. from_each: every rank's text."""
-    return union(json.loads(text) for text in from_each(json.dumps(found)))

@@ -256,7 +256,7 @@ def test_a_pointer_to_another_run_s_tier_or_to_one_open_to_others_is_not_followe
     slots.claim(foreign, tmp_path / "another")
     tiers.point_to_fast_tier(paths, foreign)
     assert tiers.fast_tier_of(paths) is None
-    tiers.point_to_fast_tier(paths, None)
+    paths.fast_pointer.unlink()
     assert tiers.locate(paths) == []
 
 

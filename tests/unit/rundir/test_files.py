@@ -261,7 +261,7 @@ def test_a_stranger_s_file_where_everybody_may_write_is_not_believed(paths: RunP
 
 def test_a_disk_that_a_drill_has_made_full_refuses_what_is_made_below_a_descriptor(paths: RunPaths) -> None:
     disk = _FullDisk(str(paths.root))
-    disk.full = True
+    disk.fill()
     for make in (writes_metrics, writes_a_journal, lambda paths: ring.begin_writing(paths, "c000001-s00000010")):
         with pytest.raises((OSError, RunDirectoryError), match="No space"):
             make(paths)

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence, Set
+from functools import cached_property
 from typing import Any, ClassVar, Protocol
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.data import rng
+from rollback.train.data.cursor.epochs import EpochSetters
 
 Indices = tuple[int, ...] | None
 """The dataset indices of one batch on this rank, in order; None where the loader has none."""
-
-
-_UNKNOWN = object()
 
 
 class Witness(Protocol):
@@ -49,7 +48,9 @@ class Cursor(ABC):
     has_epochs: ClassVar[bool] = True
     """Whether the data begin anew; False for a stream that merely goes on."""
 
-    def __init__(self) -> None:
+    def __init__(self, *told_epochs: Any) -> None:
+        """told_epochs: that of which parts may have a `set_epoch`."""
+        self._epoch_setters = EpochSetters(*told_epochs)
         self.accepts_other_length = False
         """Whether the data set may have another length than it had when a state was taken: the operator's word."""
         self.witness: Witness | None = None
@@ -63,7 +64,6 @@ class Cursor(ABC):
         """Whether `epoch` has been begun. False before the first batch, and after each StopIteration."""
         self._sought: dict[str, Any] | None = None
         """The state that was gone to, until a batch is handed out or passed over from there."""
-        self._batches_per_epoch: Any = _UNKNOWN
         self._opening: dict[str, Any] | None = None
         """The random states (`rng`) under which the epoch was opened, for kinds whose data depend on them."""
         self._opening_digest: tuple[Any, int] = (None, 0)
@@ -122,13 +122,11 @@ class Cursor(ABC):
         """Whether `at_end` is found out by reading, so that ranks may come to different answers."""
         return False
 
-    @property
+    @cached_property
     def epoch_batches(self) -> int | None:
         """How many batches an epoch has; None where that cannot be told beforehand."""
-        if self._batches_per_epoch is _UNKNOWN:
-            self._batches_per_epoch = self.describe().get("batches")
-        known: int | None = self._batches_per_epoch
-        return known
+        batches: int | None = self.describe().get("batches")
+        return batches
 
     @property
     def epoch_end(self) -> int | None:
@@ -144,7 +142,7 @@ class Cursor(ABC):
     @property
     def told_epoch(self) -> int | None:
         """What the script has called `set_epoch` with since we last did; None where it has not, or has nothing to."""
-        return None
+        return self._epoch_setters.told
 
     def end_epoch(self) -> None:
         """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""

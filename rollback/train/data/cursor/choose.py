@@ -36,7 +36,8 @@ def cursor_for(loader: Any) -> Cursor:
         )
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)
-    if _is_torchdata_without_state(loader):
+    if _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict"):
+        # Over a data set that keeps no state: it iterates that anew and drops what was read.
         return ReiteratedCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulCursor(loader)
@@ -74,11 +75,6 @@ def _is_torchdata_map_style(loader: Any) -> bool:
     return not isinstance(loader.dataset, (IterableDataset, MapDataPipe)) and not any(
         hasattr(item, "state_dict") for item in [loader.dataset, *own]
     )
-
-
-def _is_torchdata_without_state(loader: Any) -> bool:
-    """Whether it is that loader over a data set that keeps no state: it iterates that anew and drops what was read."""
-    return _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict")
 
 
 def _is_torchdata_loader(loader: Any) -> bool:

@@ -87,12 +87,10 @@ def _state(generator: Any) -> Any:
 
 def _restore(generator: Any, state: Any) -> None:
     match generator:
-        case torch.Generator():
+        case torch.Generator() | np.random.RandomState():
             generator.set_state(state)
         case np.random.Generator():
             generator.bit_generator.state = state
-        case np.random.RandomState():
-            generator.set_state(state)
         case _:
             generator.setstate(state)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 from torch.utils.data import DataLoader
 
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices
-from rollback.train.data.cursor.epochs import EpochSetters
+from rollback.train.data.cursor.description import length_of
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
 
@@ -29,11 +29,13 @@ class InOrderCursor(Cursor):
     next batch was is thus on record before anybody resumes from it.
     """
 
+    tells_length: ClassVar[bool] = False
+    """Whether the loader's length, where it has one, is that of an epoch."""
+
     def __init__(self, loader: Any) -> None:
-        super().__init__()
+        super().__init__(loader)
         self._loader = loader
         leave_stopping_to_the_rank(loader)
-        self._epoch_setters = EpochSetters(loader)
         self.generators = Generators(loader)
         self._iterator: Iterator[Any] | None = None
         self._ahead: _Ahead | None = None
@@ -54,10 +56,6 @@ class InOrderCursor(Cursor):
     def ahead(self) -> Any:
         return self._ahead.data if self._ahead is not None else None
 
-    @property
-    def told_epoch(self) -> int | None:
-        return self._epoch_setters.told
-
     def close(self) -> None:
         """Lets go of the loader's iterator, and ends its workers."""
         self._let_go(self._iterator)
@@ -72,6 +70,13 @@ class InOrderCursor(Cursor):
     def loader_state(self) -> Any:
         """The loader's own, where it is needed to come back to the position."""
         return None
+
+    def describe(self) -> dict[str, Any]:
+        batches = {"batches": length_of(self._loader)} if self.tells_length else {}
+        reading = {}
+        if isinstance(self._loader, DataLoader):  # with other workers or another batch size its batches are other ones
+            reading = {"batch_size": self._loader.batch_size, "workers": self._loader.num_workers}
+        return {"kind": self.kind, "loader": type(self._loader).__name__, **batches, **reading}
 
     @abstractmethod
     def _resume(self) -> None:
@@ -94,13 +99,6 @@ class InOrderCursor(Cursor):
         shut_down(iterator)
         if iterator is not None and getattr(self._loader, "_iterator", None) is iterator:
             self._loader._iterator = None  # workers that were to persist: the loader begins with new ones
-
-
-def reading_of(loader: Any) -> dict[str, Any]:
-    """How a DataLoader reads, for `describe`: with other workers or another batch size its batches are other ones."""
-    if not isinstance(loader, DataLoader):
-        return {}
-    return {"batch_size": loader.batch_size, "workers": loader.num_workers}
 
 
 class _Ahead:

@@ -28,14 +28,13 @@ from torch.utils.data import DataLoader
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.base import Cursor, Indices, Witness
-from rollback.train.data.cursor.clone import clone_of
 from rollback.train.data.cursor.description import description_of, length_of, samplers_of
 from rollback.train.data.cursor.digest import Digest, digest_of_indices, hex_digest_of
-from rollback.train.data.cursor.epochs import EpochSetters
 from rollback.train.data.cursor.feed import Feed
 from rollback.train.data.cursor.generators import Generators
 from rollback.train.data.cursor.order import BatchOrder, order_of, order_of_share, share_of
 from rollback.train.data.cursor.quarantine import Neighbours, unreadable
+from rollback.train.data.cursor.workers import clone_of
 from rollback.train.data.workers import shut_down
 
 _COMPARED = 16
@@ -49,11 +48,10 @@ class MapStyleCursor(Cursor):
     leaves_out = True
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        super().__init__()
+        super().__init__(loader)
         self._loader = loader
         self._index_sampler: Iterable[Any] = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
         self._generators = Generators(loader.generator, *samplers_of(self._index_sampler))
-        self._epoch_setters = EpochSetters(loader)
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
         self._seeding: torch.Tensor | None = None
@@ -104,10 +102,6 @@ class MapStyleCursor(Cursor):
 
     def describe(self) -> dict[str, Any]:
         return {"kind": self.kind, **description_of(self._loader)}
-
-    @property
-    def told_epoch(self) -> int | None:
-        return self._epoch_setters.told
 
     def close(self) -> None:
         if self._clone is not None:

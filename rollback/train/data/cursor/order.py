@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, ClassVar, Protocol
 
 import torch
@@ -38,16 +39,10 @@ def order_of(index_sampler: Iterable[Any], lookahead: int) -> BatchOrder:
 
     `lookahead`: how many batches the loader asks its sampler for before the first one is handed out.
     """
-    batch_size, drop_last, sampler = None, False, index_sampler
-    if type(index_sampler) is BatchSampler:
-        batch_size, drop_last, sampler = (
-            index_sampler.batch_size,
-            index_sampler.drop_last,
-            index_sampler.sampler,
-        )
+    batching, sampler = _taken_apart(index_sampler)
     samples = _SAMPLES.get(type(sampler))
     if samples is not None and (ordered := samples(sampler)) is not None:
-        return _Sliced(*ordered, batch_size=batch_size, drop_last=drop_last)
+        return _Sliced(*ordered, batching)
     return _Iterated(index_sampler, lookahead)
 
 
@@ -89,19 +84,14 @@ class _Sliced:
     exact: ClassVar[bool] = True
 
     def __init__(
-        self,
-        draw: Callable[[], range | torch.Tensor],
-        at_exhaustion: Callable[[], object],
-        *,
-        batch_size: int | None,
-        drop_last: bool,
+        self, draw: Callable[[], _Drawn], at_exhaustion: Callable[[], object] | None, batching: BatchSampler | None
     ) -> None:
         self._draw = draw
-        self._at_exhaustion: Callable[[], object] | None = at_exhaustion
-        self._size = batch_size or 1
-        self._batched = batch_size is not None
-        self._drop_last = drop_last
-        self._samples: range | torch.Tensor = range(0)
+        self._at_exhaustion = at_exhaustion
+        self._batched = batching is not None
+        self._size = batching.batch_size if batching is not None else 1
+        self._drop_last = batching is not None and batching.drop_last
+        self._samples: _Drawn = range(0)
         self._position = 0
 
     def begin(self) -> None:
@@ -175,16 +165,13 @@ class _Iterated:
                 next(self._iterator, None)
 
 
-_Samples = tuple[Callable[[], "range | torch.Tensor"], Callable[[], object]]
+_Drawn = range | torch.Tensor
+_Samples = tuple[Callable[[], _Drawn], Callable[[], object] | None]
 """What draws the epoch's samples, and what the sampler does when it is asked for more than it has."""
 
 
-def _nothing() -> None:
-    pass
-
-
 def _sequential(sampler: SequentialSampler) -> _Samples:
-    return (lambda: range(len(sampler.data_source))), _nothing
+    return (lambda: range(len(sampler.data_source))), None
 
 
 def _random(sampler: RandomSampler) -> _Samples | None:
@@ -193,17 +180,15 @@ def _random(sampler: RandomSampler) -> _Samples | None:
         return None
     if (generator := sampler.generator) is not None:
         # At its end the sampler draws one more permutation, of which it uses nothing: the next epoch depends on it.
-        return (
-            lambda: torch.randperm(length, generator=generator),
-            lambda: torch.randperm(length, generator=generator),
-        )
+        again = partial(torch.randperm, length, generator=generator)
+        return again, again
 
     def draw() -> torch.Tensor:
         own = torch.Generator()
         own.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
         return torch.randperm(length, generator=own)
 
-    return draw, _nothing
+    return draw, None
 
 
 def _distributed(sampler: DistributedSampler[Any]) -> _Samples | None:
@@ -212,7 +197,7 @@ def _distributed(sampler: DistributedSampler[Any]) -> _Samples | None:
         return None
     every = range(sampler.rank, sampler.total_size, sampler.num_replicas)
     if not sampler.shuffle and sampler.total_size <= length:
-        return (lambda: every), _nothing
+        return (lambda: every), None
 
     def draw() -> torch.Tensor:
         # Padding begins again at the first sample, as often as it takes: position i is sample i modulo the length.
@@ -223,7 +208,7 @@ def _distributed(sampler: DistributedSampler[Any]) -> _Samples | None:
         generator.manual_seed(sampler.seed + sampler.epoch)
         return torch.randperm(length, generator=generator)[mine]
 
-    return draw, _nothing
+    return draw, None
 
 
 _SAMPLES: dict[type, Callable[[Any], _Samples | None]] = {

@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.train.data import rng
 from rollback.train.data.cursor.digest import Digest
-from rollback.train.data.cursor.inorder import InOrderCursor, reading_of
+from rollback.train.data.cursor.inorder import InOrderCursor
 
 
 class ReiteratedCursor(InOrderCursor):
@@ -27,6 +27,7 @@ class ReiteratedCursor(InOrderCursor):
     """
 
     kind = "re-iterated"
+    tells_length = True
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -111,15 +112,3 @@ class ReiteratedCursor(InOrderCursor):
             f"{self.offset}): {reason}",
             hint="its __iter__ must begin anew each time, and give the same data from the same random states",
         )
-
-    def describe(self) -> dict[str, Any]:
-        try:
-            batches = len(self._loader)
-        except (TypeError, NotImplementedError):
-            batches = None
-        return {
-            "kind": self.kind,
-            "loader": type(self._loader).__name__,
-            "batches": batches,
-            **reading_of(self._loader),
-        }

@@ -7,7 +7,7 @@ import inspect
 from typing import Any
 
 from rollback.train.data import rng
-from rollback.train.data.cursor.inorder import InOrderCursor, reading_of
+from rollback.train.data.cursor.inorder import InOrderCursor
 
 
 class StatefulCursor(InOrderCursor):
@@ -58,7 +58,7 @@ class StatefulCursor(InOrderCursor):
         if not self._unbegun:
             if self.offset == 0 or not inspect.isgenerator(self._iterator):
                 return next(self._iterator)
-            before = rng.mark()
+            before = rng.cpu_states()
             data = next(self._iterator)
             self._draws = rng.drawn_since(before)
             return data
@@ -101,6 +101,3 @@ class StatefulCursor(InOrderCursor):
         self._unbegun = self.offset > 0 and not self._draws and inspect.isgenerator(self._iterator)
         if not self._unbegun:
             self.generators.restore(at_position)
-
-    def describe(self) -> dict[str, Any]:
-        return {"kind": self.kind, "loader": type(self._loader).__name__, **reading_of(self._loader)}

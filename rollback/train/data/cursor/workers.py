@@ -1,11 +1,17 @@
-"""What goes into the worker processes: a data set that is read under random states of the position."""
+"""The loader that reads in place of a user's map-style loader, from any position on, and what goes into its worker
+processes: a data set that is read under random states of the position."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, NamedTuple
+
+import torch
+from torch.utils.data import DataLoader
 
 from rollback.train.data import rng
 from rollback.train.data.cursor.generators import Generators
+from rollback.train.data.workers import LeavesStoppingToTheRank
 
 
 class Keyed(NamedTuple):
@@ -65,3 +71,38 @@ class KeyedDataset:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return KeyedDataset, (self._dataset,)
+
+
+def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor | None) -> DataLoader[Any]:
+    """A loader that reads what `feed` says, otherwise as `loader`. Its workers persist: whoever made it ends them.
+
+    seeding: state of the generator from which the loader would draw its base seed, so that workers have the seeds that
+    they would have without us, and that drawing it costs no one a draw.
+    """
+    dataset: Any = loader.dataset
+    in_workers: dict[str, Any] = {}
+    if loader.num_workers > 0:
+        dataset = KeyedDataset(dataset)
+        in_workers = {
+            "prefetch_factor": loader.prefetch_factor,
+            "persistent_workers": True,
+            "multiprocessing_context": loader.multiprocessing_context,
+        }
+    batches: dict[str, Any] = {"batch_sampler": feed}
+    if loader.batch_sampler is None:
+        batches = {"sampler": feed, "batch_size": None}
+    generator = torch.Generator()
+    if seeding is not None:
+        generator.set_state(seeding)
+    return DataLoader(
+        dataset,
+        num_workers=loader.num_workers,
+        collate_fn=loader.collate_fn,
+        pin_memory=loader.pin_memory,
+        pin_memory_device=loader.pin_memory_device,
+        timeout=loader.timeout,
+        worker_init_fn=LeavesStoppingToTheRank(loader.worker_init_fn),
+        generator=generator,
+        **batches,
+        **in_workers,
+    )

@@ -59,10 +59,9 @@ class Steps:
     def snapshot(self) -> None:
         image = Image({}, {}, {}, {})
         self.snapshots.await_ready(image)
-        timeline = self.judge.timeline
-        self.checkpoints.start_snapshot(
-            image, step=self.step, batch=self.step * self.per_step, epoch=0, timeline=timeline
-        )
+        timeline, batch = self.judge.timeline, self.step * self.per_step
+        flight = self.snapshots.start_snapshot(image, step=self.step, batch=batch, epoch=0, timeline=timeline)
+        self.checkpoints.expect(flight)
         self.checkpoints.settle()
 
     def facts(self, kind: type[Fact]) -> list[Fact]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -26,7 +27,6 @@ from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots.buffers import FastTier
-from rollback.train.snapshots.faults import RestoreFault
 from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.restore import CheckpointPlace, RestoreOutcome, restore, verify
@@ -59,8 +59,8 @@ class Thread(Ranks):
         self._hosts = ["one", "other"]
         self._meeting = meeting
 
-    def from_each(self, text: str) -> list[str]:
-        return self._meeting.exchange(self.rank, text)
+    def from_each(self, value: Any) -> list[Any]:
+        return self._meeting.exchange(self.rank, json.loads(json.dumps(value)))
 
     def all_of(self, condition: bool) -> bool:
         return all(self._meeting.exchange(self.rank, condition))
@@ -195,7 +195,7 @@ def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits
     for rank, state in enumerate(states):
         require_equal(state, two.saved[rank])
     failing[0] = 1000
-    assert [result.fault for result in two.restore(states)] == [RestoreFault(two.name, "the memory fails")] * 2
+    assert [result.fault for result in two.restore(states)] == ["the memory fails"] * 2
 
 
 def test_what_every_host_has_in_the_same_slot_counts() -> None:

@@ -89,7 +89,7 @@ def test_training_may_go_on_over_the_tensors_at_once(two: TwoRanks) -> None:
     overwritten = threading.Event()
     for one in two.ranks:
         one.await_ready(two.image)
-        one._thread.submit(overwritten.wait)
+        one.thread.submit(overwritten.wait)
     name = two.begin(10)
     two.weights.fill_(-1.0)
     overwritten.set()
@@ -111,7 +111,7 @@ def test_one_rank_that_fails_drops_it_on_all_and_leaves_nothing(two: TwoRanks, m
     landed = two.beat()
     monkeypatch.undo()
     assert all(landing is not None and not landing.committed for landing in landed)
-    two.ranks[0]._thread.submit(int).result()
+    two.ranks[0].thread.submit(int).result()
     assert not two.paths.writing(name).exists()
     later = two.begin(20)
     for _ in range(3):

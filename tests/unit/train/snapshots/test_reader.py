@@ -17,7 +17,7 @@ from rollback.train.data.cursor import cursor_for
 from rollback.train.snapshots import reader
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.restore import restore
+from rollback.train.snapshots.restore import CheckpointPlace, restore
 from rollback.train.state.state import TrainingState
 
 
@@ -64,8 +64,10 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     assert landing.committed
 
     used = note_threads(monkeypatch, cores=5)
-    found = snapshots.stored.places(name, flight.slot)[:1]
-    assert found[0].in_slot == (found[0].memory is not None) == (place == "a slot")
+    found = [CheckpointPlace(paths.checkpoint(name))]
+    if tier is not None and flight.slot is not None and (memory := tier.memory(flight.slot)) is not None:
+        found = [CheckpointPlace(tier.paths.slot(flight.slot), in_slot=True, memory=memory.view)]
+    assert found[0].in_slot == (place == "a slot")
     back = state_of(2)
     assert restore(name, found, ranks, back).place == found[0]
     assert used == [5]

@@ -24,23 +24,23 @@ MB = 10**6
 class Several:
     """Ranks, all of which but this one say what a test lets them say: by the order in which they are asked."""
 
-    def __init__(self, *others: list[str], here: list[int], rank: int = 0, hosts: int = 1) -> None:
+    def __init__(self, *others: list[Any], here: list[int], rank: int = 0, hosts: int = 1) -> None:
         self.rank, self.on_this_host, self.host_count = rank, here, hosts
         self.first, self.first_of_host = rank == 0, rank == here[0]
         self._others = list(others)
-        self.asked: list[str] = []
+        self.asked: list[Any] = []
 
-    def from_each(self, text: str) -> list[str]:
-        self.asked.append(text)
+    def from_each(self, value: Any) -> list[Any]:
+        self.asked.append(value)
         answers = list(self._others.pop(0)) if self._others else []
-        answers.insert(self.rank, text)
+        answers.insert(self.rank, value)
         return answers
 
     def first_fault(self, fault: str | None) -> str | None:
         return next((text for text in self.from_each(fault or "") if text), None)
 
     def all_of(self, condition: bool) -> bool:
-        return all(text == "True" for text in self.from_each(str(condition)))
+        return all(self.from_each(condition))
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_where_it_is_switched_off_that_of_an_earlier_attempt_is_found_and_none_i
     assert open_tier(paths, Ranks(), run_id, None) == (None, "it is switched off")
     tier, _ = open_tier(paths, Ranks(), run_id, tmp_path)
     assert open_tier(paths, Ranks(), run_id, None) == (tier, "it is switched off")
-    several: Any = Several(["False"], here=[0, 1])
+    several: Any = Several([False], here=[0, 1])
     assert open_tier(paths, several, run_id, None) == (None, "it is switched off"), "one rank does not see it"
 
 
@@ -129,14 +129,14 @@ def tier(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SlotPaths:
 
 
 def test_slots_hold_what_all_ranks_of_a_host_store_in_whole_pages(tier: SlotPaths) -> None:
-    ranks: Any = Several([json.dumps(4097), json.dumps(10**9)], here=[0, 1])
+    ranks: Any = Several([4097, 10**9], here=[0, 1])
     assert allot(tier, "", ranks, 1, 6).slot_bytes == 3 * 4096 + 65536
-    count, size, free = json.loads(ranks.asked[1])
+    count, size, free = ranks.asked[1]
     assert (count, size, free) == (7, 3 * 4096 + 65536, 80 * MB)
 
 
 def test_each_host_gives_as_many_slots_as_the_one_that_can_give_fewest(tier: SlotPaths) -> None:
-    ranks: Any = Several([json.dumps(MB)], [json.dumps([5, 9 * MB, 90 * MB])], here=[0], hosts=2)
+    ranks: Any = Several([MB], [[5, 9 * MB, 90 * MB]], here=[0], hosts=2)
     found = allot(tier, "", ranks, MB, 6)
     assert (found.slots, found.slot_bytes) == (5, 9 * MB)
     assert found.reason == f"5 slots of 9.0 MB in {tier.root} on each of 2 hosts"
@@ -160,9 +160,9 @@ def test_where_memory_has_no_room_for_four_slots_there_are_none_and_it_is_said_h
 
 
 def test_without_a_tier_checkpoints_go_to_the_run_directory_and_why() -> None:
-    ranks: Any = Several([json.dumps(MB)], [json.dumps([9, 5 * MB, 0])], here=[0], hosts=2)
+    ranks: Any = Several([MB], [[9, 5 * MB, 0]], here=[0], hosts=2)
     found = allot(None, "it is switched off", ranks, MB, 6)
-    assert json.loads(ranks.asked[1])[0] == 0, "no other rank must believe that there are slots here"
+    assert ranks.asked[1][0] == 0, "no other rank must believe that there are slots here"
     assert found == Allotment(0, 5 * MB, "checkpoints are written to the run directory: it is switched off")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollback.train.state.nonfinite import FiniteCheck, agreed, kind_in
+from rollback.train.state.nonfinite import FiniteCheck, kind_in, union
 from rollback.train.state.tree import DTYPE
 
 FLOATS = [dtype for dtype in DTYPE.values() if dtype.is_floating_point or dtype.is_complex]
@@ -46,7 +46,7 @@ def test_the_largest_numbers_are_finite_and_both_kinds_are_told() -> None:
 
 def test_what_was_so_at_the_beginning_is_left_alone_for_good_and_another_kind_is_not() -> None:
     one = check()
-    one.accept(agreed(lambda text: [text], one.begin(buffers(-math.inf))))
+    one.accept(one.begin(buffers(-math.inf)))
     assert one.left_alone == {"local/buffers/b": "Inf"}
     assert one.found(buffers(1.0)) == one.found(buffers(math.inf)) == {}
     assert one.found(buffers(math.inf, math.nan)) == {"local/buffers/b": "NaN and Inf"}
@@ -65,5 +65,4 @@ def test_a_buffer_that_comes_later_may_be_infinite_and_an_optimizer_s_state_may_
 
 
 def test_ranks_agree_on_all_that_any_of_them_has_found() -> None:
-    texts = ['{"a": "NaN", "b": "Inf"}', '{"b": "NaN"}', "{}"]
-    assert agreed(lambda _: texts, {}) == {"a": "NaN", "b": "NaN and Inf"}
+    assert union([{"a": "NaN", "b": "Inf"}, {"b": "NaN"}, {}]) == {"a": "NaN", "b": "NaN and Inf"}
