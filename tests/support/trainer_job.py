@@ -124,7 +124,7 @@ class Job:
     def take(self, step: int, ids: Tensor, position: int | None) -> None:
         """A batch is about to be trained on."""
         if self.guard is not None:
-            self.guard._snapshots.wait()  # as `Toy.patient`
+            self.guard._checkpoints.snapshots.wait()  # as `Toy.patient`
             if self.kill == [self.rank, position]:
                 os.kill(os.getpid(), signal.SIGKILL)
         self.poisoned = position in self.job.bad_at and self.rank == self.job.bad_rank
