@@ -122,7 +122,10 @@ class _DrilledRank:
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
-        # A checkpoint that is on its way then meets the full disk too, however slowly it is written.
+        # A checkpoint that is on its way then meets the full disk too, however slowly it is written; and steps that are
+        # quicker than its thread wait for it, so that training does not end before there is room again.
+        if self._disk.full:
+            self._guard.snapshots.wait()
         if step >= self._exercise.step + self._exercise.lasts and not self._guard.snapshots.in_flight:
             self._disk.full = False
         if self._when is not _When.OVER:

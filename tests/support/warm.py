@@ -78,6 +78,23 @@ def environment_of(process: psutil.Process) -> dict[str, str]:
 _environ = psutil.Process.environ
 
 
+_mask = threading.local()
+
+
+def _hold_signals() -> None:
+    """A handler of the process that forks must not run in the middle of what follows."""
+    _mask.before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)
+
+
+def _release_signals() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _mask.before)
+
+
+def _enter_register_unsignalled() -> None:
+    _enter_register()
+    _release_signals()
+
+
 def _enter_register() -> None:
     lines = [f"{name}={value}" for name, value in os.environ.items() if name.startswith("ROLLBACK_")]
     _entry(psutil.Process()).write_text("\n".join(lines))
@@ -106,6 +123,7 @@ class WarmPython:
         assert args[0] == sys.executable, args
         sys.stdout.flush()
         sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _HANDLED)  # none of our handlers is to run in the child
         self.pid = os.fork()
         if self.pid == 0:
             status = 1
@@ -113,6 +131,7 @@ class WarmPython:
                 status = become(args[1:], env, cwd, start_new_session, stdout, stderr, pass_fds)
             finally:
                 os._exit(status)  # whatever was raised: what lies above in the stack is the parent's, to be ended by it
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     returncode: int | None
 
@@ -154,6 +173,7 @@ def become(
     for number in _HANDLED:
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _HANDLED)
     for stream, own in ((stdout, 1), (stderr, 2)):
         if stream is subprocess.STDOUT:
             os.dup2(1, own)
@@ -179,7 +199,9 @@ def become(
 def _start_warm_from_here() -> None:
     """Also what this process starts, the supervisor torchrun and its spare, and torchrun the ranks, is forked."""
     if psutil.Process.environ is _environ:
-        os.register_at_fork(after_in_child=_enter_register)
+        os.register_at_fork(
+            before=_hold_signals, after_in_parent=_release_signals, after_in_child=_enter_register_unsignalled
+        )
         psutil.Process.environ = environment_of  # type: ignore[method-assign, assignment]
     vars(host)["start"] = _start
     vars(standby)["subprocess"] = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)

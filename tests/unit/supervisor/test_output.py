@@ -177,6 +177,8 @@ def test_a_job_that_may_have_no_guard_fills_no_disk(
         for number, text in enumerate((b"first twelve", b"lost", b"lost too")):
             ranks.write("rank-00000.out", text)
             wait_for(lambda text=text: listener.shown["out"].endswith(text))
+            wait_for(lambda: list(output.private.glob("logs-1/*")))
+            wait_for(lambda: sum(path.stat().st_size for path in output.private.glob("logs-1/*")) >= 12)
             assert sum(path.stat().st_size for path in output.private.glob("logs-1/*")) == 12, number
         output.keep()
         ranks.write("rank-00000.out", b"kept\n")
