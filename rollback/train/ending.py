@@ -46,6 +46,7 @@ class TrainingEnd:
         self._calm = True
         self._noted = self._trained = False
         self._left_over = 0
+        self._handled = sys.exc_info()[1]  # the script's loop may stand in an `except`, and a process be forked in one
         restored = run.restored
         if self._before is not None and restored is not None and restored.name == run.history.final:
             self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
@@ -99,7 +100,8 @@ class TrainingEnd:
         changed: it has made an update since it was given its last batch. judge: ends that step, where that needs no
         peer; what is planned then, the next start does.
         """
-        if self._noted or sys.exc_info()[0] is not None:  # `finally` and `with` close the guard in an exception too
+        raised = sys.exc_info()[1]
+        if self._noted or raised not in (None, self._handled):  # `finally` and `with` close the guard in one too
             return
         if self._by is not None and not changed:
             self.note_finished()

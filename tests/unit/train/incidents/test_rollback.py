@@ -13,7 +13,7 @@ from torch import nn
 from toy import SETTINGS, facts
 
 import rollback
-from rollback.facts.training import PhaseAnnounced
+from rollback.facts.training import Finished, PhaseAnnounced
 from rollback.train.events import RollbackApplied, RollbackCause
 
 TRAIN = Path(rollback.__file__).parent / "train"
@@ -172,3 +172,14 @@ def test_an_update_that_no_batch_was_drawn_for_is_no_step(tmp_path: Path) -> Non
     script.train(2, between=script.optimizer.step)
     script.guard.close()
     assert script.guard.step == 2 * EPOCH
+
+
+def test_a_loop_that_stands_in_an_except_block_is_over_when_it_is(tmp_path: Path) -> None:
+    try:
+        raise ImportError("a library that is not there")
+    except ImportError:
+        script = Script(tmp_path / "run")
+        for x in script.guard:
+            script.update(x)
+        script.guard.close()
+    assert len(facts(tmp_path / "run", Finished)) == 1
