@@ -101,7 +101,8 @@ class TrainingEnd:
         peer; what is planned then, the next start does.
         """
         raised = sys.exc_info()[1]
-        if self._noted or raised not in (None, self._handled):  # `finally` and `with` close the guard in one too
+        raising = raised is not None and raised is not self._handled
+        if self._noted or raising:  # `finally` and `with` close the guard in an exception too
             return
         if self._by is not None and not changed:
             self.note_finished()
