@@ -61,11 +61,16 @@ class WarmPopen(subprocess.Popen[AnyStr]):
         self._close_pipe_fds(p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite)  # type: ignore[attr-defined]
 
     def _try_wait(self, wait_flags: int) -> tuple[int, int]:
-        if wait_flags & os.WNOHANG and not select.select([self._status], [], [], 0)[0]:
+        if wait_flags & os.WNOHANG and not self._has_ended():
             return 0, 0
         ended = _read_number(self._status)
         os.close(self._status)
         return self.pid, ended
+
+    def _has_ended(self) -> bool:
+        poll = select.poll()  # a select() knows the first 1,024 descriptors only
+        poll.register(self._status, select.POLLIN)
+        return bool(poll.poll(0))
 
     def _internal_poll(self, *_: Any, **__: Any) -> int | None:
         if self.returncode is None and self._waitpid_lock.acquire(False):  # type: ignore[attr-defined]
