@@ -216,6 +216,7 @@ class Guard(ScriptSide):
         end_draining(self._checkpoints.drainer)
         if self._run.lock is not None:
             self._run.lock.release()
+        atexit.unregister(self.close)  # a process may make many guards, and each holds its model
 
     # Between two batches -------------------------------------------------------------------------------------------
 

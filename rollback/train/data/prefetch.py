@@ -25,6 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
+from rollback.train.updates.hooks import weak_hook
 
 _WATCHED = 16  # updates; the structure of a loop does not change later
 
@@ -50,9 +51,9 @@ class PrefetchWatch:
         self._hooks: list[Any] = []
         if telltale is not None and not compiled:
             self._hooks = [
-                model.register_forward_pre_hook(self._before_forward),
-                telltale.register_post_accumulate_grad_hook(self._after_backward),  # type: ignore[no-untyped-call]
-                optimizer.register_step_pre_hook(self._before_step),
+                model.register_forward_pre_hook(weak_hook(self._before_forward)),
+                telltale.register_post_accumulate_grad_hook(weak_hook(self._after_backward)),  # type: ignore[no-untyped-call]
+                optimizer.register_step_pre_hook(weak_hook(self._before_step)),
             ]
 
     def handed_out(self) -> None:

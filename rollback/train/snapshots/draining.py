@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -99,14 +100,15 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
 
 
 def at_exit(act: Callable[[], object]) -> None:
-    """Call it when the interpreter ends, while threads still work.
+    """Call this method when the interpreter ends, while threads still work, if its object is still there then.
 
     What `atexit` registers runs when no executor takes work any more, and asyncio, with which S3 is written, looks up
     hosts in one.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:
-        register(act)
+        method = weakref.WeakMethod(act)
+        register(lambda: (still_there := method()) and still_there())
 
 
 def _is_the_operators(environment: Mapping[str, str]) -> bool:

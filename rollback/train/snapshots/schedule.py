@@ -21,6 +21,7 @@ from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import Allotment, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.hooks import weak_hook
 
 _REMEMBERED = 21  # steps whose median is what a step takes
 
@@ -58,7 +59,7 @@ class SnapshotSchedule:
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
         self._incomplete = False
-        state.optimizer.register_step_pre_hook(self._before_update)
+        state.optimizer.register_step_pre_hook(weak_hook(self._before_update))
         if settings.snapshot_every:
             self._prepare()
 

@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollback.train.updates.hooks import weak_hook
+
 _TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
 
 
@@ -61,7 +63,7 @@ class Gradients:
         self._marks: list[tuple[int, int]] = []
         self._found: list[tuple[int, int]] = []
         if self.telltale is not None:
-            hook = self._backward_reached_telltale
+            hook = weak_hook(self._backward_reached_telltale)
             self.telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
 
     @property

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rollback.train.updates.hooks import weak_hook
+
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
 
 
@@ -73,10 +75,10 @@ class Habits:
         self._now = _Noticed()
         if telltale is None:
             return
-        telltale.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
-        optimizer.register_step_post_hook(self._after_step)
+        telltale.register_post_accumulate_grad_hook(weak_hook(self._accumulated))  # type: ignore[no-untyped-call]
+        optimizer.register_step_post_hook(weak_hook(self._after_step))
         if model is not None and (ddp := _ddp_inside(model)) is not None:
-            ddp.register_forward_pre_hook(self._before_forward)
+            ddp.register_forward_pre_hook(weak_hook(self._before_forward))
         if scaler is not None and hasattr(scaler, "unscale_"):
             self._watch_unscaling(scaler, optimizer)
 

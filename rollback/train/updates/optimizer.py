@@ -12,6 +12,7 @@ from rollback.errors import UsageError
 from rollback.train.comm.pulse import Gauges
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
+from rollback.train.updates.hooks import weak_hook
 
 
 class Updates:
@@ -30,7 +31,7 @@ class Updates:
         self._optimizer, self._model = optimizer, model
         self._sensed = Gradients(optimizer, scaler)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
-        optimizer.register_step_pre_hook(self._before_step)
+        optimizer.register_step_pre_hook(weak_hook(self._before_step))
         if scaler is not None and hasattr(scaler, "step"):
             self._count_attempts(scaler)
 

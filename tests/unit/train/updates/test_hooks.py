@@ -1,0 +1,36 @@
+"""What a guard leaves behind in a process that goes on."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import rollback
+
+
+def _trained_and_closed(run: Path) -> weakref.ref[nn.Module]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    loader = DataLoader(TensorDataset(torch.randn(64, 4)), batch_size=4)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader, max_steps=6, snapshot_every=2, run=run)
+    for (x,) in guard:
+        loss = model(x).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        guard.observe(loss)
+        optimizer.step()
+    guard.close()
+    return weakref.ref(model)
+
+
+def test_a_closed_guard_keeps_neither_the_model_nor_the_memory_of_its_copies(tmp_path: Path) -> None:
+    model = _trained_and_closed(tmp_path / "run")
+    gc.collect()
+    assert model() is None
+    assert "slot-" not in Path("/proc/self/maps").read_text()
