@@ -35,7 +35,7 @@ from rollback.agent.fork_server import (
     start_ranks_from,
 )
 from rollback.instructions import ENV_PRELOAD, ENV_SPARE, ENV_TORCHRUN, LOGS_SPECS, Instructions
-from rollback.rundir.durable import write_file
+from rollback.system.durable import write_file
 
 _PR_SET_PDEATHSIG = 1
 # Seconds that ranks have to end because another one has failed. Under a guard they have nothing to save that the next

@@ -19,8 +19,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
-from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import sound_model
+from rollback.system.durable import write_file
+from rollback.system.small_json import sound_model
 
 ENV_DRILL = "ROLLBACK_DRILL"
 

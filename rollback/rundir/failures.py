@@ -17,9 +17,9 @@ import xxhash
 from pydantic import BaseModel, Field
 
 from rollback.facts.training import Window
-from rollback.rundir import files
-from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import sound_model
+from rollback.system import files
+from rollback.system.durable import write_file
+from rollback.system.small_json import sound_model
 
 _LIMIT = 4 << 20
 _TEXT_LIMIT = 64 << 10

@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from rollback.rundir import files
-from rollback.rundir.durable import end_of_lines, open_regular, write_file
-from rollback.rundir.small_json import parse_model, read_model
+from rollback.system import files
+from rollback.system.durable import end_of_lines, open_regular, write_file
+from rollback.system.small_json import parse_model, read_model
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
 _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
@@ -64,7 +64,7 @@ class Heartbeat(BaseModel, frozen=True):
     monotonic: FiniteFloat
     """When the rank's Python last moved."""
     start: str = ""
-    """When the process began, as from `rollback.rundir.processes.start_of`; empty where unknown."""
+    """When the process began, as from `rollback.system.processes.start_of`; empty where unknown."""
     looked: FiniteFloat = 0.0
     """When the rank last looked."""
     collectives: int | None = None

@@ -24,10 +24,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollback.errors import RunDirectoryError, reporting
 from rollback.facts.training import Order, Window
-from rollback.rundir import files
-from rollback.rundir.durable import sync_directory, write_all
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.small_json import read_model
+from rollback.system import files
+from rollback.system.durable import sync_directory, write_all
+from rollback.system.small_json import read_model
 
 _NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
 _LIMIT = 1 << 14

@@ -23,7 +23,6 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
@@ -32,14 +31,15 @@ from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
-from rollback.supervisor.host import Host, Running
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, NodePlace
-from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.start_conditions import differences
 from rollback.supervisor.stop_request import StopRequests
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.host import Host, Running
+from rollback.supervisor.torchrun.redaction import new_salt, redacted
+from rollback.supervisor.torchrun.start_conditions import differences
 
 _POLL = 0.1
 

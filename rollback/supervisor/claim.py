@@ -8,12 +8,12 @@ from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
-from rollback.rundir import files
-from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.system.durable import read_small_file
 
 
 @dataclass(frozen=True)

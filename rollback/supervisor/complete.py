@@ -23,8 +23,8 @@ from rollback.instructions import MODULE
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.command import LaunchedJob, torchrun_command
-from rollback.supervisor.redaction import redacted
+from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
+from rollback.supervisor.torchrun.redaction import redacted
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time

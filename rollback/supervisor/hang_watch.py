@@ -9,8 +9,8 @@ from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.first_cause import in_order_of_blame, merely_noticed
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
-from rollback.supervisor.host import Running
 from rollback.supervisor.nodes.lead import Nodes
+from rollback.supervisor.torchrun.host import Running
 
 _EVERY = 1.0
 

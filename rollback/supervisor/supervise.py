@@ -27,14 +27,14 @@ from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
 from rollback.supervisor.diagnosis.outcome import Refusal
 from rollback.supervisor.draining import reach
-from rollback.supervisor.host import Host
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader, Nodes
 from rollback.supervisor.nodes.membership import NodePlace, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
-from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.host import Host
+from rollback.supervisor.torchrun.output import Audience
 
 _POLL = 0.1
 

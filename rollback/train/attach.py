@@ -36,7 +36,6 @@ from rollback.facts.training import (
     Restored,
     Tier,
 )
-from rollback.rundir import files
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -49,6 +48,7 @@ from rollback.rundir.identity import (
 from rollback.rundir.journal import read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.run import AttachedRun

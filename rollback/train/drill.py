@@ -39,7 +39,7 @@ from rollback.rundir.exercise import (
     exercise_of,
     read_note,
 )
-from rollback.rundir.files import WRITES
+from rollback.system.files import WRITES
 from rollback.train.data import rng
 from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd

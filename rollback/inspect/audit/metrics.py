@@ -13,9 +13,9 @@ from collections.abc import Sequence
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
-from rollback.rundir.durable import read_tail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric
+from rollback.system.durable import read_tail
 
 _TAIL = 1 << 16
 _LINES = 16

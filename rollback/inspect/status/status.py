@@ -33,8 +33,8 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.processes import runs, start_of
 from rollback.rundir.records import Heartbeat, read_heartbeats
+from rollback.system.processes import runs, start_of
 
 Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]

@@ -30,12 +30,12 @@ from rollback.facts.training import (
 from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
-from rollback.rundir.durable import read_tail
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
+from rollback.system.durable import read_tail
 
 _LAST_WORDS = 8 << 10
 

@@ -24,9 +24,9 @@ from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.rundir.small_json import sound_model
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
+from rollback.system.small_json import sound_model
 
 _LIMIT = 1 << 20
 _Fact = TypeVar("_Fact", bound=Fact)

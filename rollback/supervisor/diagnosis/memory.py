@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollback.rundir.cgroups import ROOT, memory_groups
+from rollback.system.cgroups import ROOT, memory_groups
 
 _PROC = Path("/proc")
 

@@ -17,8 +17,8 @@ import psutil
 
 from rollback.config import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import state_of
 from rollback.rundir.stacks import ProcessSeen, write_processes
+from rollback.system.processes import state_of
 
 _PATIENCE = 3.0  # for the ranks, and again for each round of their workers
 _QUIET = 0.15  # a dump that has not grown for so long is complete

@@ -16,10 +16,10 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.host import Host, Running
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.host import Host, Running
 
 _POLL = 0.1
 _LOCK_EVERY = 1.0

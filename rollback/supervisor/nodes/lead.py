@@ -9,7 +9,6 @@ from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
-from rollback.rundir.small_json import parse_model
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.nodes.membership import NodePlace, file_system_of
 from rollback.supervisor.nodes.protocol import (
@@ -22,6 +21,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.system.small_json import parse_model
 
 _POLL = 0.1
 _SAY_AFTER = 10.0  # seconds of waiting for other nodes until the person who watches is told

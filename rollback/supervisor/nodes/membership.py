@@ -14,9 +14,9 @@ import filelock
 import psutil
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
-from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import name_process
+from rollback.system import files
+from rollback.system.processes import name_process
 
 NODE_TIMEOUT = 600.0
 _LAST_CALL = 30.0  # torchrun's own

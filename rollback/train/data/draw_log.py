@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from rollback.errors import RunDoesNotFit
-from rollback.rundir import files
+from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.digest import Digest
 

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.facts.training import Incident
-from rollback.rundir import files
 from rollback.rundir.evidence import (
     BatchKept,
     Explosion,
@@ -34,6 +33,7 @@ from rollback.rundir.evidence import (
     StepSeen,
     write_evidence,
 )
+from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
 from rollback.train.events import RollbackApplied

@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.facts.training import Window
-from rollback.rundir import files
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.system import files
+from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor

@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.rundir.processes import is_running
+from rollback.system.processes import is_running
 from rollback.train.comm.recorder import say
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rollback.rundir.durable import read_small_file
+from rollback.system.durable import read_small_file
 
 SIZE = 16 << 20
 DEPTH = 64

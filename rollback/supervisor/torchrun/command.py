@@ -18,7 +18,7 @@ from rollback.config import (
     Settings,
 )
 from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
-from rollback.supervisor.flags import names_a_rendezvous
+from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
 """glibc copies past the caches from this size on (2 MiB), half as fast again as through them. By itself it begins at a

@@ -25,9 +25,9 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rollback.instructions import LOGS_SPECS
-from rollback.rundir import files
-from rollback.rundir.durable import write_all
-from rollback.supervisor.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.system import files
+from rollback.system.durable import write_all
 
 Stream = Literal["out", "err"]
 

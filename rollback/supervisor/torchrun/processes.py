@@ -21,8 +21,8 @@ from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.instructions import FORK_SERVER
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import is_running, runs
 from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.system.processes import is_running, runs
 
 THIS_HOST = socket.gethostname()
 """As it was called when this process started; its ranks are told (`ENV_HOST`)."""

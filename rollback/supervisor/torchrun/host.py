@@ -17,16 +17,15 @@ from rollback.config import ENV_HOST, Settings, guard_mark
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import name_process, state_of, ticks_computed
 from rollback.rundir.records import Heartbeat, read_heartbeats
-from rollback.supervisor.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.diagnosis.evidence import left_on_host
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
-from rollback.supervisor.output import Audience, Output
-from rollback.supervisor.processes import (
+from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
+from rollback.supervisor.torchrun.output import Audience, Output
+from rollback.supervisor.torchrun.processes import (
     THIS_HOST,
     become_subreaper,
     dead_ranks,
@@ -39,8 +38,9 @@ from rollback.supervisor.processes import (
     send,
     start,
 )
-from rollback.supervisor.standby import Spare
-from rollback.supervisor.start_conditions import conditions_of
+from rollback.supervisor.torchrun.standby import Spare
+from rollback.supervisor.torchrun.start_conditions import conditions_of
+from rollback.system.processes import name_process, state_of, ticks_computed
 
 # After an attempt: what is still there has lost its peers and has nothing to save.
 _PATIENCE = 2.0

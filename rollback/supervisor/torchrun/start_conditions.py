@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollback.facts.training import AttemptStarted
-from rollback.supervisor.command import LaunchedJob
-from rollback.supervisor.redaction import is_secret, redacted, without_digests, without_secrets
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.redaction import is_secret, redacted, without_digests, without_secrets
 
 _MATTERS = re.compile(
     r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)|(OMP|MKL)_NUM_THREADS|PYTHONHASHSEED"

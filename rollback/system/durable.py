@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from rollback.rundir import files
+from rollback.system import files
 
 _BLOCK = 1 << 16
 
@@ -61,7 +61,7 @@ def append_line(fd: int, line: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, under the rules of `rollback.rundir.files`.
+    """Open a file for reading, under the rules of `rollback.system.files`.
 
     Raises OSError where it cannot be opened, ValueError where it may not be trusted.
     """
