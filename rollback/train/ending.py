@@ -7,6 +7,7 @@ lets go of again when another batch is handed out. What remains when the guard i
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,9 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
+
+_NUMBERS = itertools.count()
+_MADE_UNDER = "_rollback_made_under"
 
 
 class TrainingEnd:
@@ -46,7 +50,11 @@ class TrainingEnd:
         self._calm = True
         self._noted = self._trained = False
         self._left_over = 0
-        self._handled = sys.exc_info()[1]  # the script's loop may stand in an `except`, and a process be forked in one
+        self._number = next(_NUMBERS)
+        if (handled := sys.exc_info()[1]) is not None:
+            # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
+            # not kept: it would keep all frames that it has passed through.
+            vars(handled).setdefault(_MADE_UNDER, []).append(self._number)
         restored = run.restored
         if self._before is not None and restored is not None and restored.name == run.history.final:
             self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
@@ -101,7 +109,7 @@ class TrainingEnd:
         peer; what is planned then, the next start does.
         """
         raised = sys.exc_info()[1]
-        raising = raised is not None and raised is not self._handled
+        raising = raised is not None and self._number not in vars(raised).get(_MADE_UNDER, ())
         if self._noted or raising:  # `finally` and `with` close the guard in an exception too
             return
         if self._by is not None and not changed:

@@ -77,10 +77,11 @@ class Guard(ScriptSide):
         try:
             ranks = attaching.meet()
             settings, objects = settings_and_objects(others)
+            sentinel = sentinel_for(settings)
             check_trained(model, optimizer)
             check_run(run)
             end = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
-            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel_for(settings))
+            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             self._state.check()  # refuses now what could not be kept later
             self._run = attaching.attach(attaching.run_paths(run), self._state, ranks, settings)
             self._build(model, loader, end)
