@@ -5,9 +5,9 @@ from __future__ import annotations
 import time
 
 from rollback.facts.training import Hung, StuckAtExit
+from rollback.rundir.failure_class import in_order_of_blame, merely_noticed
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.first_cause import in_order_of_blame, merely_noticed
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.torchrun.host import Running

@@ -30,6 +30,7 @@ from rollback.facts.training import (
 from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
+from rollback.rundir.failure_class import in_order_of_blame
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
@@ -153,7 +154,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         blamed=_blame(culprit) if culprit else None,
         decision=_decision(told_of),
         signals=[signalled.signal for _, signalled in of_kind(told_of, Signalled)],
-        failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
+        failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
         processes=_processes(paths, number, notices) if number is not None else [],
         ranks=[
@@ -179,7 +180,7 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over
     by_itself = last_fact(own, Finished) and not last_fact(own, AttemptStarted)  # a supervisor would have seen the end
     if not over or by_itself or last_fact(own, Stopped):
         return None
-    records = sorted(read_failures(paths.failures(attempt)).values(), key=lambda record: record.seconds)
+    records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
     supervised = last_fact(own, AttemptStarted) is not None

@@ -25,45 +25,16 @@ other nodes then raised is its consequence. `launcher` is that of one of which n
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung
+from rollback.rundir.failure_class import NOTICED, PRECEDENCE, class_of_exception
 from rollback.rundir.failures import FailureRecord
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
-
-# What is said of its peers by a rank that is well itself.
-_NOTICED: tuple[Why, ...] = ("timeout", "lost_peer")
-_PRECEDENCE: dict[Why, int] = {why: place for place, why in enumerate(get_args(Why))}
-
-_DISTRIBUTED = re.compile(
-    r"(builtins\.)?RuntimeError|torch\.distributed\..*|torch\._C\._distributed_c10d\..*|.*Dist\w*Error"
-)
-_OUT_OF_MEMORY_TYPES = re.compile(r"MemoryError|.*OutOfMemoryError")
-_OUT_OF_MEMORY = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: "
-    r"|not enough memory|[Cc]annot allocate memory|unable to (mmap|write|open).*shared memory|std::bad_alloc"
-)
-_HARDWARE = re.compile(
-    r"\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|[Uu]ncorrectable|unhandled system error"
-    r"|ncclSystemError|NVLink|cudaErrorDevicesUnavailable|no longer accessible"
-)
-_WORKER_DIED = re.compile(
-    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: (?P<name>\w+)|exited unexpect)"
-)
-_TIMEOUT = re.compile(
-    r"[Tt]imed out waiting|[Ss]ocket [Tt]imeout|[Ww]ait timeout after|caught collective operation timeout"
-    r"|Application timeout caused pair closure"
-)
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|failed to recv|Socket closed"
-    r"|communicator was aborted|remote process exited|ncclRemoteError|ncclInternalError|process group.*abort"
-)
 
 
 @dataclass(frozen=True)
@@ -126,7 +97,7 @@ def why_of(end: RankEnd) -> Why | None:
     if end.stopped:
         return "stopped"
     if end.record is not None:
-        return _why_of_exception(end.record.error, end.record.message, end.oom_killed)
+        return class_of_exception(end.record.error, end.record.message, oom_killed=end.oom_killed)
     if end.ended_by_torchrun or end.exitcode == 0:
         return None
     if end.exitcode < 0:
@@ -135,28 +106,13 @@ def why_of(end: RankEnd) -> Why | None:
         return "oom_kill" if end.oom_killed and end.exitcode == -signal.SIGKILL else "signal"
     message = (end.failure.message if end.failure else None) or ""
     error, _, text = message.strip().partition(":")
-    return _why_of_exception(error, text.strip(), end.oom_killed) if error else "exit"
-
-
-def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
-    if worker := _WORKER_DIED.search(message):
-        return "oom_kill" if oom_killed and worker["name"] in (None, "Killed") else "signal"
-    if _OUT_OF_MEMORY_TYPES.fullmatch(error) or _OUT_OF_MEMORY.search(message):
-        return "out_of_memory"
-    if _HARDWARE.search(message):
-        return "hardware"
-    if _DISTRIBUTED.fullmatch(error):
-        if _LOST_PEER.search(message):
-            return "lost_peer"
-        if _TIMEOUT.search(message):
-            return "timeout"
-    return "exception"
+    return class_of_exception(error, text.strip(), oom_killed=end.oom_killed) if error else "exit"
 
 
 def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCause | None:
     """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
     classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
-    classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
+    classed.sort(key=lambda item: (PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
         return _of_hang(evidence.hung, classed, ends)
     if evidence.lost_nodes:
@@ -176,7 +132,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         text += f"; {_enumerate([end.rank for end in alike])} raised the same"
     if others:
         text += f"; then {_enumerate([end.rank for end in others])} failed too"
-    nobody = why in _NOTICED and others  # all of them only noticed
+    nobody = why in NOTICED and others  # all of them only noticed
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
         return FirstCause(why, text, None, first.record, followed)
@@ -198,20 +154,6 @@ def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[Rank
     suspect = next((end for end in ends if end.rank == hung.suspect), None)
     stopped, host = (suspect.stopped, suspect.host) if suspect else (False, None)
     return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed, host)
-
-
-def merely_noticed(record: FailureRecord) -> bool:
-    """Whether a rank raised because of another one."""
-    return why_of(RankEnd(record.rank, None, record)) in _NOTICED
-
-
-def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """What ranks raised, the first cause first."""
-    classed = [(why_of(RankEnd(record.rank, None, record)), record) for record in records]
-    return [
-        record
-        for why, record in sorted(classed, key=lambda item: (_PRECEDENCE[item[0] or "exception"], item[1].seconds))
-    ]
 
 
 def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
