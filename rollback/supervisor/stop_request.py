@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import Inbox, read_request
+from rollback.rundir.requests import Inbox, sound_requests
 
 
 class StopRequests:
@@ -17,13 +17,7 @@ class StopRequests:
 
     def take(self) -> list[str]:
         """Who asked since the last call. What is no such request is the ranks' to refuse."""
-        who = []
-        for name in list(self._inbox.open()):
+        names = list(self._inbox.open())
+        for name in names:
             self._inbox.note_answer(name)
-            try:
-                request = read_request(self._paths, name)
-            except (OSError, ValueError):
-                continue
-            if request.order == "stop" and request.launch in (None, self._launch):
-                who.append(request.who)
-        return who
+        return [request.who for _, request in sound_requests(self._paths, names) if request.stops(self._launch)]

@@ -10,9 +10,10 @@ Order matters in three places:
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +26,6 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
-from rollback.supervisor.diagnosis.outcome import Refusal
 from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
@@ -39,7 +39,7 @@ from rollback.supervisor.torchrun.output import Audience
 _POLL = 0.1
 
 
-def supervise(order: LaunchOrder, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
+def supervise(order: LaunchOrder, audience: Audience) -> Result:
     """Run the job to its end, over as many attempts as it takes and the budget allows.
 
     Raises RollbackError, with the run directory unchanged, where the
@@ -51,12 +51,13 @@ def supervise(order: LaunchOrder, audience: Audience, environment: Mapping[str, 
     with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
         private = Path(os.path.realpath(made))  # no link is followed in it
         claim: Claim | None = None
+        environment = dict(os.environ)
         if place is None:
             paths, claim, obstacle = claim_or_stand_in(order.paths, private / "run", insist=order.expects_guard)
             order = replace(order, paths=paths)
-            environment = {name: value for name, value in environment.items() if name != ENV_NO_RUN}
+            environment.pop(ENV_NO_RUN, None)
             if obstacle is not None:
-                environment[ENV_NO_RUN] = Refusal.of(obstacle).model_dump_json()
+                environment[ENV_NO_RUN] = json.dumps(obstacle.fields)
         host = Host(
             order.paths, order.job, order.settings, environment, private, audience,
             grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,

@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,7 +44,7 @@ from rollback.rundir.identity import (
     require_same_job,
     write_identity,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -63,29 +62,26 @@ from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
 
 
-def supervised(environment: Mapping[str, str] = os.environ) -> bool:
-    return bool(environment.get(ENV_SUPERVISOR))
+def supervised() -> bool:
+    return bool(os.environ.get(ENV_SUPERVISOR))
 
 
-def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, str] = os.environ) -> RunPaths:
+def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
     """The supervisor's run directory, else the script's, else runs/<script name>."""
-    chosen = environment.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
+    chosen = os.environ.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
     return RunPaths(Path(chosen).absolute())
 
 
-def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
+def meet() -> Ranks:
     """Collective, and the first thing that a guard does: tell the supervisor, if there is one, that there is a guard.
 
     Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
     """
-    if destination := environment.get(ENV_REFUSAL):
+    if destination := os.environ.get(ENV_REFUSAL):
         with contextlib.suppress(OSError):  # it will see the guard in the run directory then
             guard_mark(destination).touch()
-    if given := environment.get(ENV_NO_RUN):
-        refusal = json.loads(given)
-        error = RollbackError(refusal["message"], hint=refusal["hint"])
-        error.exit_code = errors.ExitCode(refusal["exit_code"])
-        raise error
+    if given := os.environ.get(ENV_NO_RUN):
+        raise RollbackError(**json.loads(given))
     ranks = Ranks()
     ranks.meet()
     return ranks
@@ -101,9 +97,8 @@ def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
     destination = os.environ.get(ENV_REFUSAL)
     if not destination:
         raise error
-    body = {"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
     with contextlib.suppress(FileExistsError), open(destination, "x", encoding="utf-8") as file:
-        file.write(json.dumps(body))
+        file.write(json.dumps(error.fields))
     raise SystemExit(status)
 
 
@@ -199,15 +194,9 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "records": [json.loads(record.model_dump_json()) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
-        "blamed": [fact.model_dump() for fact in _blamed(paths)],
+        "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
         "identity": identity.model_dump(mode="json") if identity else None,
     }
-
-
-def _blamed(paths: RunPaths) -> list[Blamed]:
-    """What the supervisor's journal says about batches and samples on which ranks raised again."""
-    facts = [record.fact for record in read_journal(paths.supervisor_journal).records]
-    return [fact for fact in facts if isinstance(fact, Blamed)]
 
 
 def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settings) -> AttachedRun:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from rollback.config import Settings
 from rollback.errors import StoppedAsStructural
@@ -11,7 +10,7 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import THE_SUPERVISOR, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import names, read_request
+from rollback.rundir.requests import names, sound_requests
 from rollback.train.comm.recorder import Recorder
 
 
@@ -85,9 +84,8 @@ def leaves_out(settings: Settings, blamed: Blamed) -> bool:
 
 
 def _asked_for_something(paths: RunPaths, answered: Iterable[str]) -> bool:
-    with suppress(OSError):
-        for name in sorted({*names(paths)} - {*answered}):
-            with suppress(OSError, ValueError):
-                if read_request(paths, name).order != "stop":
-                    return True
-    return False
+    try:
+        open_ones = {*names(paths)} - {*answered}
+    except OSError:
+        return False
+    return any(request.order != "stop" for _, request in sound_requests(paths, open_ones))

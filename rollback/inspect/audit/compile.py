@@ -75,6 +75,7 @@ def compile_ledger(material: Material) -> AuditReport:
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
+    begun = next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
     return AuditReport(
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
@@ -98,7 +99,7 @@ def compile_ledger(material: Material) -> AuditReport:
             *(_message(record, fact.doing, fact.error) for record, fact in of_kind(records, Trouble)),
             *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(records, DrainFailed)),
         ],
-        last_judged=last_judged(material.last_metrics, _begun(records), history.timeline),
+        last_judged=last_judged(material.last_metrics, begun, history.timeline),
         ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
         notices=notices,
     )
@@ -131,7 +132,7 @@ def _span(window: Window, passed: Iterable[Window]) -> Span:
     return Span(
         first=window.first,
         last=window.last,
-        batches=window.last - window.first + 1,
+        batches=len(window),
         passed_over=sum(max(0, batches) for batches in common),
     )
 
@@ -245,10 +246,6 @@ def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[Chec
     return [CheckpointEntry(**entry) for entry in entries.values()]
 
 
-def _begun(records: Sequence[JournalEntry]) -> JournalEntry | None:
-    return next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
-
-
 def _attempts(records: Sequence[JournalEntry], costs: Costs, held: bool) -> list[AttemptEntry]:
     attempts = by_attempt(records)
     last = max(attempts, default=0)
@@ -315,7 +312,7 @@ def _totals(
     passed: list[Window],
     notices: list[str],
 ) -> Totals:
-    batches = sum(window.last - window.first + 1 for window in passed)
+    batches = sum(map(len, passed))
     if len(skipped) < batches:
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     steps = costs.reached[max(costs.reached)] if costs.reached else 0

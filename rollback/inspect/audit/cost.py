@@ -107,7 +107,7 @@ def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, in
             case Committed() as fact if at is not None:
                 taken.setdefault(fact.checkpoint, at - fact.seconds)
             case Planned() as fact:
-                pending = fact.action in ("rollback", "retry")
+                pending = fact.goes_back
             case Restored() as fact:
                 pending = False
                 lost = charged.charge(taken.get(fact.checkpoint), at)

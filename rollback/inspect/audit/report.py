@@ -23,9 +23,9 @@ CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", 
 class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of everything in a ledger."""
 
-    def to_json(self, indent: int | None = 2) -> str:
+    def to_json(self) -> str:
         """JSON in ASCII only: what a journal quotes from elsewhere cannot steer a terminal."""
-        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=indent)
+        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=2)
 
 
 class Document(ReportItem):

@@ -10,12 +10,12 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
+from rollback.rundir.records import json_number
 from rollback.terminal.escape import printable
 from rollback.terminal.extras import require_extra
 
@@ -37,13 +37,9 @@ def harmless(text: str) -> str:
     return ("'" if text.startswith(_FORMULA) else "") + printable(text)
 
 
-def _number(value: float) -> str:
-    return json.dumps(value)  # NaN, Infinity, -Infinity, as in the journal
-
-
 _CSV: dict[ColumnType, Callable[[Any], Any]] = {
     "integer": int,
-    "number": _number,
+    "number": json.dumps,  # NaN, Infinity, -Infinity, as in the journal
     "text": harmless,
     "flag": lambda value: "true" if value else "false",
     "integers": lambda values: " ".join(map(str, values)),
@@ -54,11 +50,8 @@ def write_jsonl(rows: Iterable[Row], file: IO[str]) -> None:
     """An object a line. JSON has no NaN: the strings "NaN", "Infinity" and "-Infinity" stand for them."""
     names = [column.name for column in COLUMNS]
     for row in rows:
-        body = dict(zip(names, row, strict=True))
-        for name, value in body.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                body[name] = _number(value)
-        file.write(json.dumps(body, allow_nan=False) + "\n")
+        values = [json_number(value) if isinstance(value, float) else value for value in row]
+        file.write(json.dumps(dict(zip(names, values, strict=True)), allow_nan=False) + "\n")
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> None:

@@ -57,12 +57,8 @@ class Refusal(BaseModel, frozen=True):
     message: str
     hint: str | None = None
 
-    @classmethod
-    def of(cls, error: RollbackError) -> Refusal:
-        return cls(exit_code=error.exit_code, message=error.message, hint=error.hint)
-
     def as_error(self) -> RollbackError:
-        return RollbackError(self.message, hint=self.hint, exit_code=self.exit_code)
+        return RollbackError(**self.model_dump())
 
 
 class RankFailure(BaseModel, frozen=True):

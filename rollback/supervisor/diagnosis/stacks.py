@@ -18,6 +18,7 @@ import psutil
 from rollback.config import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.stacks import ProcessSeen, write_processes
+from rollback.system.files import size_of
 from rollback.system.processes import state_of
 
 _PATIENCE = 3.0  # for the ranks, and again for each round of their workers
@@ -53,7 +54,7 @@ def _one_turn(
     states = {rank: state_of(process.pid) for rank, process in processes.items()}
     reasons = {rank: _why_none(process.pid, states[rank]) for rank, process in processes.items()}
     files = {rank: paths.rank_stacks(attempt, rank) for rank in processes}
-    before = {rank: _size(file) for rank, file in files.items()}
+    before = {rank: size_of(file) for rank, file in files.items()}
     for rank, process in processes.items():
         if reasons[rank] is None:
             try:
@@ -61,10 +62,10 @@ def _one_turn(
             except psutil.Error:
                 reasons[rank] = "it ended"
     asked = [rank for rank, reason in reasons.items() if reason is None]
-    _wait_until_quiet(lambda: [_size(files[rank]) for rank in asked], [before[rank] for rank in asked])
+    _wait_until_quiet(lambda: [size_of(files[rank]) for rank in asked], [before[rank] for rank in asked])
     found = []
     for rank, process in processes.items():
-        size = _size(files[rank]) - before[rank]
+        size = size_of(files[rank]) - before[rank]
         reason = reasons[rank] or (None if size else f"it did not answer within {_PATIENCE:.0f} s")
         found.append(
             ProcessSeen(
@@ -115,13 +116,6 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.Error:
         return []
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read(pid: int, name: str) -> str | None:

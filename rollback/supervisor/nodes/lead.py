@@ -10,7 +10,7 @@ from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.membership import NodePlace, file_system_of
+from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
@@ -21,6 +21,7 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.system.mounts import mount_of
 from rollback.system.small_json import parse_model
 
 _POLL = 0.1
@@ -193,7 +194,7 @@ class Leader(Nodes):
         if orders.leader != self._place.launch:
             raise RunDirectoryError(
                 f"{orders.host} (pid {orders.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
-                f"{self._paths.lock}: the file system ({file_system_of(self._paths.root)}) does not lock between hosts",
+                f"{self._paths.lock}: the file system ({self._file_system}) does not lock between hosts",
                 hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
         self._reports = {report.launch: report for report in self._followers()}
@@ -206,12 +207,16 @@ class Leader(Nodes):
         """The members' reports on this attempt; None for one that is silent, or was replaced by another launch."""
         return {launch: self._reports.get(launch) for launch in self._members}
 
+    @property
+    def _file_system(self) -> str:
+        return mount_of(self._paths.root.resolve()).kind
+
     def _who_is_there(self, there: dict[str, NodeReport]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
             f"start the same command on them. They meet in {self._paths.root}, which all must share; here it lies on "
-            f"{file_system_of(self._paths.root)}"
+            f"{self._file_system}"
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
@@ -223,6 +228,6 @@ class Leader(Nodes):
             )
         return RunDirectoryError(
             f"{len(there) + 1} of {self._place.least} nodes have come to {self._paths.root} within {waited:.0f} s",
-            hint=f"all nodes must share the run directory (here it lies on {file_system_of(self._paths.root)}) and run "
+            hint=f"all nodes must share the run directory (here it lies on {self._file_system}) and run "
             "the same command, each with a --node-rank of its own",
         )

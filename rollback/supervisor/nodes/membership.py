@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import filelock
-import psutil
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.rundir.paths import RunPaths
@@ -102,14 +101,3 @@ def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
         lock.release()
         with contextlib.suppress(OSError):  # other nodes are still there
             paths.nodes.rmdir()
-
-
-def file_system_of(directory: os.PathLike[str] | str) -> str:
-    """Type of the file system that a directory lies on, as in /proc/mounts; `unknown` where that cannot be told."""
-    best, found = -1, "unknown"
-    real = os.path.realpath(directory)
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint.rstrip("/")
-        if (real == mount or real.startswith(mount + "/")) and len(mount) > best:
-            best, found = len(mount), partition.fstype
-    return found

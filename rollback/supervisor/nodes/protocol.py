@@ -119,8 +119,7 @@ def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> L
     pending = [report for report in members.values() if report is not None and report.state != "ended"]
     if own is not None:
         return "wait" if pending else "settled"
-    failed = any(report is None or (report.left is not None and report.left.status != 0) for report in members.values())
-    return "end" if failed else "wait"
+    return "end" if must_end(own, members) else "wait"
 
 
 def must_end(own: int | None, members: Mapping[str, NodeReport | None]) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import xxhash
 
@@ -62,22 +63,13 @@ class SkipList:
             while cursor.batch in window:
                 batch, epoch, offset = cursor.batch, cursor.epoch, cursor.offset
                 indices = cursor.skip()
-                self._note(
-                    SkippedBatch(
-                        batch=batch,
-                        epoch=epoch,
-                        offset=offset,
-                        indices=None if indices is None else list(indices),
-                        timeline=timeline,
-                    )
-                )
+                held = None if indices is None else list(indices)
+                line = SkippedBatch(batch=batch, epoch=epoch, offset=offset, indices=held, timeline=timeline)
+                self._guarded(partial(LineWriter.write, line=line.model_dump_json()))
         finally:
             if cursor.batch > first:
                 self._guarded(lambda writer: writer.flush(durable=True))
                 self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
-
-    def _note(self, skipped: SkippedBatch) -> None:
-        self._guarded(lambda writer: writer.write(skipped.model_dump_json()))
 
     def _guarded(self, act: Callable[[LineWriter], None]) -> None:
         try:

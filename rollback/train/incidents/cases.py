@@ -61,7 +61,7 @@ class Cases:
         stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
         suspected = self._is_suspected(incident)
         plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
-        if plan.action in ("rollback", "retry"):
+        if plan.goes_back:
             self._leave_out(incident, max(plan.skip.last if plan.skip else 0, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":

@@ -14,7 +14,7 @@ from rollback.facts.history import fold
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
-from rollback.rundir.requests import Inbox, Request, read_request
+from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied
@@ -76,12 +76,9 @@ class Requests:
 
     def note_stop(self, step: int) -> None:
         """The ranks have stopped: because of a request or of a signal, whoever asked for it has it. Not collective."""
-        for name in list(self._inbox.open(now=True)) if self._inbox is not None else []:
-            try:
-                request = read_request(self._paths, name)
-            except (OSError, ValueError):
-                continue
-            if request.order == "stop" and request.launch in (None, self._launch):
+        names = list(self._inbox.open(now=True)) if self._inbox is not None else []
+        for name, request in sound_requests(self._paths, names):
+            if request.stops(self._launch):
                 self._note_requested(name, request, step)
                 self.answer(name, True, f"stopped at step {step}; the same command goes on from there")
 

@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from rollback.checkpoints import contents
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.errors import UsageError
+from rollback.rundir.records import json_number
 
 Json = Any
 
@@ -38,7 +39,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         case int():
             return int(value)
         case float():
-            return float(value) if math.isfinite(value) else {"$float": _special(float(value))}
+            return float(value) if math.isfinite(value) else {"$float": json_number(float(value))}
         case Tensor():
             return {"$tensor": _put(value, path, tensors)}
         case np.ndarray():
@@ -132,10 +133,6 @@ def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
             f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep",
             hint="convert it to a number type of this machine's byte order",
         ) from error
-
-
-def _special(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def escape(key: str) -> str:
