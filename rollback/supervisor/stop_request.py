@@ -1,4 +1,4 @@
-"""Being told to stop by a request in the run directory. The ranks see it too; the supervisor keeps the time."""
+"""Stop requests in the run directory. The ranks see them too; the supervisor enforces the grace."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from rollback.rundir.requests import Inbox, sound_requests
 
 
 class StopRequests:
-    """Requests to stop the launch that holds the run directory, which must be this one."""
+    """Requests to stop this launch, which holds the run directory."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -16,7 +16,7 @@ class StopRequests:
         self._inbox = Inbox(paths, ())
 
     def take(self) -> list[str]:
-        """Who asked since the last call. What is no such request is the ranks' to refuse."""
+        """Who has asked since the last call."""
         names = list(self._inbox.open())
         for name in names:
             self._inbox.note_answer(name)

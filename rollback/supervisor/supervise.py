@@ -1,11 +1,11 @@
-"""The loop around torchrun: start an attempt, pass on signals, clear up after it, and decide what follows.
+"""One launch: the run directory, the nodes, the attempts.
 
-Order matters in three places:
+The order is important in three places:
 
-- The run directory is read before it is locked and locked before anything is started; a job that its ranks refuse
-  leaves it as it was. Hence the ledger that holds facts back until the ranks have attached.
-- Every process of an attempt is gone before its evidence is read, and before another one starts.
-- What will be done is journalled before it is done.
+- The run directory is read before it is locked, and locked before anything starts. A job that its ranks refuse leaves
+  the directory as it was: so the supervisor's journal is written only after the ranks have attached.
+- All processes of an attempt are gone before its evidence is read, and before the next attempt starts.
+- A decision is journalled before it is carried out.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _POLL = 0.1
 
 
 def supervise(order: LaunchOrder, audience: Audience) -> Result:
-    """Run the job to its end, over as many attempts as it takes and the budget allows.
+    """Run the job to its end, over as many attempts as the budget allows.
 
-    Raises RollbackError, with the run directory unchanged, where the
-    directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
+    Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
+    also where processes of an attempt cannot be ended.
     """
     place = place_among_nodes(order.job.flags, order.node_timeout)
     store = reach(order.settings.ring, writing=place is None)
@@ -78,7 +78,7 @@ def _take_part(
     host: Host,
     signals: StopSignals,
 ) -> Result:
-    """One node of many: lead if nobody does, else follow; who loses its leader is where it began."""
+    """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
     follower = Follower(order.paths, place, host, order.grace, signals, say)
     while True:
         read_past(order.paths)
@@ -104,7 +104,7 @@ def _lead(
     signals: StopSignals,
     claim: Claim,
 ) -> Result:
-    """Decide about attempts, while holding the run directory, and let go of it. store: where to fetch from first."""
+    """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
     ledger = SupervisorJournal(order.paths, say)
     try:
         with _all_nodes(order.paths, place, say) as nodes:

@@ -104,20 +104,20 @@ def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
 
 @dataclass
 class FoundRun:
-    """What rank 0 found in the run directory, and the first rank of each host in its slots; the same on all ranks.
-
-    manifests: of all checkpoints, oldest first. slots: those in the slots of all hosts, with their numbers. in_ring:
-    those in the run directory. damaged: those in the run directory whose manifest cannot be believed, and why. strays:
-    names of those that are in the slots of some hosts only.
-    """
+    """What rank 0 found in the run directory, and the first rank of each host in its slots. All ranks have the same."""
 
     attempt: int
     history: History
     manifests: list[Manifest]
+    """Of all checkpoints, oldest first."""
     slots: dict[str, int]
+    """Checkpoints in the slots of all hosts, with the numbers of their slots."""
     in_ring: list[str]
+    """Checkpoints in the run directory."""
     damaged: dict[str, str]
+    """Checkpoints in the run directory whose manifest is damaged, and why."""
     strays: list[str]
+    """Checkpoints that only some hosts have in their slots."""
     blamed: list[Blamed]
     """What the supervisor has blamed crashes on."""
     identity: Identity | None

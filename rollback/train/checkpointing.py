@@ -22,13 +22,16 @@ from rollback.train.state.state import TrainingState
 
 @dataclass(frozen=True)
 class CheckpointSide:
-    """snapshots: on their way to becoming checkpoints. manager: of the checkpoints that there are. schedule: when the
-    next one is taken. drainer: what copies them to the durable ring, where this rank does."""
+    """The parts of a guard that see to its checkpoints."""
 
     snapshots: Snapshots
+    """Snapshots on their way to becoming checkpoints."""
     manager: CheckpointManager
+    """The manager of the existing checkpoints."""
     schedule: SnapshotSchedule
+    """Decides when the next snapshot is taken."""
     drainer: Drainer | Helper | None
+    """Copies checkpoints to the durable ring; None: another process does."""
 
 
 def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:

@@ -58,9 +58,10 @@ _BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1
 
 @dataclass(frozen=True)
 class DrilledGuard:
-    """What a drill sees of a guard. model: as the script calls it. close: ends the guard."""
+    """What a drill sees of a guard."""
 
     model: nn.Module
+    """The model as the script calls it."""
     run: AttachedRun
     state: TrainingState
     step: StepInProgress
@@ -69,6 +70,7 @@ class DrilledGuard:
     skips: SkipList
     stop: StopRequest
     close: Callable[[], object]
+    """Ends the guard."""
 
 
 def take_part(guard: DrilledGuard) -> None:

@@ -22,20 +22,19 @@ class RollbackCause(Enum):
 
 @dataclass(frozen=True)
 class RollbackApplied:
-    """The live objects are those of `checkpoint` again, on this rank as on all others.
-
-    step: completed updates. batch: position of the next one. epoch_left: behind an epoch, that the script has done
-    there what it does between two. case: the incident with its plan and what was restored, all of it in the journal
-    already; None where there is no plan: then training stands where it was put before, and the record says nothing of
-    it.
-    """
+    """Training was put back to a checkpoint: the live objects have its state, on all ranks."""
 
     cause: RollbackCause
     step: int
+    """Completed updates."""
     batch: int
+    """Position of the next batch."""
     checkpoint: str
     epoch_left: bool = False
+    """At an epoch's end: whether the script has already done its work between this epoch and the next."""
     case: Case | None = None
+    """The incident with its plan and the restore, all of it in the journal. None: there is no plan, and the journal
+    says nothing about this event."""
 
     @property
     def skip(self) -> Window | None:

@@ -132,7 +132,7 @@ def _span(window: Window, passed: Iterable[Window]) -> Span:
     return Span(
         first=window.first,
         last=window.last,
-        batches=len(window),
+        batches=window.last - window.first + 1,
         passed_over=sum(max(0, batches) for batches in common),
     )
 
@@ -312,7 +312,7 @@ def _totals(
     passed: list[Window],
     notices: list[str],
 ) -> Totals:
-    batches = sum(map(len, passed))
+    batches = sum(window.last - window.first + 1 for window in passed)
     if len(skipped) < batches:
         notices.append(f"{batches - len(skipped)} of {batches} batches passed over left no record of what they held")
     steps = costs.reached[max(costs.reached)] if costs.reached else 0

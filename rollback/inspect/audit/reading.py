@@ -25,24 +25,26 @@ _Line = TypeVar("_Line")
 
 @dataclass(frozen=True)
 class Material:
-    """What a run directory holds of interest to the audit.
-
-    records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
-    and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
-    metrics: all judged steps. last_metrics: the last few of them.
-    held: somebody has the run directory, or was killed while they had it.
-    """
+    """What the audit reads of a run directory."""
 
     directory: str
     identity: Identity | None
     records: list[JournalEntry]
+    """The facts of both journals in merged order."""
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
+    """The skip records by rank."""
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By attempt, the timeline and step of its last judged step."""
     notices: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
+    """The evidence of each incident, by rank."""
     metrics: MetricColumns | None = None
+    """All judged steps."""
     last_metrics: list[Metric] = field(default_factory=list)
+    """The last few judged steps."""
     held: bool = False
+    """Whether somebody holds the run directory, or was killed while holding it."""
 
 
 def require_run_directory(root: Path) -> RunPaths:

@@ -66,10 +66,11 @@ Row = tuple[Any, ...]
 
 @dataclass
 class SampleTable:
-    """Rows by rank, then in the order of its record. notices: what could not be read; complete after the last row."""
+    """Rows by rank, then in the order of its record."""
 
     rows: Iterator[Row]
     notices: list[str] = field(default_factory=list)
+    """What could not be read. The list is complete after the last row."""
 
 
 def read_samples(root: Path) -> SampleTable:
@@ -95,7 +96,7 @@ def read_samples(root: Path) -> SampleTable:
             for number, line in enumerate(readable(path, read_skipped, [])):
                 if lines.get(line.batch) == number:
                     yield from _rows(line, rank, passings, reasons)
-        told = sum(map(len, passings.windows))
+        told = sum(window.last - window.first + 1 for window in passings.windows)
         unknown = told - sum(any(batch in window for window in passings.windows) for batch in recorded)
         if unknown > 0:
             notices.append(f"{unknown} of {told} batches passed over left no record of what they held: no row for them")

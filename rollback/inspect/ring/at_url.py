@@ -21,11 +21,13 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class ReadableRun:
-    """A run directory, or a stand-in for one. name: as the user wrote it. store: where its shards still are."""
+    """A run directory, or a local copy of what a URL has of one."""
 
     root: Path
     name: str
+    """As the user wrote it."""
     store: Store | None = None
+    """Where the shards still are; None: in the directory."""
 
     @contextmanager
     def shards(self, checkpoint: str) -> Iterator[None]:

@@ -23,15 +23,16 @@ from rollback.terminal.files import replacing
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. left_out: names in the model's state that are not tensors, which the format cannot hold.
-    notice: what the choice passed over."""
+    """What was written."""
 
     checkpoint: str
     step: int
     tensors: int
     bytes: int
     left_out: list[str]
+    """Names in the model's state that are not tensors; the format cannot hold these."""
     notice: str | None = None
+    """What the choice of the checkpoint passed over."""
 
 
 def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bool = False) -> Exported:

@@ -242,7 +242,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         began=past.began,
         incidents=len(history.cases),
         rollbacks=sum(case.carried_out for case in history.cases),
-        skipped_batches=sum(map(len, past.passed_over)),
+        skipped_batches=sum(window.last - window.first + 1 for window in past.passed_over),
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
         advice=dict(past.advice),

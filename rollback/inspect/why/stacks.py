@@ -20,10 +20,12 @@ _BIRTH = re.compile(r"rollback/agent/fork_server\.py:\d+ in _run$")
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that stand at the same place. title: who, and in which state. lines: where, innermost first."""
+    """Processes that stand at the same place."""
 
     title: str
+    """Which processes, and in which state."""
     lines: tuple[str, ...]
+    """The place, innermost frame first."""
 
 
 def groups(processes: Sequence[ProcessStacks], suspect: int | None) -> Iterator[Group]:

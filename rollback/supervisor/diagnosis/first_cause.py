@@ -1,8 +1,8 @@
-"""What ended an attempt: the class of its first cause, the rank with which it began, and what merely followed. Pure.
+"""What ended an attempt: the class of the first cause, the rank with which it began, and what only followed. Pure.
 
-Each rank that failed is put into a class by the first row of this table that holds. Of several ranks, the one whose
-class stands highest in it is the first cause: a rank that dies makes its peers raise, and one that is stopped or hangs
-makes the *healthy* ones raise first. Within a class, the earliest counts.
+The first row that holds gives the class of a rank's failure. Of several ranks, the rank whose class is highest in the
+table is the first cause: a rank that dies makes its peers raise, and a rank that is stopped or hangs makes the
+*healthy* ranks raise first. Within a class, the earliest failure counts.
 
 | class         | evidence                                                                                   |
 |---------------|--------------------------------------------------------------------------------------------|
@@ -18,9 +18,9 @@ makes the *healthy* ones raise first. Within a class, the earliest counts.
 | timeout       | an exception of torch.distributed that says that it waited too long                        |
 | lost_peer     | an exception of torch.distributed that says that a peer is gone                            |
 
-`node_lost` is the class of an attempt in which the supervisor of a node fell silent or was started anew; what ranks of
-other nodes then raised is its consequence. `launcher` is that of one of which no rank failed but torchrun did,
-`told_to_stop` that of one that was ended on request. Only `exception` may blame a batch.
+`node_lost`: the supervisor of a node fell silent or was started anew; what ranks of other nodes raised is a
+consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the attempt was ended on request. Only
+`exception` may blame a batch.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
-
-    failure: what torchrun saw of it, None where it saw none. record: what the rank left itself. stopped: it was
-    SIGSTOPped when last looked at. oom_killed: the kernel says that its OOM killer struck this rank or its host.
-    beat: its last sign of life, None where it gave none.
-    """
+    """How one rank ended."""
 
     rank: int
     failure: RankFailure | None = None
+    """What torchrun saw; None: nothing."""
     record: FailureRecord | None = None
+    """The failure record that the rank left."""
     stopped: bool = False
+    """Whether the rank was SIGSTOPped when it was last looked at."""
     oom_killed: bool = False
+    """Whether the kernel says that its OOM killer struck on this rank's host."""
     beat: Heartbeat | None = None
+    """The last heartbeat; None: the rank gave none."""
 
     @property
     def exitcode(self) -> int:
@@ -63,7 +63,7 @@ class RankEnd:
 
     @property
     def seconds(self) -> float:
-        """When, as seconds since the epoch; torchrun knows it to a second and after the fact."""
+        """When the rank failed, in seconds since the epoch. torchrun's time is in whole seconds, and later."""
         if self.record is not None:
             return self.record.seconds
         return self.failure.at + 1 if self.failure and self.failure.at else float("inf")
@@ -75,17 +75,19 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class FirstCause:
-    """What ended an attempt. text: in words. rank: with which it began, None where that cannot be told.
-
-    record: what that rank left. followed: the ranks whose failure is a consequence. host: where that rank ran.
-    """
+    """What ended an attempt."""
 
     why: Why
     text: str
+    """The cause in words."""
     rank: int | None = None
+    """The rank with which it began; None: this cannot be told."""
     record: FailureRecord | None = None
+    """The failure record of this rank."""
     followed: tuple[int, ...] = ()
+    """The ranks whose failure is a consequence."""
     host: str | None = None
+    """The host of this rank."""
 
     @property
     def may_blame_the_batch(self) -> bool:
@@ -93,7 +95,7 @@ class FirstCause:
 
 
 def why_of(end: RankEnd) -> Why | None:
-    """The class of a rank's end; None where it did not fail, or torchrun ended it because of another."""
+    """The class of a rank's end; None: it did not fail, or torchrun ended it because of another rank."""
     if end.stopped:
         return "stopped"
     if end.record is not None:
@@ -110,7 +112,7 @@ def why_of(end: RankEnd) -> Why | None:
 
 
 def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCause | None:
-    """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
+    """What ended an attempt, by the table above; None: it ended as it should."""
     classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
     classed.sort(key=lambda item: (PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
@@ -144,8 +146,8 @@ def _same_exception(end: RankEnd, other: RankEnd) -> bool:
 
 
 def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[RankEnd]) -> FirstCause:
-    """What the supervisor called. What ranks left after that is the work of the kill, except that the suspect may have
-    raised before, and have hung on its way out."""
+    """The first cause of a hang. The kill caused later failures; only the suspect may have raised before, and then have
+    hung while it exited."""
     followed = tuple(sorted(end.rank for _, end in classed if end.rank != hung.suspect))
     for why, end in classed:
         if end.rank == hung.suspect and end.rank in hung.raised:
@@ -157,7 +159,7 @@ def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[Rank
 
 
 def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
-    """In words how an attempt ended, and no more than the evidence shows."""
+    """How an attempt ended, in words, as far as the evidence shows."""
     if first is not None:
         return first.text
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
@@ -188,7 +190,7 @@ def _describe(why: Why, end: RankEnd) -> str:
 
 
 def _last_seen(end: RankEnd) -> str:
-    """Of a rank that left no word itself; its signs of life are half a second apart."""
+    """For a rank without a failure record: where its last heartbeat was."""
     if end.beat is None:
         return ""
     return f", last seen {end.beat.doing} at step {end.beat.step}, batch {end.beat.batch}"
@@ -205,7 +207,7 @@ _OF_CLASS: dict[Why, str] = {
 
 
 def _last_line(record: FailureRecord) -> str:
-    """Type and message in one line; of a loader worker's error the line that says what happened there."""
+    """Type and message in one line; for an error of a loader worker, the line with the worker's error."""
     lines = [line.strip() for line in record.message.splitlines() if line.strip()]
     if not lines:
         return record.error

@@ -40,23 +40,23 @@ _MARKS = 4096  # steps whose batches are remembered; an onset further back is re
 
 @dataclass(frozen=True)
 class StepMark:
-    """A step and the batches that went into it. phase: announced by this rank.
-
-    batches_per_step: of a whole update, as far as known; batches: of this one, skipped ones in between not counted.
-    epoch_end: the batch behind the last one of its last batch's epoch; epoch_batches: how many that has; None where
-    epochs have no length.
-    """
+    """A step, and the batches that went into it."""
 
     step: int
     first_batch: int
     last_batch: int
     batches_per_step: int
+    """Batches of a whole update, as far as known."""
     hints: Hint
     phase: str | None = None
+    """The phase that this rank announced for this step."""
     habit: Habit | None = None
     batches: int = 1
+    """Batches of this update; skipped batches in between do not count."""
     epoch_end: int | None = None
+    """The batch after the last batch of the epoch; None: epochs have no length."""
     epoch_batches: int | None = None
+    """Batches of that epoch; None as above."""
 
     @property
     def over_the_end(self) -> bool:

@@ -35,12 +35,13 @@ _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, thread
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank is doing, with the batch in hand; whole_step: the batches of its update, as far as known."""
+    """What a rank is doing, and where."""
 
     doing: str
     step: int
     batch: int
     whole_step: Window
+    """The batches of its update, as far as known."""
 
 
 class FailureRecorder:

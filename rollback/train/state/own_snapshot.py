@@ -18,15 +18,14 @@ from rollback.train.updates.advice import OWN_SNAPSHOT_AT_THE_START, OWN_SNAPSHO
 
 @dataclass(frozen=True)
 class Traces:
-    """What a script has done to its objects before it made the guard.
-
-    writes: to all parameters, in place, as torch counts them. parameters: how many there are. updated: the optimizer's
-    state is that of one that has made updates.
-    """
+    """What a script has done to its objects before it made the guard."""
 
     writes: int
+    """In-place writes to all parameters, as torch counts them."""
     parameters: int
+    """Number of parameters."""
     updated: bool
+    """Whether the optimizer's state is that of an optimizer that has made updates."""
 
     def advice(self, first_writes: int | None, step: int | None) -> tuple[str, str] | None:
         """What is to be said of them. first_writes: at the run's first start, None where that is not on record. step:

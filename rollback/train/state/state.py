@@ -39,14 +39,17 @@ class Stateful(Protocol):
 
 @dataclass
 class Counters:
-    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far.
-    epoch_left: behind an epoch, that the script has done there what it does between two."""
+    """Where training stands."""
 
     step: int = 0
+    """Completed updates."""
     batches_per_step: int = 1
     learning_rate: float | None = None
+    """The last one."""
     highest_rate: float | None = None
+    """The highest learning rate so far."""
     epoch_left: bool = False
+    """At an epoch's end: whether the script has already done its work between this epoch and the next."""
 
     def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
         """An update had so many batches. The last one of an epoch may have fewer than a whole one: what was left."""

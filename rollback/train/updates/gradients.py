@@ -27,18 +27,18 @@ _TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Norms of one update's gradients, unscaled, on their device.
-
-    parameters: those that had a gradient. each: their norms. total: what the norm over all is in the gradients' own
-    type, Inf where it overflows. kept: factor by which the optimizer's gradients are smaller than these (clipping);
-    None if they had to be measured again. own: norm of the telltale on this rank alone; None if not seen.
-    """
+    """Norms of the gradients of one update, unscaled, on their device."""
 
     parameters: list[nn.Parameter]
+    """The parameters that had a gradient."""
     each: Tensor
+    """The norm of each of these."""
     total: Tensor
+    """The norm over all, in the gradients' own type; Inf where it overflows."""
     kept: Tensor | None
+    """The factor by which the optimizer's gradients are smaller (clipping); None: they had to be measured again."""
     own: Tensor | None
+    """The norm of the telltale on this rank alone; None: it was not seen."""
 
 
 class Gradients:

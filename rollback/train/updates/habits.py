@@ -21,20 +21,20 @@ _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microsecon
 
 @dataclass(frozen=True)
 class Habit:
-    """What was noticed of one update on this rank.
-
-    batches: how many it had. written: the gradients were written to between backward and step. while_scaled: so they
-    were, and the gradient scaler's factor was still in them. late: they were made smaller after the step that used
-    them. undivided: no batch's loss was divided, in a real accumulation. always_averaged: DDP averaged after every
-    batch. None: not known.
-    """
+    """What was noticed of one update on this rank. None means not known."""
 
     batches: int
+    """Number of batches."""
     written: bool | None = None
+    """Whether the script wrote to the gradients between backward and step."""
     while_scaled: bool | None = None
+    """Whether it did so while the gradient scaler's factor was still in them."""
     late: bool | None = None
+    """Whether it made them smaller after the step that used them."""
     undivided: bool | None = None
+    """Whether no batch's loss was divided, in a real accumulation."""
     always_averaged: bool | None = None
+    """Whether DDP averaged after every batch."""
 
 
 @dataclass
