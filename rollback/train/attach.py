@@ -1,7 +1,7 @@
-"""Attaching to a run directory: is it ours, where do we go on, and only then: write.
+"""Attaches to a run directory: checks that the run is this job's, restores, and only then writes.
 
-Rank 0 reads, every rank gets what it read. All refusals happen before anything in the directory is changed, and on
-all ranks alike.
+Rank 0 reads the directory and sends the content to all ranks. Every refusal comes before anything in the directory is
+changed, and on all ranks.
 """
 
 from __future__ import annotations
@@ -73,12 +73,12 @@ def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
 
 
 def meet() -> Ranks:
-    """Collective, and the first thing that a guard does: tell the supervisor, if there is one, that there is a guard.
+    """Collective. Tell the supervisor, if there is one, that the script has a guard. A guard does this first.
 
-    Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
+    Raises RollbackError, on all ranks, where the supervisor could not use the run directory.
     """
     if destination := os.environ.get(ENV_REFUSAL):
-        with contextlib.suppress(OSError):  # it will see the guard in the run directory then
+        with contextlib.suppress(OSError):  # then the supervisor finds the guard by the run directory
             guard_mark(destination).touch()
     if given := os.environ.get(ENV_NO_RUN):
         raise RollbackError(**json.loads(given))
@@ -90,9 +90,9 @@ def meet() -> Ranks:
 def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
     """End this rank because of `error`.
 
-    Under a supervisor the error goes to it by file, from the first rank that comes here: torchrun would bury both
-    message and status. The rank exits with `status`: with 0 where all ranks come here alike, with another one where the
-    others may wait for this one, so that torchrun ends them. Without a supervisor the error is raised as it is.
+    Under a supervisor the first rank writes the error to a file, since torchrun passes on neither message nor status.
+    The rank then exits with `status`: 0 where all ranks come here; not 0 where other ranks may wait for this one, so
+    that torchrun ends them. Without a supervisor the error is raised.
     """
     destination = os.environ.get(ENV_REFUSAL)
     if not destination:
@@ -119,16 +119,16 @@ class FoundRun:
     strays: list[str]
     """Checkpoints that only some hosts have in their slots."""
     blamed: list[Blamed]
-    """What the supervisor has blamed crashes on."""
+    """The data that the supervisor blames crashes on."""
     identity: Identity | None
     accepted: list[Accepted]
 
 
 def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
-    """Collective: read the run directory and check that this job is the run's. Changes nothing but what is fetched.
+    """Collective: read the run directory, and check that the run is this job's. Changes nothing, except for a fetch.
 
-    Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it; where there
-    is a ring at a URL from which nobody has fetched yet, it does that too.
+    Rank 0 takes the lock where no supervisor holds it, and fetches the run from a ring at a URL where nobody has done
+    so. Raises RollbackError, the same on all ranks.
     """
     lock: RunLock | None = None
     body: dict[str, Any] = {}
@@ -142,7 +142,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
             store = reach_ring(settings)
             lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
             fetch_run(store, paths, settings)
-            if (identity := read_identity(paths)) is not None:  # once more: it may have been fetched
+            if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
             require_a_change(paths, settings)
@@ -200,9 +200,9 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
 
 
 def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settings) -> AttachedRun:
-    """Collective: see whose run it is, restore what its record says, then write the first lines of this attempt.
+    """Collective: check the run, restore, then write the first lines of this attempt.
 
-    The first write happens here. Raises RollbackError, the same on all ranks.
+    Nothing is written before. Raises RollbackError, the same on all ranks.
     """
     found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
     try:
@@ -218,9 +218,10 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
 def _restore_newest(
     paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks
 ) -> tuple[Manifest, CheckpointPlace] | None:
-    """Collective: restore the newest checkpoint that can be used, and where it lay; None where the run has none yet.
+    """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
-    What cannot be used is noted in `found`. Raises NoUsableCheckpoint where there are or were some, and none will do.
+    Unusable checkpoints are noted in `found`. Raises NoUsableCheckpoint where there are or were checkpoints, and none
+    is usable.
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found)
@@ -296,7 +297,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _where(history: History, chosen: Manifest) -> str:
-    """For people: where the run goes on."""
+    """Where the run goes on, in words."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
@@ -306,7 +307,7 @@ def _where(history: History, chosen: Manifest) -> str:
 
 
 def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]]:
-    """Where this rank looks for each checkpoint: as many places on every rank, though its host may not have them."""
+    """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
     places: dict[str, list[CheckpointPlace]] = {}
     for name in (manifest.name for manifest in found.manifests):
@@ -317,7 +318,7 @@ def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]
 
 
 def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
-    """The run's id, and the pen that its journal is written with."""
+    """Collective: make what is missing in the run directory. Returns the run's id and the recorder."""
     fault, run_id = "", ""
     record: Recorder | None = None
     advised = found.history.advised
@@ -351,7 +352,7 @@ def _quarantine(paths: RunPaths, name: str) -> None:
 
 
 def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
-    """Rank 0: a crash came between a plan and the eviction of what it discards."""
+    """Rank 0: evict what a plan discards, where a crash prevented it."""
     for name in names:
         try:
             evicted = ring.evict(paths, name)
@@ -363,7 +364,7 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder)
 
 
 def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Recorder) -> None:
-    """The plan that a crash interrupted has just been carried out by way of this attempt."""
+    """Journal that this attempt has carried out the plan that a crash interrupted."""
     if history.pending is None:
         return
     case = history.cases[-1]

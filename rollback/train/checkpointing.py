@@ -1,4 +1,4 @@
-"""The checkpoint side of a guard: the parts that take, keep and drain checkpoints, put together for one run."""
+"""Makes the parts of a guard that take, keep and drain checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class CheckpointSide:
 
 
 def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
-    """Collective. show: told what this rank is doing, for its heartbeat."""
+    """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)

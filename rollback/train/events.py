@@ -1,4 +1,4 @@
-"""What happens to a training as a whole, and is told to all who keep something of it."""
+"""Events of a whole training, for all objects that keep something of it."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from rollback.facts.training import Window
 
 
 class RollbackCause(Enum):
-    """Why training was put back to a checkpoint."""
+    """The reason why training was put back to a checkpoint."""
 
     PLAN = "plan"
     """An incident, or an operator's request: a plan that was in the journal has been carried out."""
     REHEARSAL = "rehearsal"
-    """The first step of a resumed process was a rehearsal and is taken again (`rollback.train.process.rehearsal`)."""
+    """The first step of a resumed process was a rehearsal and is done again (`rollback.train.process.rehearsal`)."""
     EPOCH_START = "epoch start"
-    """The script has run code of its own since a resume or a rollback; what that did is undone."""
+    """The script has run code of its own since a resume or a rollback; the effects are undone."""
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,6 @@ class RollbackApplied:
 
     @property
     def skip(self) -> Window | None:
-        """The batches that are to be passed over from now on because of it."""
+        """The batches that are skipped from now on because of this event."""
         plan = self.case.plan if self.case is not None else None
         return plan.skip if plan is not None and plan.action == "rollback" else None

@@ -1,4 +1,4 @@
-"""The run that a guard has attached to: where it lies, who takes part in it, and how its record stood at the start."""
+"""The run that a guard has attached to: its paths, its ranks, and its record at the start."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ class AttachedRun:
     _left: bool = False
 
     def leave(self) -> bool:
-        """Whether this rank leaves the run now: once, and in the process that has attached to it.
+        """Whether this rank leaves the run now. True once, and only in the process that attached.
 
-        A loader worker, forked with all that is to be done at exit, is not the rank that ends.
+        A forked loader worker inherits the exit handlers, and is not the rank.
         """
         leaves = not self._left and os.getpid() == self._process
         self._left |= leaves

@@ -1,4 +1,4 @@
-"""What operators asked of a run, and what became of it."""
+"""The requests of operators, and their results."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
 
 
 def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
-    """The oldest requests without an answer, in words, with who asked; those that are none are left to the ranks."""
+    """The oldest requests without an answer, in words, with who asked."""
     try:
         names = [name for name in requests.names(paths) if name not in answered]
     except OSError:

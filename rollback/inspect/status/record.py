@@ -1,4 +1,4 @@
-"""What of a run's record the status needs, kept up to date fact by fact. Pure."""
+"""The part of a run's record that the status needs, updated fact by fact. Pure."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class RunRecord:
     _turns: tuple[list[JournalEntry], list[JournalEntry]] = field(default_factory=lambda: ([], []))
 
     def take_in(self, train: Sequence[JournalEntry], supervisor: Sequence[JournalEntry]) -> None:
-        """Add what the two journals have got since the last call. Raises JournalDamaged where it does not add up."""
+        """Add the new entries of both journals. Raises JournalDamaged where facts contradict each other."""
         fold(train, self.history)
         news = merge(train, supervisor)
         for record in news:

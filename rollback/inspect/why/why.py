@@ -1,7 +1,7 @@
-"""Why an attempt ended: what its ranks and the supervisor left about it, put together. Takes no lock, writes nothing.
+"""Why an attempt ended, from the records of its ranks and of the supervisor. Takes no lock and writes nothing.
 
-The supervisor classified the end when it had all the evidence in hand; this reads its verdict, and beside it what the
-ranks themselves wrote: exceptions with their tracebacks, stacks, and where each stood.
+The supervisor classified the end when it had all the evidence. This module reads its result from the journal, and the
+records of the ranks: exceptions with their tracebacks, stacks, and positions.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LAST_WORDS = 8 << 10
 
 
 class RankStood(ReportItem):
-    """Where a rank stood when it last said so."""
+    """The position of a rank at its last heartbeat."""
 
     rank: int
     doing: str
@@ -65,7 +65,7 @@ class ProcessStacks(ReportItem):
 
 
 class LastOutput(ReportItem):
-    """The end of what a process wrote to stderr."""
+    """The end of a process's stderr."""
 
     path: str
     text: str
@@ -172,7 +172,7 @@ def _blame(fact: Blamed) -> Blame:
 
 
 def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over: bool) -> str | None:
-    """In words what ended an attempt that failed; None for one that did not, or that still runs."""
+    """What ended an attempt that failed, in words; None: it did not fail, or still runs."""
     ended = last_fact(own, AttemptEnded)
     if ended is not None:
         well = ended.why is None and ended.status == 0
@@ -189,7 +189,7 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over
 
 
 def _decision(own: Sequence[JournalEntry]) -> str | None:
-    """What the supervisor did about the end of an attempt."""
+    """What the supervisor did after the attempt, in words."""
     for record in reversed(own):
         match record.fact:
             case RunEnded() as fact:
@@ -205,7 +205,7 @@ def _decision(own: Sequence[JournalEntry]) -> str | None:
 def _last_words(
     paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
 ) -> LastOutput | None:
-    """Of who left no exception: what broke below Python, and what the script said before it left."""
+    """The end of stderr, if there is no failure record: an error in native code, or what the script printed."""
     if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
         return None
     path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")

@@ -56,7 +56,7 @@ class Nodes:
         """Make all ranks stop and save."""
 
     def states(self) -> dict[int, str]:
-        """Of the ranks on other nodes, those that are stopped, in an uninterruptible call or gone: as `Running.look`."""
+        """The ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
         return {}
 
     def beats(self) -> dict[int, Heartbeat]:
