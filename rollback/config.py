@@ -153,9 +153,9 @@ ENV_HOST = "ROLLBACK_HOST"
 """The host's name when the supervisor started. The host keeps this name when it is renamed later."""
 
 
-def host_name(environment: Mapping[str, str] = os.environ) -> str:
+def host_name() -> str:
     """The name of this host for its ranks."""
-    return environment.get(ENV_HOST) or socket.gethostname()
+    return os.environ.get(ENV_HOST) or socket.gethostname()
 
 
 def guard_mark(refusal: str | os.PathLike[str]) -> Path:

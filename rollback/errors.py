@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum
+from typing import Any
 
 
 class ExitCode(IntEnum):
@@ -35,6 +36,11 @@ class RollbackError(Exception):
         self.message = message
         self.hint = hint
         self.exit_code = type(self).exit_code if exit_code is None else ExitCode(exit_code)
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """For another process, as JSON: `RollbackError(**fields)` is the error there."""
+        return {"message": self.message, "hint": self.hint, "exit_code": int(self.exit_code)}
 
     def __str__(self) -> str:
         return f"{self.message}\n  hint: {self.hint}" if self.hint else self.message

@@ -13,7 +13,7 @@ ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
 """`Instructions` as JSON, for this process and not for the ranks."""
 ENV_PRELOAD, ENV_SPARE = "ROLLBACK_PRELOAD", "ROLLBACK_SPARE"
 """Set where ranks are to be forked (`rollback.agent.fork_server`), and where this process is to wait for an order at a
-descriptor (`rollback.supervisor.standby`)."""
+descriptor (`rollback.supervisor.torchrun.standby`)."""
 LOGS_SPECS = "rollback-streams"
 """The value of --logs-specs that means `rollback.agent.streams`."""
 FORK_SERVER = "fork server"

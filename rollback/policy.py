@@ -154,7 +154,7 @@ def plan_request(
 
 def repeats(incident: Incident, previous: Planned, settings: Settings, batches_per_step: int) -> bool:
     """Whether an incident is the same trouble that `previous` answered."""
-    if previous.action not in ("rollback", "retry") or previous.batch is None:
+    if not previous.goes_back or previous.batch is None:
         return False
     return previous.batch <= incident.onset_batch <= horizon_end(previous, settings, batches_per_step)
 

@@ -40,7 +40,7 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
-from rollback.supervisor.command import LARGE_COPIES
+from rollback.supervisor.torchrun.command import LARGE_COPIES
 from savers import MEMORY, Method, Ours, Script, barrier, has_torchsnapshot, peers_of
 
 OURS = 3

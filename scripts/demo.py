@@ -42,8 +42,8 @@ from rollback.facts.training import (
 )
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import runs
 from rollback.rundir.records import read_heartbeats
+from rollback.system.processes import runs
 from stdlib_text import GARBAGE, NON_FINITE_WEIGHTS
 
 SCRIPTS = Path(__file__).resolve().parent

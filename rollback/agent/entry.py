@@ -34,8 +34,9 @@ from rollback.agent.fork_server import (
     settle_objects,
     start_ranks_from,
 )
+from rollback.errors import UsageError
 from rollback.instructions import ENV_PRELOAD, ENV_SPARE, ENV_TORCHRUN, LOGS_SPECS, Instructions
-from rollback.rundir.durable import write_file
+from rollback.system.durable import write_file
 
 _PR_SET_PDEATHSIG = 1
 # Seconds that ranks have to end because another one has failed. Under a guard they have nothing to save that the next
@@ -307,12 +308,11 @@ def _leave_at_once(status: int) -> NoReturn:
 
 
 def _refuse(instructions: Instructions, reason: str) -> NoReturn:
-    told = {
-        "exit_code": 2,
-        "message": f"torchrun does not take its flags: {' '.join(reason.split())}",
-        "hint": "rollback launch --help and torchrun --help list them; nothing was started",
-    }
-    write_file(Path(instructions.refusal), json.dumps(told).encode(), durable=False)
+    error = UsageError(
+        f"torchrun does not take its flags: {' '.join(reason.split())}",
+        hint="rollback launch --help and torchrun --help list them; nothing was started",
+    )
+    write_file(Path(instructions.refusal), json.dumps(error.fields).encode(), durable=False)
     _leave_at_once(2)
 
 

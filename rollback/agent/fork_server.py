@@ -1,7 +1,8 @@
 """Ranks that are forked from a process which has imported torch already, instead of being started from nothing.
 
 Importing torch and what the first optimizer step pulls in takes seconds, for every rank, at every start. Here it is
-done once, and on a relaunch it has been done ahead (`rollback.supervisor.standby`). Runs in torchrun's process:
+done once, and on a relaunch it has been done ahead (`rollback.supervisor.torchrun.standby`). Runs in torchrun's
+process:
 
     torchrun's process ── forks ──> fork server ── forks, twice ──> rank
 

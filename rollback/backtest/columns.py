@@ -34,6 +34,9 @@ _PATTERN = {
 _NOT_TRAINING = re.compile(r"(^|_)(val|valid|validation|eval|evaluation|test|dev|aux|scale|per_token_sec)($|_)")
 _HINTS = {name.lower(): hint for name, hint in Hint.__members__.items() if hint is not Hint.NONE}
 
+Overrides = dict[str, str | None]
+"""Names of columns that the user gave, by meaning; None leaves the guess alone."""
+
 
 @dataclass(frozen=True)
 class Columns:
@@ -47,21 +50,11 @@ class Columns:
     hints: str | None = None
 
 
-@dataclass(frozen=True)
-class Overrides:
-    """Names that the user gave; None leaves the guess alone."""
-
-    loss: str | None = None
-    step: str | None = None
-    grad_norm: str | None = None
-    lr: str | None = None
-
-
 def find_columns(path: Path, table: Table, overrides: Overrides) -> Columns:
     """The columns that matter. Raises UsageError if there is no loss, or none of the name that was asked for."""
     found: dict[str, str | None] = {}
     for meaning in _EXACT:
-        wanted = getattr(overrides, meaning, None)
+        wanted = overrides.get(meaning)
         if wanted is not None and wanted not in table:
             raise UsageError(f"{path} has no column {wanted!r}", hint=f"it has {_listed(table)}")
         found[meaning] = wanted if wanted is not None else _guess(meaning, table)

@@ -12,6 +12,7 @@ from rollback.backtest.columns import Overrides
 from rollback.backtest.replay import Replay, replay
 from rollback.config import Settings
 from rollback.errors import UsageError
+from rollback.system.files import size_of
 
 _WORTH_A_POOL = 4 << 20
 """Bytes of logs from which on starting processes pays."""
@@ -21,7 +22,7 @@ def replay_all(paths: list[Path], overrides: Overrides, settings: Settings) -> I
     """The result for each log, or why there is none."""
     work = partial(_replay_or_error, overrides=overrides, settings=settings)
     processors = len(os.sched_getaffinity(0))
-    if processors > 1 and len(paths) > 1 and sum(_size(path) for path in paths) > _WORTH_A_POOL:
+    if processors > 1 and len(paths) > 1 and sum(map(size_of, paths)) > _WORTH_A_POOL:
         with ProcessPoolExecutor(min(processors, len(paths))) as pool:
             yield from pool.map(work, paths, chunksize=max(1, min(16, len(paths) // processors)))
     else:
@@ -33,10 +34,3 @@ def _replay_or_error(path: Path, overrides: Overrides, settings: Settings) -> Re
         return replay(path, overrides, settings)
     except UsageError as error:
         return error
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0

@@ -87,7 +87,7 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
         held = _held(verdict.step, first_step, last_detection, settings)
         answer = policy.plan(incident, carried_out, held, settings)
         answers.append(answer)
-        if answer.action in ("rollback", "retry"):
+        if answer.goes_back:
             carried_out = answer
         last_detection = verdict.step
     return answers

@@ -10,10 +10,12 @@ from rollback.facts.training import Planned
 from rollback.sentinel import Verdict
 from rollback.terminal.braille import BLANK, DOTS
 
+_HEIGHT = 12  # lines of the plot
 
-def describe(replay: Replay, width: int, height: int = 12) -> str:
+
+def describe(replay: Replay, width: int) -> str:
     """The whole account as plain text, `width` columns wide. Only the plot's marks are not ASCII."""
-    lines = [_headline(replay), "", *plot(replay, width, height), ""]
+    lines = [_headline(replay), "", *plot(replay, width, _HEIGHT), ""]
     for verdict, planned in zip(replay.calls, replay.plan, strict=True):
         lines += _call_in_words(verdict, planned, width)
     if not replay.calls:

@@ -14,7 +14,7 @@ from typing import Any
 from rollback.checkpoints.layout import TensorEntry
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.small_json import parse_json
+from rollback.system.small_json import parse_json
 
 _PARTS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from rollback.checkpoints.region import address_of
 from rollback.checkpoints.shard import Written, write_hashed
-from rollback.rundir import files
-from rollback.rundir.durable import write_all
+from rollback.system import files
+from rollback.system.durable import write_all
 
 BLOCK = 4096
 _CHUNK = 8 << 20  # a multiple of BLOCK; large enough for the disk, small enough to be hashed before it is cold

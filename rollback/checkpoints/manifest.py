@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field
 from rollback.checkpoints.shard import Written
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import seal
-from rollback.rundir.durable import read_small_file
 from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, shard_name
-from rollback.rundir.small_json import parse_json
+from rollback.system.durable import read_small_file
+from rollback.system.small_json import parse_json
 
 MANIFEST_LIMIT = 16 << 20
 

@@ -11,9 +11,9 @@ import os
 from datetime import datetime, timezone
 
 from rollback.errors import UsageError
-from rollback.rundir import files
-from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.paths import CheckpointName, RunPaths
+from rollback.system import files
+from rollback.system.durable import sync_directory, write_file
 
 
 def pin(paths: RunPaths, name: str) -> None:

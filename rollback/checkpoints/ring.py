@@ -14,9 +14,9 @@ from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.pins import is_pinned
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
-from rollback.rundir import files
-from rollback.rundir.durable import sync_directory, write_file
 from rollback.rundir.paths import MANIFEST, CheckpointName, RunPaths
+from rollback.system import files
+from rollback.system.durable import sync_directory, write_file
 
 _IN_QUARANTINE = 16  # checkpoints: more than a ring usually holds
 

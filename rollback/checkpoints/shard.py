@@ -21,8 +21,8 @@ from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
 from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.checkpoints.region import address_of, copy
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
-from rollback.rundir import files
-from rollback.rundir.durable import write_all
+from rollback.system import files
+from rollback.system.durable import write_all
 
 _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import psutil
 
-from rollback.rundir import cgroups
+from rollback.system import cgroups
 
 LEAST_SLOTS = 4
 """One to write into, and three that never leave: the newest good checkpoint, the next good one, the newest."""

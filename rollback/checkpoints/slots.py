@@ -25,10 +25,10 @@ from pathlib import Path
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.region import Region
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
-from rollback.rundir import files
-from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
-from rollback.rundir.small_json import read_json
+from rollback.system import files
+from rollback.system.durable import write_file
+from rollback.system.small_json import read_json
 
 DEFAULT_BASE = Path("/dev/shm")
 _SLOT_NAME = re.compile(r"slot-(\d{2,4})")

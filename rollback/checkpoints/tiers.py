@@ -19,10 +19,10 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.facts.training import Tier
-from rollback.rundir.durable import write_file
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.small_json import read_json
+from rollback.system.durable import write_file
+from rollback.system.small_json import read_json
 
 _POINTER_LIMIT = 1 << 16
 

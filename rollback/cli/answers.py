@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
     from rollback.inspect.audit.report import Document
 
-_Answer = TypeVar("_Answer", bound="Document")
+Answer = TypeVar("Answer", bound="Document")
 
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
-def show(answer: _Answer, print_text: Callable[[Console, _Answer], None], *, json: bool) -> None:
+def show(answer: Answer, print_text: Callable[[Console, Answer], None], *, json: bool) -> None:
     """On stdout: as JSON, or as text for people."""
     from rollback.terminal.escape import console_for
 

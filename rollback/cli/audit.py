@@ -9,7 +9,7 @@ from typing import Annotated, Literal, TextIO
 
 import typer
 
-from rollback.cli.answers import RunArgument, say_notices
+from rollback.cli.answers import Answer, RunArgument, say_notices
 from rollback.errors import ExitCode, UsageError
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
@@ -111,8 +111,7 @@ def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
     from rollback.inspect.audit.quarantine import in_words, read_sample_account
 
     account = read_sample_account(run)
-    text = account.to_json() if form == "json" else in_words(account)
-    _write(run, output, lambda file: print(text, file=file))
+    _write_answer(account, in_words, run, form, output)
     say_notices(account.notices)
 
 
@@ -120,9 +119,15 @@ def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
     from rollback.inspect.audit.verify import check_integrity, in_words
 
     found = check_integrity(run)
-    text = found.to_json() if form == "json" else in_words(found)
-    _write(run, output, lambda file: print(text, file=file))
+    _write_answer(found, in_words, run, form, output)
     return found.exit_code
+
+
+def _write_answer(
+    answer: Answer, in_words: Callable[[Answer], str], run: Path, form: Format, output: Path | None
+) -> None:
+    text = answer.to_json() if form == "json" else in_words(answer)
+    _write(run, output, lambda file: print(text, file=file))
 
 
 def _write(run: Path, output: Path | None, write: Callable[[TextIO], None]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 from typer.core import TyperCommand
 
-from rollback.supervisor.flags import FLAGS, Flag, in_full
+from rollback.supervisor.torchrun.flags import FLAGS, Flag, in_full
 
 # How a flag that only the installed torchrun knows is handed on: by a hidden option, as one word of torchrun's.
 OTHER_FLAG = "--torchrun-flag"

@@ -13,7 +13,7 @@ from rollback.cli.launch import read_settings, require_script
 from rollback.cli.launch_options import LAUNCH_PARAMETERS, as_arguments, declares, flag, parameter, switch
 from rollback.config import Settings
 from rollback.errors import ExitCode, UsageError
-from rollback.supervisor.flags import FLAGS, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, read_flags
 from rollback.terminal.messages import say
 
 _PANEL = "The drill"

@@ -29,12 +29,12 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import use
 from rollback.supervisor.attempts import LaunchOrder, Result
-from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.diagnosis.hang import HangLimits
-from rollback.supervisor.flags import FLAGS, read_flags
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
-from rollback.supervisor.redaction import redacted
 from rollback.supervisor.supervise import supervise
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.flags import FLAGS, read_flags
+from rollback.supervisor.torchrun.redaction import redacted
 from rollback.terminal.messages import line_for, occupy_standard_streams, say
 from rollback.trackers.process import trackers_beside
 

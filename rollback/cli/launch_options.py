@@ -16,8 +16,8 @@ from pydantic.fields import FieldInfo
 
 from rollback.cli.command_line import OTHER_FLAG
 from rollback.config import Settings
-from rollback.supervisor.flags import FLAGS, Flag
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT
+from rollback.supervisor.torchrun.flags import FLAGS, Flag
 
 LAUNCH_CONTEXT = {
     "allow_interspersed_args": False,  # what follows the script is the script's

@@ -12,7 +12,7 @@ import sys
 from typing import Any
 
 from rollback.doctor.findings import Finding, fail, ok, size, warn
-from rollback.rundir.cgroups import granted_cores
+from rollback.system.cgroups import granted_cores
 
 _OLDEST_TORCH = (2, 10)
 _FILES = 4096

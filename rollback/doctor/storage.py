@@ -17,6 +17,7 @@ from rollback.checkpoints.region import Region
 from rollback.doctor.findings import Finding, fail, ok, size, warn
 from rollback.errors import RollbackError
 from rollback.ring.url.store import Store
+from rollback.system.mounts import Mount, mount_of
 
 _FIRST, _LARGEST = 16 << 20, 256 << 20  # bytes that are written to see how fast it goes
 _ENOUGH = 1.0  # seconds of writing after which more would tell nothing new
@@ -32,15 +33,6 @@ _NETWORK = {"nfs", "nfs4", "cifs", "smb3", "lustre", "gpfs", "beegfs", "ceph", "
 
 
 @dataclass(frozen=True)
-class Mount:
-    """A file system. source: its device or server."""
-
-    point: str
-    kind: str
-    source: str
-
-
-@dataclass(frozen=True)
 class Disk:
     """What was measured in a directory. rate: bytes a second, synced. syncs: seconds of small writes with a sync."""
 
@@ -49,20 +41,6 @@ class Disk:
     free: int
     rate: float
     syncs: tuple[float, ...]
-
-
-def mount_of(path: Path, table: str) -> Mount:
-    """The file system of a path, by the text of /proc/self/mountinfo. The last mount on a point is the one in force."""
-    best = Mount("/", "unknown", "unknown")
-    for line in table.splitlines():
-        before, separator, after = line.partition(" - ")
-        fields, rest = before.split(), after.split()
-        if not separator or len(fields) < 5 or len(rest) < 2:
-            continue
-        point = fields[4].encode().decode("unicode_escape")
-        if path.is_relative_to(point) and len(point) >= len(best.point):
-            best = Mount(point, rest[0], rest[1])
-    return best
 
 
 def nearest_existing(path: Path) -> Path:
@@ -84,7 +62,7 @@ def look_at_disk(run: Path, state_bytes: int | None, keep: int) -> tuple[list[Fi
 
 def measure(directory: Path) -> Disk:
     """Write a few files below a directory, for a second or two, and remove them. Raises OSError."""
-    mount = mount_of(directory.resolve(), Path("/proc/self/mountinfo").read_text())
+    mount = mount_of(directory.resolve())
     status = os.statvfs(directory)
     free = status.f_bavail * status.f_frsize
     with _scratch(directory) as scratch:

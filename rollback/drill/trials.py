@@ -82,15 +82,7 @@ class DrillStage:
         self._flags, self._job = list(flags), list(job)
         self._program = [sys.executable, *program]
 
-    def perform(
-        self,
-        name: str,
-        exercise: Exercise,
-        *,
-        limit: float,
-        flags: Sequence[str] = (),
-        environment: Mapping[str, str] = os.environ,
-    ) -> Trial:
+    def perform(self, name: str, exercise: Exercise, *, limit: float, flags: Sequence[str] = ()) -> Trial:
         """Run the job as the exercise says, for at most `limit` seconds a launch; resume it if it was stopped.
 
         Blocks. The checkpoints are removed at the end: a drill has a dozen runs of them.
@@ -102,7 +94,7 @@ class DrillStage:
         folder.write(folder.exercise, exercise)
         output = folder.root / "output.txt"
         command = [*self._program, "launch", "--run", str(run), *self._flags, *flags, *self._job]
-        environment = {**environment, ENV_DRILL: str(folder.root.absolute()), "NO_COLOR": "1"}
+        environment = {**os.environ, ENV_DRILL: str(folder.root.absolute()), "NO_COLOR": "1"}
         began, codes = time.monotonic(), []
         while True:
             code = _run(command, environment, output, limit)

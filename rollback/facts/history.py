@@ -53,13 +53,13 @@ class Case:
     @property
     def pending(self) -> bool:
         """There is a plan, and no rank has carried it out: a crash came in between."""
-        return self.plan is not None and self.plan.action in ("rollback", "retry") and self.restored is None
+        return self.plan is not None and self.plan.goes_back and self.restored is None
 
     @property
     def awaits_outcome(self) -> bool:
         """The plan is meant to cure the trouble, and the outcome is still unknown. An operator's request has no
         outcome."""
-        planned = self.plan is not None and self.plan.action in ("rollback", "retry")
+        planned = self.plan is not None and self.plan.goes_back
         return planned and self.outcome is None and self.incident.request is None
 
 

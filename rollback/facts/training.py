@@ -244,6 +244,11 @@ class Planned(Fact):
     in_hand: bool = False
     """The plan skips the detection step's batch alone."""
 
+    @property
+    def goes_back(self) -> bool:
+        """Whether a checkpoint is restored."""
+        return self.action in ("rollback", "retry")
+
 
 class Restored(Fact):
     """Every rank carried out the plan."""

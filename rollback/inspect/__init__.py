@@ -1,1 +1,1 @@
-"""Reads runs and writes nothing: a room for each command that does."""
+"""Reads runs and writes nothing. Each reading command has a room."""

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from rollback.live.screen import Screen
 from rollback.live.view import EVERY, View
-from rollback.supervisor.output import Stream
+from rollback.supervisor.torchrun.output import Stream
 from rollback.terminal.canvas import Canvas
 from rollback.terminal.escape import printable
 

@@ -11,8 +11,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from rollback.rundir.durable import write_all
-from rollback.supervisor.output import Stream
+from rollback.supervisor.torchrun.output import Stream
+from rollback.system.durable import write_all
 
 _ROOM = 16 << 20  # bytes that wait to be written; beyond, output is not shown, and that is said
 _AT_ONCE = 1 << 16

@@ -33,7 +33,7 @@ def line_of(record: JournalEntry) -> str | None:
         case Incident() as fact:
             threshold = "" if fact.threshold is None else f", threshold {number(fact.threshold)}"
             return f"incident {fact.incident}: {fact.explanation} ({fact.rule}: {number(fact.value)}{threshold})"
-        case Planned() as fact if fact.action in ("rollback", "retry"):
+        case Planned() as fact if fact.goes_back:
             skip = f", skip batches {fact.skip}" if fact.skip else ""
             return f"rewind to step {fact.step} ({fact.checkpoint}){skip}"
         case Planned() as fact:

@@ -130,8 +130,6 @@ def series(
     missing: np.ndarray,
     parts: Sequence[Stretch],
     incidents: Iterable[tuple[int, int]],
-    *,
-    buckets: int = BUCKETS,
 ) -> Series:
     """A column of a run as a curve. incidents: the steps of onset and detection, around which nothing is left out."""
     keep = [(onset - DETAIL // 2, detection + DETAIL // 2) for onset, detection in incidents]
@@ -139,7 +137,7 @@ def series(
     lines, ranges = [], []
     for part in parts:
         steps, own = columns.step[part.rows], values[part.rows]
-        share = max(2, round(buckets * len(steps) / total))
+        share = max(2, round(BUCKETS * len(steps) / total))
         index = thin(steps, own, share, keep)
         if len(index):
             lines.append(Line(part, steps[index], own[index]))

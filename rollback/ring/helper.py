@@ -27,10 +27,10 @@ from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.store import Store
-from rollback.rundir import files
 from rollback.rundir.beacon import Beacon, Watchtower
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
 
 _POLL = 0.2
 _MOMENT = 5.0

@@ -15,9 +15,9 @@ from rollback.checkpoints.direct import write_direct
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.hosts import Others
-from rollback.rundir import files
-from rollback.rundir.durable import open_regular, sync_directory, write_file
 from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.system import files
+from rollback.system.durable import open_regular, sync_directory, write_file
 
 
 class RingInRun:

@@ -20,9 +20,9 @@ from typing import Generic, TypeVar
 import xxhash
 from pydantic import BaseModel
 
-from rollback.rundir import files
-from rollback.rundir.durable import read_small_file, write_all
-from rollback.rundir.small_json import parse_model
+from rollback.system import files
+from rollback.system.durable import read_small_file, write_all
+from rollback.system.small_json import parse_model
 
 EVERY = 1.0
 # Network file systems may show a file as it was some seconds ago.

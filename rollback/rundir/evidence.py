@@ -7,8 +7,8 @@ from typing import Literal
 
 from pydantic import BaseModel, Field
 
-from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import read_model
+from rollback.system.durable import write_file
+from rollback.system.small_json import read_model
 
 _LIMIT = 16 << 20
 

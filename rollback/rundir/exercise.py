@@ -19,8 +19,8 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
-from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import sound_model
+from rollback.system.durable import write_file
+from rollback.system.small_json import sound_model, sound_models
 
 ENV_DRILL = "ROLLBACK_DRILL"
 
@@ -103,11 +103,11 @@ class Folder:
 
     def all_injected(self) -> list[Injected]:
         """By rank."""
-        return [note for path in sorted(self.root.glob("injected-*.json")) if (note := read_note(path, Injected))]
+        return list(sound_models(self.root, "injected-*.json", Injected, _LIMIT).values())
 
     def all_ends(self) -> list[EndState]:
         """By rank."""
-        return [note for path in sorted(self.root.glob("end-*.json")) if (note := read_note(path, EndState))]
+        return list(sound_models(self.root, "end-*.json", EndState, _LIMIT).values())
 
 
 def read_note(path: Path, kind: type[_Note]) -> _Note | None:

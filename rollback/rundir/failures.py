@@ -17,9 +17,9 @@ import xxhash
 from pydantic import BaseModel, Field
 
 from rollback.facts.training import Window
-from rollback.rundir import files
-from rollback.rundir.durable import write_file
-from rollback.rundir.small_json import sound_model
+from rollback.system import files
+from rollback.system.durable import write_file
+from rollback.system.small_json import sound_models
 
 _LIMIT = 4 << 20
 _TEXT_LIMIT = 64 << 10
@@ -65,12 +65,8 @@ def write_failure(path: Path, record: FailureRecord) -> None:
 
 def read_failures(directory: Path) -> dict[int, FailureRecord]:
     """The readable records of an attempt, by rank. One that is absent, damaged or about another rank is left out."""
-    found: dict[int, FailureRecord] = {}
-    for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
-        record = sound_model(path, FailureRecord, _LIMIT)
-        if record is not None and path.name == f"rank-{record.rank:05d}.json":
-            found[record.rank] = record
-    return found
+    found = sound_models(directory, "rank-*.json", FailureRecord, _LIMIT)
+    return {record.rank: record for name, record in found.items() if name == f"rank-{record.rank:05d}.json"}
 
 
 def qualified_name(kind: type[BaseException]) -> str:

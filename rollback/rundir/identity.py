@@ -12,9 +12,9 @@ from pydantic import BaseModel, Field
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Accepted
 from rollback.rundir import seal
-from rollback.rundir.durable import write_file
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.small_json import read_json
+from rollback.system.durable import write_file
+from rollback.system.small_json import read_json
 
 _SHOWN = 6  # differences that are spelt out; the rest is counted
 

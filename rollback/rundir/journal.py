@@ -19,9 +19,10 @@ from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.training import Fact, JournalEntry, parse_fact
-from rollback.rundir import files, seal
-from rollback.rundir.durable import append_line, open_regular, sync_directory
-from rollback.rundir.small_json import parse_json
+from rollback.rundir import seal
+from rollback.system import files
+from rollback.system.durable import append_line, open_regular, sync_directory
+from rollback.system.small_json import parse_json
 
 _GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it

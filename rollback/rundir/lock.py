@@ -15,11 +15,11 @@ from datetime import datetime, timezone
 import filelock
 
 from rollback.errors import RunDirectoryError, RunInUse
-from rollback.rundir import files
-from rollback.rundir.durable import write_file
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import start_of
-from rollback.rundir.small_json import read_json
+from rollback.system import files
+from rollback.system.durable import write_file
+from rollback.system.processes import start_of
+from rollback.system.small_json import read_json
 
 HOLDER_LIMIT = 1 << 16
 

@@ -12,8 +12,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from rollback.rundir.durable import open_regular
 from rollback.rundir.records import Metric
+from rollback.system.durable import open_regular
 
 _LINES_AT_ONCE = 1 << 13
 _LINE_LIMIT = 1 << 12

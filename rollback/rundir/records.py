@@ -14,9 +14,9 @@ from typing import Any
 
 from pydantic import BaseModel, Field, FiniteFloat, ValidationError
 
-from rollback.rundir import files
-from rollback.rundir.durable import end_of_lines, open_regular, write_file
-from rollback.rundir.small_json import parse_model, read_model
+from rollback.system import files
+from rollback.system.durable import end_of_lines, open_regular, write_file
+from rollback.system.small_json import parse_model, sound_models
 
 _LINE_LIMIT = 8 << 20  # a skipped batch of a million samples on one rank; a hostile line is not read into memory
 _DAMAGED_LIMIT = 1000  # lines: more than that is no record with some damage
@@ -64,7 +64,7 @@ class Heartbeat(BaseModel, frozen=True):
     monotonic: FiniteFloat
     """When the rank's Python last moved."""
     start: str = ""
-    """When the process began, as from `rollback.rundir.processes.start_of`; empty where unknown."""
+    """When the process began, as from `rollback.system.processes.start_of`; empty where unknown."""
     looked: FiniteFloat = 0.0
     """When the rank last looked."""
     collectives: int | None = None
@@ -199,10 +199,6 @@ def write_heartbeat(path: Path, heartbeat: Heartbeat) -> None:
 
 def read_heartbeats(directory: Path) -> dict[int, Heartbeat]:
     """The readable heartbeats by rank, without those that are absent, damaged or just being replaced."""
-    found: dict[int, Heartbeat] = {}
-    for path in sorted(directory.glob("rank-*.json")) if directory.is_dir() else []:
-        try:
-            found[int(path.stem.removeprefix("rank-"))] = read_model(path, Heartbeat, 1 << 16)
-        except (OSError, ValueError):
-            continue
-    return found
+    found = sound_models(directory, "rank-*.json", Heartbeat, 1 << 16)
+    numbers = {name: name.removeprefix("rank-").removesuffix(".json") for name in found}
+    return {int(number): found[name] for name, number in numbers.items() if number.isdecimal()}

@@ -14,7 +14,7 @@ import os
 import re
 import time
 import uuid
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable, Iterator
 from datetime import datetime, timezone
 from itertools import islice
 from pathlib import Path
@@ -24,10 +24,10 @@ from pydantic import BaseModel, Field, ValidationError, model_validator
 
 from rollback.errors import RunDirectoryError, reporting
 from rollback.facts.training import Order, Window
-from rollback.rundir import files
-from rollback.rundir.durable import sync_directory, write_all
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.small_json import read_model
+from rollback.system import files
+from rollback.system.durable import sync_directory, write_all
+from rollback.system.small_json import read_model
 
 _NAME = re.compile(r"(\d{6,9})-[0-9a-f]{8}")
 _LIMIT = 1 << 14
@@ -68,6 +68,10 @@ class Request(BaseModel, frozen=True, extra="forbid"):
         if not f"{self.who}{self.why}{self.at}{self.launch or ''}".isprintable():
             raise ValueError("it has characters that cannot be printed")  # they go to people's terminals
         return self
+
+    def stops(self, launch: str | None) -> bool:
+        """Whether it is to stop this launch."""
+        return self.order == "stop" and self.launch in (None, launch)
 
     def in_words(self) -> str:
         match self.order:
@@ -134,6 +138,16 @@ def read_request(paths: RunPaths, name: str) -> Request:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"it is not a request ({where + ': ' if where else ''}{first['msg']})") from error
+
+
+def sound_requests(paths: RunPaths, names: Iterable[str]) -> Iterator[tuple[str, Request]]:
+    """Those of the named requests that can be read, with their names. What is no request is the ranks' to refuse."""
+    for name in names:
+        try:
+            request = read_request(paths, name)
+        except (OSError, ValueError):
+            continue
+        yield name, request
 
 
 class Inbox:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import hmac
 import os
 import stat
-from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -35,9 +34,9 @@ class Seal:
         return isinstance(stated, str) and hmac.compare_digest(self.of(what, content).encode(), stated.encode())
 
 
-def present(environment: Mapping[str, str] = os.environ) -> Seal | None:
+def present() -> Seal | None:
     """The seal that the environment names. Raises UsageError where its file cannot be used."""
-    path = environment.get(ENV_SEAL)
+    path = os.environ.get(ENV_SEAL)
     return _read(path) if path else None
 
 

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from pydantic import BaseModel, Field, TypeAdapter
 
-from rollback.rundir import files
-from rollback.rundir.durable import open_regular, write_file
-from rollback.rundir.small_json import read_json
+from rollback.system import files
+from rollback.system.durable import open_regular, write_file
+from rollback.system.small_json import read_json
 
 _LIMIT = 4 << 20
 _STACK_LIMIT = 1 << 20

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from typing import Any
 
 from rollback.sentinel.presets import Preset
@@ -182,19 +182,7 @@ class Excursion:
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types only."""
-        rows = [[r.step, r.loss, r.log_norm, r.height, r.lost, r.norm_height] for r in self.recent]
-        return {
-            "onset": self.onset,
-            "rule": self.rule,
-            "threshold": self.threshold,
-            "count": self.count,
-            "lows": self.lows,
-            "last_high": self.last_high,
-            "peak": self.peak,
-            "highest": self.highest,
-            "opening": list(self.opening),
-            "recent": rows,
-        }
+        return {**asdict(self), "recent": [list(astuple(reading)) for reading in self.recent]}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Excursion:

@@ -1,4 +1,4 @@
-"""The attempts of one launch: watch one, judge how it ended, start the next or end the run."""
+"""The attempts of one launch: watches an attempt, judges how it ended, starts the next one or ends the run."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
 from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, furthest_step, gather, got_further, rank_ends
@@ -32,49 +31,52 @@ from rollback.supervisor.diagnosis.hang import HangLimits
 from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, Ending, account_of, ending
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
-from rollback.supervisor.host import Host, Running
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, NodePlace
-from rollback.supervisor.redaction import new_salt, redacted
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.start_conditions import differences
 from rollback.supervisor.stop_request import StopRequests
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.host import Host, Running
+from rollback.supervisor.torchrun.redaction import new_salt, redacted
+from rollback.supervisor.torchrun.start_conditions import differences
 
 _POLL = 0.1
 
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """What `rollback launch` was asked to do.
-
-    restart_budget: restarts without progress. grace: seconds that ranks have to stop and save when told to.
-    hang: how long they may show no sign of progress. node_timeout: seconds that missing nodes are waited for.
-    preload: see `rollback.agent.fork_server`. expects_guard: what was asked for concerns a guard, so there is one.
-    """
+    """The order to `rollback launch`."""
 
     paths: RunPaths
     job: LaunchedJob
     settings: Settings
     restart_budget: int
+    """Restarts without progress."""
     grace: float
+    """Seconds that the ranks have to stop and save when they are told to."""
     hang: HangLimits
+    """How long the ranks may show no progress."""
     node_timeout: float = NODE_TIMEOUT
+    """Seconds that the launch waits for missing nodes."""
     preload: bool = True
+    """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool = False
+    """Whether the order is about a guard, so that the script must have one."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended: what `rollback launch` exits with, and why, in words. recorded: in a run directory."""
+    """How a run ended: the exit code of `rollback launch`, and the reason in words."""
 
     exit_code: ExitCode
     reason: str
     recorded: bool = True
+    """Whether there is a record in a run directory."""
 
 
 class Attempts:
-    """One launch: from the first attempt that it starts to the last."""
+    """One launch, from its first attempt to its last."""
 
     def __init__(
         self,
@@ -116,7 +118,7 @@ class Attempts:
             evidence, first = self._attempt(attempt)
             end, output = ending(evidence), self._host.output
             if end != "failed" or first is None or first.rank == output.held_of:
-                output.release()  # what it raised is the account itself
+                output.release()  # the exception is itself the account
             if evidence.refusal is not None:
                 if evidence.attached:
                     self._begin_record()
@@ -149,7 +151,7 @@ class Attempts:
                 return self._end(ExitCode.RESUMABLE, "told to stop between two attempts")
 
     def _gather(self, attempt: int) -> bool:
-        """Wait for all nodes; False if told to stop meanwhile."""
+        """Wait for all nodes. False: a stop signal came first."""
         try:
             if self._nodes.gather(attempt, lambda: bool(self._signals.received)):
                 return True
@@ -161,14 +163,14 @@ class Attempts:
         return False
 
     def _attempt(self, attempt: int) -> tuple[AttemptEvidence, FirstCause | None]:
-        """Run torchrun once, and return what is known when all that it started is gone, and what ended it."""
+        """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
         self._ledger.attempt = attempt
         began = time.monotonic()
         with self._host.attempt(attempt, len(self._nodes.names) if self._elastic else None) as running:
             self._note_start(running)
             status, ended = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
-        if isinstance(ended, StuckAtExit):  # they were through, and what torchrun says of our kill counts for nothing
+        if isinstance(ended, StuckAtExit):  # their work was complete: our kill is no failure
             left = left.model_copy(update={"status": 0, "failures": None})
         hung = ended if isinstance(ended, Hung) else None
         self._hear_signals()
@@ -194,7 +196,7 @@ class Attempts:
         return evidence, first
 
     def _note_start(self, running: Running) -> None:
-        """Journal the attempt, and say what is not as at the last start."""
+        """Journal the attempt, and say what differs from the last start."""
         job = self._order.job
         started = AttemptStarted(
             command=redacted(running.command, job.secret_args), host=socket.gethostname(), pid=running.pid,
@@ -209,8 +211,10 @@ class Attempts:
             self._say(f"attempt {running.attempt}: other than at the last start: {told}")
 
     def _watch(self, running: Running) -> tuple[int, Hung | StuckAtExit | None]:
-        """Torchrun's status once the attempt has ended on all nodes, by itself or because we ended it: told to stop and
-        its time is up, it failed on another node, or the ranks hang, in mid-run or at their exit."""
+        """Watch until the attempt has ended on all nodes. Returns torchrun's status, and the hang, if there was one.
+
+        This method ends the attempt if the grace is over, if the attempt failed on another node, or if the ranks hang.
+        """
         deadline: float | None = None
         ended: Hung | StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
@@ -246,7 +250,7 @@ class Attempts:
         return status, ended
 
     def _hear_signals(self) -> list[str]:
-        """Stop signals that came since the last call, here or on other nodes, by name."""
+        """The names of the stop signals since the last call, from here and from other nodes."""
         facts = [Signalled(signal=signum.name) for signum in self._signals.take()]
         facts += [Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
         facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
@@ -256,7 +260,7 @@ class Attempts:
         return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in facts]
 
     def _begin_record(self) -> None:
-        """The job was not refused: from now on, what is known of it and what it prints goes to the run directory."""
+        """The ranks did not refuse the job: from now on, facts and output go to the run directory."""
         self._ledger.open()
         self._draining.follow(self._journal.records())
         self._host.output.keep()
@@ -270,7 +274,7 @@ class Attempts:
         self._host.output.release(f"what rank {self._host.output.held_of} raised because of that:")
 
     def _blame(self, first: FirstCause | None, attempt: int) -> bool:
-        """Journal the batch that is to blame, if any: the next attempt reads that and passes over it."""
+        """Journal the batch that is to blame, if there is one: the next attempt skips it."""
         found = blame(first, attempt, read_journal(self._paths.supervisor_journal).records)
         if found is None:
             return False
@@ -279,14 +283,14 @@ class Attempts:
         return True
 
     def _stopped_while_waiting(self, delay: float) -> bool:
-        """Wait before another attempt; True, at once, if a stop signal comes or has come."""
+        """Wait before the next attempt. True, at once: a stop signal has come."""
         until = time.monotonic() + delay
         while not self._hear_signals() and not self._stop_signals and time.monotonic() < until:
             time.sleep(_POLL)
         return bool(self._stop_signals)
 
     def _refused(self, evidence: AttemptEvidence) -> RollbackError:
-        """The ranks' refusal as our own error. Journalled only if earlier attempts of this launch already were."""
+        """The ranks' refusal as an error. It is journalled only if this launch has a journal already."""
         assert evidence.refusal is not None
         error = evidence.refusal.as_error()
         if self._ledger.opened:
@@ -319,6 +323,6 @@ class Attempts:
         return Result(exit_code, reason, recorded=self._ledger.opened)
 
     def _out_of_time(self) -> bool:
-        """Whether who told us to stop waits no longer: what is left of the grace is for the durable ring."""
+        """Whether the grace is over; what is left of it is for the durable ring."""
         since = self._signals.since
         return self._signals.insistent or (since is not None and time.monotonic() > since + self._order.grace)

@@ -1,4 +1,4 @@
-"""Whether and when another attempt follows a failed one. Pure."""
+"""Whether and when another attempt follows a failed attempt. Pure."""
 
 from __future__ import annotations
 
@@ -26,15 +26,16 @@ class GiveUp:
 
 @dataclass(frozen=True)
 class Budget:
-    """Restarts that are left, and the attempts in a row that failed before their ranks had attached.
+    """The restarts that are left. Progress refills them.
 
-    Progress refills it: a run of months survives any number of crashes as long as each attempt gets further than all
-    before it, and one that always dies at the same place ends after `limit` restarts.
+    So a run of months survives any number of crashes if each attempt gets further than all before it. A run that always
+    fails at the same place ends after `limit` restarts.
     """
 
     limit: int
     left: int
     unattached: int = 0
+    """Attempts in a row that failed before their ranks had attached."""
 
     @classmethod
     def full(cls, limit: int) -> Budget:
@@ -45,13 +46,12 @@ class Budget:
     ) -> tuple[Budget, Restart | GiveUp]:
         """The budget after a failed attempt, and what follows.
 
-        progressed: the attempt got further than all before it. attached: its ranks had agreed on where to begin.
-        killed: it did not fail by itself, somebody ended it. blamed: data are to blame and will be left out, so there
-        is nothing to wait for.
+        progressed: the attempt got further than all before it. attached: its ranks had agreed where to begin. killed:
+        somebody ended the attempt. blamed: data are to blame and will be left out, so no delay is needed.
 
-        The first restart after progress comes at once; the second waits, and from there the delay doubles. A job
-        that fails by itself twice in a row before its ranks have attached is given up early: a script with a syntax
-        error gets no better by waiting. One that is killed while it starts may well start the next time.
+        The first restart after progress comes at once. The second one waits, and from there the delay doubles. A job
+        that fails twice in a row before its ranks have attached gets no third attempt: a delay does not cure a syntax
+        error. An attempt that somebody killed does not count for this.
         """
         budget = replace(
             self,
@@ -72,9 +72,9 @@ class Budget:
 
 
 def after_unguarded(restarts: int, allowed: int) -> Restart | GiveUp:
-    """What follows when a script that has made no guard has failed: torchrun's own rule.
+    """What follows when a script without a guard has failed, by torchrun's own rule.
 
-    restarts: that there were. allowed: by --max-restarts.
+    restarts: number of restarts so far. allowed: the number that --max-restarts allows.
     """
     if restarts >= allowed:
         return GiveUp(f"--max-restarts allows {allowed} restarts of a script without a guard")

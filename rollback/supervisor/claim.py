@@ -1,4 +1,4 @@
-"""The run directory before the first attempt: is it one, is it free, and how it is left untouched by a refusal."""
+"""The run directory before the first attempt: checks it, locks it, and leaves it untouched when a job is refused."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
-from rollback.rundir import files
-from rollback.rundir.durable import read_small_file
 from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.system.durable import read_small_file
 
 
 @dataclass(frozen=True)
 class EarlierAttempts:
-    """What a run directory holds of earlier attempts."""
+    """The record of earlier attempts in a run directory."""
 
     train: list[JournalEntry]
     supervisor: list[JournalEntry]
@@ -33,10 +33,10 @@ class EarlierAttempts:
 
 
 def read_past(paths: RunPaths) -> EarlierAttempts:
-    """Read a run directory, which need not exist, and change nothing.
+    """Read a run directory, which need not exist. Changes nothing.
 
-    Raises RunDoesNotFit for a directory that is something else or of another format, JournalDamaged, and
-    RunDirectoryError where it cannot be read or written.
+    Raises RunDoesNotFit for a directory with other files or another format, JournalDamaged, and RunDirectoryError where
+    the directory cannot be read or written.
     """
     _require_access(paths)
     with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
@@ -64,7 +64,7 @@ def _require_access(paths: RunPaths) -> None:
 
 
 def _require_run_directory(paths: RunPaths) -> None:
-    """Refuse to fill a directory that holds somebody's other files."""
+    """Raise RunDoesNotFit for a directory with other files."""
     if not paths.root.exists() or paths.identity.exists() or paths.train_journal.parent.exists():
         return
     # An attempt that ended before its ranks had attached may have left these.
@@ -79,11 +79,11 @@ def _require_run_directory(paths: RunPaths) -> None:
 
 
 def claim_or_stand_in(paths: RunPaths, stand_in: Path, *, insist: bool) -> tuple[RunPaths, Claim, RollbackError | None]:
-    """The run directory, held; or another one in its place, and the error for which it cannot be used.
+    """The locked run directory; or the stand-in, and the reason why the run directory cannot be used.
 
-    A script without a guard needs no run directory, and whether it has one is not known yet. One that has is told the
-    error when it makes its guard. stand_in: a directory that need not exist. insist: raise the error instead; it is
-    raised too where the directory holds a run, since then there is a guard.
+    A script without a guard needs no run directory, and nobody knows yet whether the script has a guard. A script with
+    a guard gets the error when it makes the guard. stand_in: a directory that need not exist. insist: raise the error.
+    It is also raised where the directory holds a run, since then the script has a guard.
     """
     try:
         read_past(paths)
@@ -96,10 +96,10 @@ def claim_or_stand_in(paths: RunPaths, stand_in: Path, *, insist: bool) -> tuple
 
 
 class Claim:
-    """Holds a run directory for this process. It is made where it does not exist.
+    """Holds the lock of a run directory, which it makes where it is missing.
 
-    `release` at the end of a run; `undo` instead where the job was refused, which leaves the disk as it was before.
-    Raises RunInUse or RunDirectoryError from the constructor.
+    Call `release` at the end of a run, or `undo` where the job was refused: the disk is then as it was before. The
+    constructor raises RunInUse or RunDirectoryError.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -139,7 +139,7 @@ class Claim:
 
 
 def _content(holder: Path) -> bytes | None:
-    """None where there is none. What is no file of ours is refused when the lock is taken."""
+    """None where there is no file. A file that is not ours is refused when the lock is taken."""
     try:
         return read_small_file(holder, HOLDER_LIMIT)
     except (OSError, ValueError):

@@ -1,7 +1,7 @@
-"""A run that has been trained to its end: is there anything left to start?
+"""Whether a complete run has anything left to start.
 
-The same command on it has nothing to do, and torchrun is not even started. With another one the ranks decide: they go
-on from the end if the script asks for more.
+For the command that completed the run, nothing is left, and torchrun is not started. With another command the ranks
+decide: they go on from the end if the script asks for more.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from rollback.instructions import MODULE
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox
 from rollback.supervisor.claim import EarlierAttempts
-from rollback.supervisor.command import LaunchedJob, torchrun_command
-from rollback.supervisor.redaction import redacted
+from rollback.supervisor.torchrun.command import LaunchedJob, torchrun_command
+from rollback.supervisor.torchrun.redaction import redacted
 
 _ASKED = ("module", "no-python", "nproc-per-node", "nnodes")  # of torchrun's flags; others say how to get there
 _READ = 1 << 20  # bytes: a larger file that a command line names is data, and is known by its size and time
 
 
 def fingerprint(job: LaunchedJob, settings: Settings, salt: str | None) -> str:
-    """A hash over what the user asked for: script, arguments, settings, and the content of the files among them.
+    """A hash over script, arguments, settings, and the content of the files that they name.
 
-    salt: of the run, for what is secret of it.
+    salt: the run's, for secret values.
     """
     words = [job.script, *job.arguments]
     flags = {name: value for name, value in job.flags.items() if name in _ASKED}
@@ -61,7 +61,7 @@ def nothing_left(
     settings: Settings,
     say: Callable[[str], None],
 ) -> str | None:
-    """Why nothing is to be started, in words; None where something may be. What differs on a complete run is said."""
+    """The reason in words why nothing is started; None: an attempt may start. Says what differs on a complete run."""
     end = _completed(paths, past)
     if end is None:
         return None
@@ -75,8 +75,7 @@ def nothing_left(
 
 
 def _completed(paths: RunPaths, past: EarlierAttempts) -> Finished | None:
-    """The end of a run that a supervisor has seen through to it, to which nothing has happened since, and which nobody
-    has asked to be changed."""
+    """The end of a run that a supervisor saw; None where something happened after it, or a request is open."""
     history = fold(past.train)
     last = past.supervisor[-1] if past.supervisor else None
     if last is None or not isinstance(last.fact, RunEnded) or last.fact.exit_code != 0 or history.final is None:
@@ -96,7 +95,7 @@ def _is_there(checkpoint: Path) -> bool:
 
 
 def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> str | None:
-    """What is asked for otherwise than when the run was completed; None where nothing is."""
+    """How the order differs from the one that completed the run; None: it does not."""
     started = past.last_start
     if started and started.job == fingerprint(job, settings, started.salt):
         return None
@@ -109,6 +108,6 @@ def _difference(past: EarlierAttempts, job: LaunchedJob, settings: Settings) -> 
 
 
 def _words(command: Sequence[str]) -> list[str]:
-    """What of torchrun's command line the user has said."""
+    """The user's part of torchrun's command line."""
     words = list(command)
     return words[words.index(MODULE) + 1 :] if MODULE in words else words

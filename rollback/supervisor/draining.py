@@ -1,4 +1,4 @@
-"""The durable ring of a supervised run: reached before anything is started, filled beside it, completed at its end."""
+"""The durable ring of a supervised run: checked before the first attempt, filled beside it, completed at its end."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _LAST_WORDS = 5.0  # seconds for the record, where the time for checkpoints is u
 
 
 def reach(url: str | None, *, writing: bool) -> Store | None:
-    """The ring's URL, once it has answered; `writing`: once it has taken and given back an object.
+    """The store at the ring's URL, once it has answered. writing: also write and read an object.
 
     Raises UsageError or RingUnavailable.
     """
@@ -35,7 +35,7 @@ def reach(url: str | None, *, writing: bool) -> Store | None:
 
 
 class Draining:
-    """Runs the drainer beside the attempts of a run, whose ranks say by `attached` which ring they agreed on."""
+    """Runs the drainer beside the attempts of a run. The ranks say by `attached` which ring they use."""
 
     def __init__(self, paths: RunPaths, ledger: SupervisorJournal, say: Callable[[str], None]) -> None:
         self._paths, self._ledger, self._say = paths, ledger, say
@@ -43,7 +43,7 @@ class Draining:
         self._looked_at = 0.0
 
     def follow(self, records: Iterable[JournalEntry]) -> None:
-        """Begin, if the ranks have attached and name a ring; again and again, to no further effect."""
+        """Start the drainer once the ranks have attached and name a ring. More calls have no effect."""
         if self._drainer is not None:
             return
         self._looked_at = time.monotonic()
@@ -61,7 +61,7 @@ class Draining:
             self.follow(records())
 
     def finish(self, out_of_time: Callable[[], bool]) -> None:
-        """The ranks are gone for good: wait until what they left is copied, or cannot be, or `out_of_time`."""
+        """The ranks are gone: wait until their checkpoints are copied or cannot be copied, or until `out_of_time`."""
         drainer = self._drainer
         if drainer is None:
             return
@@ -76,13 +76,13 @@ class Draining:
                 return
 
     def has(self, name: str | None) -> bool:
-        """Whether a checkpoint is where a reboot leaves it: in the run directory, or at the ring's URL."""
+        """Whether a checkpoint survives a reboot: it is in the run directory, or at the ring's URL."""
         if name is None or self._paths.checkpoint(name).exists():
             return True
         return name in drained(read_journal(self._paths.supervisor_journal).records)
 
     def close(self) -> None:
-        """Bring the record there up to date, behind the last fact of this run, and end."""
+        """Copy the record with the last fact of this run, and end."""
         if self._drainer is not None:
             self._drainer.close()
             self._drainer.wait(Phase.CLOSED, _PATIENCE_AT_THE_END)

@@ -1,22 +1,22 @@
-"""Looking out for a hang while an attempt runs, and what is done about one before everything is ended."""
+"""Looks for a hang while an attempt runs, and takes the stacks before everything is ended."""
 
 from __future__ import annotations
 
 import time
 
 from rollback.facts.training import Hung, StuckAtExit
+from rollback.rundir.failure_class import in_order_of_blame, merely_noticed
 from rollback.rundir.failures import read_failures
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.first_cause import in_order_of_blame, merely_noticed
 from rollback.supervisor.diagnosis.hang import GONE, HangLimits, HangWatch, suspect
-from rollback.supervisor.host import Running
 from rollback.supervisor.nodes.lead import Nodes
+from rollback.supervisor.torchrun.host import Running
 
 _EVERY = 1.0
 
 
 class Lookout:
-    """Reads heartbeats about once a second, however often it is asked."""
+    """Reads heartbeats about once a second, however often `look` is called."""
 
     def __init__(self, paths: RunPaths, limits: HangLimits, running: Running, nodes: Nodes) -> None:
         self._paths, self._running, self._nodes = paths, running, nodes
@@ -25,12 +25,12 @@ class Lookout:
 
     @property
     def trains(self) -> bool:
-        """Whether the attempt has got as far as doing steps."""
+        """Whether the attempt has done a step."""
         return self._watch.trains
 
     def look(self) -> Hung | StuckAtExit | None:
-        """The hang, if the ranks hang now; their stacks are on disk then as far as they could be had. Or that they
-        have done all they had to do, and do not end."""
+        """The hang, if the ranks hang now: their stacks are on disk then, where they could be taken. Or the fact that
+        all ranks have completed their work and do not exit."""
         now = time.monotonic()
         if now < self._next:
             return None

@@ -1,4 +1,4 @@
-"""The supervisor's journal, held back until it is certain that this job may write to the run directory."""
+"""The supervisor's journal. It is written only once this job may write to the run directory."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from rollback.rundir.paths import RunPaths
 
 
 class SupervisorJournal:
-    """Notes facts of the current attempt, from any thread.
+    """Notes facts of the current attempt. Safe to use from any thread.
 
-    Until `open` is called, they stay in memory and the disk is not touched.
+    Until `open` is called, the facts stay in memory.
 
-    A journal that cannot be written does not stop the run: it is said once, and the facts are kept for the next try.
+    A journal that cannot be written does not stop the run. The supervisor reports it once and keeps the facts for the
+    next try.
     """
 
     def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
@@ -36,7 +37,7 @@ class SupervisorJournal:
                 self._write()
 
     def open(self) -> None:
-        """From now on facts go to the disk, those held so far first."""
+        """From now on facts go to the disk, first the facts in memory."""
         with self._lock:
             if not self.opened:
                 self.opened = True

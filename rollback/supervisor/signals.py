@@ -1,4 +1,4 @@
-"""Signals that ask the supervisor to stop, and how urgently. The handlers only note them; the loop acts."""
+"""Stop signals of the supervisor, and how urgent they are. The handlers only note a signal; the loop acts."""
 
 from __future__ import annotations
 
@@ -13,19 +13,20 @@ _INSISTENT = (signal.SIGTERM, signal.SIGINT)
 
 
 class StopSignals:
-    """Catches the stop signals while it is entered. One that was ignored when we were started (nohup) stays ignored.
+    """Catches the stop signals inside its `with` block. A signal that was ignored before (nohup) stays ignored.
 
-    received: those that came, in order. The second SIGTERM or SIGINT is insistence: end now. A SIGTERM after a
-    SIGUSR1 is not: schedulers send the one as a warning and the other at the end of the time that they warned of.
-    others: names of further signals, with commas between them; one that this system does not know is passed over, as
-    torchrun does.
+    The second SIGTERM or SIGINT means: end now. A SIGTERM after a SIGUSR1 does not: schedulers send SIGUSR1 as a
+    warning and SIGTERM at the end of that time. others: names of further signals, with commas between them; unknown
+    names are ignored, as torchrun does.
     """
 
     def __init__(self, others: str = "") -> None:
         names = (name.strip() for name in others.split(","))
         self._heeded = {*STOP_SIGNALS, *(signal.Signals[name] for name in names if name in signal.Signals.__members__)}
         self.received: list[signal.Signals] = []
-        self.since: float | None = None  # monotonic seconds of the first one
+        """In the order in which they came."""
+        self.since: float | None = None
+        """Monotonic seconds of the first signal."""
         self._taken = 0
         self._before: dict[signal.Signals, Any] = {}
 
@@ -34,7 +35,7 @@ class StopSignals:
         return sum(signum in _INSISTENT for signum in self.received) >= 2
 
     def take(self) -> list[signal.Signals]:
-        """Signals that came since the last call."""
+        """The signals since the last call."""
         new = self.received[self._taken :]
         self._taken += len(new)
         return new

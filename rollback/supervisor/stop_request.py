@@ -1,14 +1,14 @@
-"""Being told to stop by a request in the run directory. The ranks see it too; the supervisor keeps the time."""
+"""Stop requests in the run directory. The ranks see them too; the supervisor enforces the grace."""
 
 from __future__ import annotations
 
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import Inbox, read_request
+from rollback.rundir.requests import Inbox, sound_requests
 
 
 class StopRequests:
-    """Requests to stop the launch that holds the run directory, which must be this one."""
+    """Requests to stop this launch, which holds the run directory."""
 
     def __init__(self, paths: RunPaths) -> None:
         self._paths = paths
@@ -16,14 +16,8 @@ class StopRequests:
         self._inbox = Inbox(paths, ())
 
     def take(self) -> list[str]:
-        """Who asked since the last call. What is no such request is the ranks' to refuse."""
-        who = []
-        for name in list(self._inbox.open()):
+        """Who has asked since the last call."""
+        names = list(self._inbox.open())
+        for name in names:
             self._inbox.note_answer(name)
-            try:
-                request = read_request(self._paths, name)
-            except (OSError, ValueError):
-                continue
-            if request.order == "stop" and request.launch in (None, self._launch):
-                who.append(request.who)
-        return who
+        return [request.who for _, request in sound_requests(self._paths, names) if request.stops(self._launch)]

@@ -1,18 +1,19 @@
-"""The loop around torchrun: start an attempt, pass on signals, clear up after it, and decide what follows.
+"""One launch: the run directory, the nodes, the attempts.
 
-Order matters in three places:
+The order is important in three places:
 
-- The run directory is read before it is locked and locked before anything is started; a job that its ranks refuse
-  leaves it as it was. Hence the ledger that holds facts back until the ranks have attached.
-- Every process of an attempt is gone before its evidence is read, and before another one starts.
-- What will be done is journalled before it is done.
+- The run directory is read before it is locked, and locked before anything starts. A job that its ranks refuse leaves
+  the directory as it was: so the supervisor's journal is written only after the ranks have attached.
+- All processes of an attempt are gone before its evidence is read, and before the next attempt starts.
+- A decision is journalled before it is carried out.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,25 +26,24 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 from rollback.supervisor.complete import nothing_left
-from rollback.supervisor.diagnosis.outcome import Refusal
 from rollback.supervisor.draining import reach
-from rollback.supervisor.host import Host
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader, Nodes
 from rollback.supervisor.nodes.membership import NodePlace, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
-from rollback.supervisor.output import Audience
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.host import Host
+from rollback.supervisor.torchrun.output import Audience
 
 _POLL = 0.1
 
 
-def supervise(order: LaunchOrder, audience: Audience, environment: Mapping[str, str] = os.environ) -> Result:
-    """Run the job to its end, over as many attempts as it takes and the budget allows.
+def supervise(order: LaunchOrder, audience: Audience) -> Result:
+    """Run the job to its end, over as many attempts as the budget allows.
 
-    Raises RollbackError, with the run directory unchanged, where the
-    directory cannot be used or the ranks refuse it; and where processes of an attempt cannot be ended.
+    Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
+    also where processes of an attempt cannot be ended.
     """
     place = place_among_nodes(order.job.flags, order.node_timeout)
     store = reach(order.settings.ring, writing=place is None)
@@ -51,12 +51,13 @@ def supervise(order: LaunchOrder, audience: Audience, environment: Mapping[str, 
     with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
         private = Path(os.path.realpath(made))  # no link is followed in it
         claim: Claim | None = None
+        environment = dict(os.environ)
         if place is None:
             paths, claim, obstacle = claim_or_stand_in(order.paths, private / "run", insist=order.expects_guard)
             order = replace(order, paths=paths)
-            environment = {name: value for name, value in environment.items() if name != ENV_NO_RUN}
+            environment.pop(ENV_NO_RUN, None)
             if obstacle is not None:
-                environment[ENV_NO_RUN] = Refusal.of(obstacle).model_dump_json()
+                environment[ENV_NO_RUN] = json.dumps(obstacle.fields)
         host = Host(
             order.paths, order.job, order.settings, environment, private, audience,
             grace=order.grace, expects_guard=order.expects_guard, preload=order.preload,
@@ -77,7 +78,7 @@ def _take_part(
     host: Host,
     signals: StopSignals,
 ) -> Result:
-    """One node of many: lead if nobody does, else follow; who loses its leader is where it began."""
+    """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
     follower = Follower(order.paths, place, host, order.grace, signals, say)
     while True:
         read_past(order.paths)
@@ -103,7 +104,7 @@ def _lead(
     signals: StopSignals,
     claim: Claim,
 ) -> Result:
-    """Decide about attempts, while holding the run directory, and let go of it. store: where to fetch from first."""
+    """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
     ledger = SupervisorJournal(order.paths, say)
     try:
         with _all_nodes(order.paths, place, say) as nodes:

@@ -14,7 +14,7 @@ DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))  # by column, then b
 _LOG_FROM = 8.0  # a curve whose highest value is this many times its lowest is drawn on a logarithmic axis
 
 
-def draw(columns: Sequence[Bucket], bounds: tuple[float, float] | None, height: int, style: str = "cyan") -> list[Text]:
+def draw(columns: Sequence[Bucket], bounds: tuple[float, float] | None, height: int) -> list[Text]:
     """Rows of a curve, `height` characters high. A column of values that are not finite is a red cross below.
 
     bounds: the values at the lower and the upper edge, where what lies beyond them is drawn.
@@ -30,7 +30,7 @@ def draw(columns: Sequence[Bucket], bounds: tuple[float, float] | None, height: 
                 text.append("×", style="bold red")
                 continue
             dots = sum(_dots(places, each, each - first, line) for each in pair)
-            text.append(chr(BLANK + dots), style=style)
+            text.append(chr(BLANK + dots), style="cyan")
         lines.append(text)
     return lines
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from rollback.errors import OutputNotWritten, UsageError, reporting
-from rollback.rundir.durable import sync_directory
+from rollback.system.durable import sync_directory
 
 
 @contextmanager

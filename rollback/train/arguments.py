@@ -1,4 +1,4 @@
-"""What the script hands to the guard, sorted and checked."""
+"""Sorts and checks the arguments of the guard."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from rollback.train.state.state import Stateful
 
 
 def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, Stateful]]:
-    """Settings and objects among the guard's further arguments. Raises UsageError for what is neither."""
+    """The settings and the objects among the guard's further arguments. Raises UsageError for other values."""
     given = {name: value for name, value in others.items() if name in Settings.model_fields}
     objects: dict[str, Stateful] = {}
     for name, value in others.items():
@@ -37,7 +37,7 @@ def settings_and_objects(others: dict[str, Any]) -> tuple[Settings, dict[str, St
 
 
 def check_trained(model: object, optimizer: object) -> None:
-    """Raises UsageError for what is no model, or no optimizer whose steps can be noticed."""
+    """Raise UsageError for a wrong model, or an optimizer whose steps cannot be noticed."""
     if not isinstance(model, nn.Module):
         raise UsageError(
             f"Guard(model=...) is a {type(model).__name__}; it takes an nn.Module",
@@ -64,13 +64,13 @@ def check_trained(model: object, optimizer: object) -> None:
 
 
 def check_run(run: object) -> None:
-    """Raises UsageError where a run directory is given that is no path."""
+    """Raise UsageError where the run directory is no path."""
     if not isinstance(run, str | os.PathLike | None):
         raise UsageError(f"Guard got run={run!r}, which is no path", hint="for example run='runs/one'")
 
 
 def whole_number(value: Any, what: str) -> int:
-    """`value` as an int of 0 or more; `what` it is, with the call that it was given in, for the UsageError."""
+    """`value` as an int of 0 or more. what: its name and call, for the UsageError."""
     try:
         number = operator.index(value)
     except TypeError:
@@ -81,7 +81,7 @@ def whole_number(value: Any, what: str) -> int:
 
 
 def sentinel_for(settings: Settings) -> Sentinel:
-    """The run's sentinel. Raises UsageError where a checkpoint could be good before the trouble in it is called."""
+    """The run's sentinel. Raises UsageError where probation is too short for the sentinel's patience."""
     sentinel = Sentinel(settings.sensitivity)
     if settings.probation <= sentinel.patience:
         raise UsageError(
@@ -93,7 +93,7 @@ def sentinel_for(settings: Settings) -> Sentinel:
 
 
 def scalar(value: Tensor | float, what: str) -> Tensor:
-    """The number that the script has observed, without its graph. Raises UsageError where it is none."""
+    """The observed number, without its graph. Raises UsageError for other values."""
     if not isinstance(value, Tensor):
         try:
             return torch.tensor(float(operator.pos(value)))  # of a text, float() would make a number

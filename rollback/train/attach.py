@@ -1,7 +1,7 @@
-"""Attaching to a run directory: is it ours, where do we go on, and only then: write.
+"""Attaches to a run directory: checks that the run is this job's, restores, and only then writes.
 
-Rank 0 reads, every rank gets what it read. All refusals happen before anything in the directory is changed, and on
-all ranks alike.
+Rank 0 reads the directory and sends the content to all ranks. Every refusal comes before anything in the directory is
+changed, and on all ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import json
 import os
 import socket
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -36,7 +35,6 @@ from rollback.facts.training import (
     Restored,
     Tier,
 )
-from rollback.rundir import files
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -46,9 +44,10 @@ from rollback.rundir.identity import (
     require_same_job,
     write_identity,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.run import AttachedRun
@@ -63,29 +62,26 @@ from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
 
 
-def supervised(environment: Mapping[str, str] = os.environ) -> bool:
-    return bool(environment.get(ENV_SUPERVISOR))
+def supervised() -> bool:
+    return bool(os.environ.get(ENV_SUPERVISOR))
 
 
-def run_paths(given: str | os.PathLike[str] | None, environment: Mapping[str, str] = os.environ) -> RunPaths:
+def run_paths(given: str | os.PathLike[str] | None) -> RunPaths:
     """The supervisor's run directory, else the script's, else runs/<script name>."""
-    chosen = environment.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
+    chosen = os.environ.get(ENV_RUN) or given or Path("runs") / (Path(sys.argv[0]).stem or "python")
     return RunPaths(Path(chosen).absolute())
 
 
-def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
-    """Collective, and the first thing that a guard does: tell the supervisor, if there is one, that there is a guard.
+def meet() -> Ranks:
+    """Collective. Tell the supervisor, if there is one, that the script has a guard. A guard does this first.
 
-    Raises RollbackError, on all ranks alike, where the supervisor had to do without the run directory.
+    Raises RollbackError, on all ranks, where the supervisor could not use the run directory.
     """
-    if destination := environment.get(ENV_REFUSAL):
-        with contextlib.suppress(OSError):  # it will see the guard in the run directory then
+    if destination := os.environ.get(ENV_REFUSAL):
+        with contextlib.suppress(OSError):  # then the supervisor finds the guard by the run directory
             guard_mark(destination).touch()
-    if given := environment.get(ENV_NO_RUN):
-        refusal = json.loads(given)
-        error = RollbackError(refusal["message"], hint=refusal["hint"])
-        error.exit_code = errors.ExitCode(refusal["exit_code"])
-        raise error
+    if given := os.environ.get(ENV_NO_RUN):
+        raise RollbackError(**json.loads(given))
     ranks = Ranks()
     ranks.meet()
     return ranks
@@ -94,46 +90,45 @@ def meet(environment: Mapping[str, str] = os.environ) -> Ranks:
 def refuse(error: RollbackError, *, status: int = 0) -> NoReturn:
     """End this rank because of `error`.
 
-    Under a supervisor the error goes to it by file, from the first rank that comes here: torchrun would bury both
-    message and status. The rank exits with `status`: with 0 where all ranks come here alike, with another one where the
-    others may wait for this one, so that torchrun ends them. Without a supervisor the error is raised as it is.
+    Under a supervisor the first rank writes the error to a file, since torchrun passes on neither message nor status.
+    The rank then exits with `status`: 0 where all ranks come here; not 0 where other ranks may wait for this one, so
+    that torchrun ends them. Without a supervisor the error is raised.
     """
     destination = os.environ.get(ENV_REFUSAL)
     if not destination:
         raise error
-    body = {"exit_code": int(error.exit_code), "message": error.message, "hint": error.hint}
     with contextlib.suppress(FileExistsError), open(destination, "x", encoding="utf-8") as file:
-        file.write(json.dumps(body))
+        file.write(json.dumps(error.fields))
     raise SystemExit(status)
 
 
 @dataclass
 class FoundRun:
-    """What rank 0 found in the run directory, and the first rank of each host in its slots; the same on all ranks.
-
-    manifests: of all checkpoints, oldest first. slots: those in the slots of all hosts, with their numbers. in_ring:
-    those in the run directory. damaged: those in the run directory whose manifest cannot be believed, and why. strays:
-    names of those that are in the slots of some hosts only.
-    """
+    """What rank 0 found in the run directory, and the first rank of each host in its slots. All ranks have the same."""
 
     attempt: int
     history: History
     manifests: list[Manifest]
+    """Of all checkpoints, oldest first."""
     slots: dict[str, int]
+    """Checkpoints in the slots of all hosts, with the numbers of their slots."""
     in_ring: list[str]
+    """Checkpoints in the run directory."""
     damaged: dict[str, str]
+    """Checkpoints in the run directory whose manifest is damaged, and why."""
     strays: list[str]
+    """Checkpoints that only some hosts have in their slots."""
     blamed: list[Blamed]
-    """What the supervisor has blamed crashes on."""
+    """The data that the supervisor blames crashes on."""
     identity: Identity | None
     accepted: list[Accepted]
 
 
 def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
-    """Collective: read the run directory and check that this job is the run's. Changes nothing but what is fetched.
+    """Collective: read the run directory, and check that the run is this job's. Changes nothing, except for a fetch.
 
-    Raises RollbackError, the same on all ranks. The lock is taken by rank 0 where no supervisor holds it; where there
-    is a ring at a URL from which nobody has fetched yet, it does that too.
+    Rank 0 takes the lock where no supervisor holds it, and fetches the run from a ring at a URL where nobody has done
+    so. Raises RollbackError, the same on all ranks.
     """
     lock: RunLock | None = None
     body: dict[str, Any] = {}
@@ -147,7 +142,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
             store = reach_ring(settings)
             lock = None if supervised() else RunLock(paths, "the guard of an unsupervised job")
             fetch_run(store, paths, settings)
-            if (identity := read_identity(paths)) is not None:  # once more: it may have been fetched
+            if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
             require_a_change(paths, settings)
@@ -199,21 +194,15 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         "records": [json.loads(record.model_dump_json()) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
-        "blamed": [fact.model_dump() for fact in _blamed(paths)],
+        "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
         "identity": identity.model_dump(mode="json") if identity else None,
     }
 
 
-def _blamed(paths: RunPaths) -> list[Blamed]:
-    """What the supervisor's journal says about batches and samples on which ranks raised again."""
-    facts = [record.fact for record in read_journal(paths.supervisor_journal).records]
-    return [fact for fact in facts if isinstance(fact, Blamed)]
-
-
 def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settings) -> AttachedRun:
-    """Collective: see whose run it is, restore what its record says, then write the first lines of this attempt.
+    """Collective: check the run, restore, then write the first lines of this attempt.
 
-    The first write happens here. Raises RollbackError, the same on all ranks.
+    Nothing is written before. Raises RollbackError, the same on all ranks.
     """
     found, lock = read_run(paths, state.job(ranks.world_size), ranks, settings)
     try:
@@ -229,9 +218,10 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
 def _restore_newest(
     paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks
 ) -> tuple[Manifest, CheckpointPlace] | None:
-    """Collective: restore the newest checkpoint that can be used, and where it lay; None where the run has none yet.
+    """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
-    What cannot be used is noted in `found`. Raises NoUsableCheckpoint where there are or were some, and none will do.
+    Unusable checkpoints are noted in `found`. Raises NoUsableCheckpoint where there are or were checkpoints, and none
+    is usable.
     """
     history, damaged = found.history, found.damaged
     places = _places(paths, found)
@@ -307,7 +297,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
 
 
 def _where(history: History, chosen: Manifest) -> str:
-    """For people: where the run goes on."""
+    """Where the run goes on, in words."""
     end = history.finished
     if end is None or chosen.name != end.checkpoint:
         return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
@@ -317,7 +307,7 @@ def _where(history: History, chosen: Manifest) -> str:
 
 
 def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]]:
-    """Where this rank looks for each checkpoint: as many places on every rank, though its host may not have them."""
+    """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
     places: dict[str, list[CheckpointPlace]] = {}
     for name in (manifest.name for manifest in found.manifests):
@@ -328,7 +318,7 @@ def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]
 
 
 def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks) -> tuple[str, Recorder]:
-    """The run's id, and the pen that its journal is written with."""
+    """Collective: make what is missing in the run directory. Returns the run's id and the recorder."""
     fault, run_id = "", ""
     record: Recorder | None = None
     advised = found.history.advised
@@ -362,7 +352,7 @@ def _quarantine(paths: RunPaths, name: str) -> None:
 
 
 def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
-    """Rank 0: a crash came between a plan and the eviction of what it discards."""
+    """Rank 0: evict what a plan discards, where a crash prevented it."""
     for name in names:
         try:
             evicted = ring.evict(paths, name)
@@ -374,7 +364,7 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder)
 
 
 def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Recorder) -> None:
-    """The plan that a crash interrupted has just been carried out by way of this attempt."""
+    """Journal that this attempt has carried out the plan that a crash interrupted."""
     if history.pending is None:
         return
     case = history.cases[-1]

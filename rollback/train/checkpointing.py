@@ -1,4 +1,4 @@
-"""The checkpoint side of a guard: the parts that take, keep and drain checkpoints, put together for one run."""
+"""Makes the parts of a guard that take, keep and drain checkpoints."""
 
 from __future__ import annotations
 
@@ -22,17 +22,20 @@ from rollback.train.state.state import TrainingState
 
 @dataclass(frozen=True)
 class CheckpointSide:
-    """snapshots: on their way to becoming checkpoints. manager: of the checkpoints that there are. schedule: when the
-    next one is taken. drainer: what copies them to the durable ring, where this rank does."""
+    """The parts of a guard that see to its checkpoints."""
 
     snapshots: Snapshots
+    """Snapshots on their way to becoming checkpoints."""
     manager: CheckpointManager
+    """The manager of the existing checkpoints."""
     schedule: SnapshotSchedule
+    """Decides when the next snapshot is taken."""
     drainer: Drainer | Helper | None
+    """Copies checkpoints to the durable ring; None: another process does."""
 
 
 def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str], None]) -> CheckpointSide:
-    """Collective. show: told what this rank is doing, for its heartbeat."""
+    """Collective: make these parts. show: gets what this rank is doing, for its heartbeat."""
     paths, ranks, record, settings = run.paths, run.ranks, run.record, run.settings
     tier = open_tier(paths, ranks, run.run_id, tiers.base_of(settings.fast_tier))
     drainer = start_draining(paths, settings, record, ranks)

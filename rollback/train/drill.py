@@ -1,13 +1,12 @@
-"""The ranks' part of `rollback drill`: lets one planned fault strike, and says what the run ended with.
+"""The ranks' part of `rollback drill`: injects one planned fault, and records the state at the end of the run.
 
-Nothing of this is in the way of a job that is not drilled: the guard asks once, when it is made, whether there is an
-exercise for its run directory. If so, this module is given each batch on its way to the script
-(`StepInProgress.batch_filters`) and is told of the end (`TrainingEnd.on_complete`). It uses the same public means as
-any script would: hooks on the model's forward, a batch, a weight, a signal. So what a drill tests is the code that runs
-without it.
+A guard checks once, when it is made, whether its run directory has an exercise. If so, this module gets each batch on
+its way to the script (`StepInProgress.batch_filters`) and is called at the end (`TrainingEnd.on_complete`). It uses
+only what any script can use: hooks on the model's forward, a batch, a weight, a signal. So a drill tests the code that
+runs without it.
 
-Which update a fault strikes is the exercise's; that it has struck is on disk before it does, so that a restarted rank
-does not let it strike again. Only a corrupted batch stays corrupted, as it would in a real data set.
+The exercise defines the update that the fault strikes. The fault is recorded on disk before it strikes, so that a
+restarted rank does not inject it again. Only a corrupted batch stays corrupted, as in a real data set.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ from rollback.rundir.exercise import (
     exercise_of,
     read_note,
 )
-from rollback.rundir.files import WRITES
+from rollback.system.files import WRITES
 from rollback.train.data import rng
 from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
@@ -51,16 +50,17 @@ from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 
-_SIGNAL_PATIENCE = 60.0  # seconds that a rank waits for its own SIGTERM, which comes by way of the supervisor
+_SIGNAL_PATIENCE = 60.0  # seconds that a rank waits for its own SIGTERM, which the supervisor sends
 _BIT_OF = {1: (torch.int8, 1 << 5), 2: (torch.int16, 1 << 6), 4: (torch.int32, 1 << 22), 8: (torch.int64, 1 << 51)}
-"""By size of an element: the integer type to see it as, and a bit that changes the value but leaves it finite."""
+"""By element size: the integer type to view it as, and a bit whose flip leaves the value finite."""
 
 
 @dataclass(frozen=True)
 class DrilledGuard:
-    """What a drill sees of a guard. model: as the script calls it. close: ends the guard."""
+    """What a drill sees of a guard."""
 
     model: nn.Module
+    """The model as the script calls it."""
     run: AttachedRun
     state: TrainingState
     step: StepInProgress
@@ -69,10 +69,11 @@ class DrilledGuard:
     skips: SkipList
     stop: StopRequest
     close: Callable[[], object]
+    """Ends the guard."""
 
 
 def take_part(guard: DrilledGuard) -> None:
-    """Put the drill between this guard and its script, if it is in one."""
+    """Put the drill between this guard and its script, if there is an exercise."""
     if (found := exercise_of(guard.run.paths.root)) is None:
         return
     rank, end, steps = _DrilledRank(guard, *found), guard.end, found[0].steps
@@ -82,7 +83,7 @@ def take_part(guard: DrilledGuard) -> None:
 
 
 class _When(Enum):
-    """Where the drilled update is, in this process."""
+    """Whether the drilled update is still to come in this process."""
 
     AHEAD = "ahead"
     NOW = "now"  # its batches are being handed out for the first time
@@ -122,8 +123,8 @@ class _DrilledRank:
         self._note_sample(position, batch)
         while self._hooks:
             self._hooks.pop().remove()
-        # A checkpoint that is on its way then meets the full disk too, however slowly it is written; and steps that are
-        # quicker than its thread wait for it, so that training does not end before there is room again.
+        # A snapshot in flight then meets the full disk too. And quick steps wait for its thread, so that training does
+        # not end before the disk has room again.
         if self._disk.full:
             self._guard.snapshots.wait()
         if step >= self._exercise.step + self._exercise.lasts and not self._guard.snapshots.in_flight:
@@ -136,7 +137,7 @@ class _DrilledRank:
         return self._strike[self._exercise.fault](batch) if self._when is _When.NOW or still_corrupt else batch
 
     def _note(self, what: str) -> None:
-        """It strikes now. On disk when this returns."""
+        """Record that the fault strikes now. Durable on return."""
         before, position = self._struck, self._guard.step.batch
         batches = before.batches if before else ()
         if position in batches:
@@ -167,7 +168,7 @@ class _DrilledRank:
         return self._on_output(batch, tap, f"the gradient of the model's output is {factor:g} times as large")
 
     def _on_output(self, batch: Any, change: Callable[[Tensor], Tensor], what: str) -> Any:
-        """Change what the model gives for this batch. The hook goes when the next batch is handed out."""
+        """Change the model's output for this batch. The next batch removes the hook."""
 
         def hook(module: nn.Module, inputs: Any, output: Any) -> Any:
             if not torch.is_grad_enabled():
@@ -220,7 +221,7 @@ class _DrilledRank:
             os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
             deadline = time.monotonic() + _SIGNAL_PATIENCE
             while not self._guard.stop.requested and time.monotonic() < deadline:
-                time.sleep(0.01)  # else a short job could be over before the signal has come round
+                time.sleep(0.01)  # else a short job could end before the signal arrives
         return batch
 
     def _fill_disk(self, batch: Any) -> Any:
@@ -243,7 +244,7 @@ class _DrilledRank:
             file.write(json.dumps([position, digest.hexdigest()]) + "\n")
 
     def leave(self) -> None:
-        """Write down the end state and end this rank, past the code behind the script's loop."""
+        """Record the end state and end this rank, without the code after the script's loop."""
         state = self._guard.state
         self._disk.full = False
         self._folder.write(
@@ -256,7 +257,7 @@ class _DrilledRank:
         raise SystemExit(0)
 
     def _parts(self) -> dict[str, str]:
-        """Hashes of all that an exact recovery must bring back."""
+        """Hashes of everything that an exact recovery must restore."""
         state = self._guard.state
         buffers = all_of(state.model)
         model = state.model.state_dict()
@@ -267,14 +268,14 @@ class _DrilledRank:
             "objects": {name: item.state_dict() for name, item in state.objects.items()},
             "counters": vars(state.counters),
             "kept": state.memory.state_dict(),
-            # By stream: one that the script never seeds is another in every process, and says nothing.
+            # By stream: a stream that the script never seeds differs in every process, and is not compared.
             **_flat("random", rng.capture()),
             **_flat("cursor", state.cursor.state_dict()),
         }
         return {**{name: _digest(value) for name, value in parts.items()}, "data": self._data()}
 
     def _data(self) -> str:
-        """Of the batches that count: at each position the one handed out last, without those passed over since."""
+        """A hash of the batches that count: at each position the last one handed out, without skipped positions."""
         with open(self._folder.samples(self._rank), encoding="utf-8") as file:
             handed_out = dict(json.loads(line) for line in file if line.endswith("\n"))
         end, windows = self._guard.state.cursor.batch, self._guard.skips.windows
@@ -287,15 +288,17 @@ class _DrilledRank:
 
 
 class _FullDisk:
-    """Refuses to open files for writing below a directory while `full`. The interpreter itself asks, for every open
-    and mkdir, so whatever writes there is refused, by whichever way. Files that are open already can be written."""
+    """Refuses to open files for writing below a directory while `full`.
+
+    It is an audit hook of the interpreter, which sees every open and mkdir. Open files can still be written.
+    """
 
     def __init__(self, root: str) -> None:
         self._below = root.rstrip("/") + "/"
         self.full = False
 
     def fill(self) -> None:
-        """Once in a process: an audit hook cannot be removed."""
+        """Call it once in a process: an audit hook cannot be removed."""
         self.full = True
         sys.addaudithook(self._refuse)
 
@@ -310,7 +313,7 @@ class _FullDisk:
 
 
 def _mapped(value: Any, change: Callable[[Tensor], Any], which: Callable[[Tensor], bool]) -> tuple[Any, int]:
-    """The same structure with the tensors that `which` chooses changed, and how many they were."""
+    """The same structure with the tensors that `which` chooses changed, and their number."""
     count = 0
 
     def visit(item: Any) -> Any:
@@ -336,7 +339,7 @@ def _mapped(value: Any, change: Callable[[Tensor], Any], which: Callable[[Tensor
 
 
 def _noise(value: Tensor, source: torch.Generator) -> Tensor:
-    """Of the same shape and type, within the range of the values for whole numbers, far outside of it for others."""
+    """Noise of the same shape and type: whole numbers within the range of the values, others far outside of it."""
     if value.is_floating_point():
         spread = float(value.detach().float().abs().nan_to_num().max()) or 1.0
         noise = torch.randn(value.shape, generator=source) * (1000.0 * spread)
@@ -348,7 +351,7 @@ def _noise(value: Tensor, source: torch.Generator) -> Tensor:
 
 
 def _flat(name: str, value: Any) -> dict[str, Any]:
-    """What is in nested mappings, each under its path."""
+    """The leaves of nested mappings, each under its path."""
     if not isinstance(value, Mapping):
         return {name: value}
     return {path: leaf for key, inner in value.items() for path, leaf in _flat(f"{name}/{key}", inner).items()}

@@ -1,12 +1,13 @@
-"""How training ends: with its state kept and the run complete, or by a script that left its loop before that.
+"""How training ends: complete with its state kept, or by a script that left its loop before.
 
-The guard knows the end for certain where it ends the iteration itself: `max_steps`, or `guard.epochs(n)` at its last
-epoch. Any other pass that comes to the end of the data may have been the last: so the state is kept behind each, and
-lets go of again when another batch is handed out. What remains when the guard is closed is the state at the end.
+The guard knows the end where it ends the iteration itself: at `max_steps`, or at the last epoch of `guard.epochs(n)`.
+Any other pass that reaches the end of the data may be the last one. So the state is kept after each pass, and released
+when another batch is handed out. The state that is kept when the guard is closed is the final state.
 """
 
 from __future__ import annotations
 
+import itertools
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -19,9 +20,12 @@ from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
+_NUMBERS = itertools.count()
+_MADE_UNDER = "_rollback_made_under"
+
 
 class TrainingEnd:
-    """max_steps: end there; None: with the data. on_complete: called when the guard has ended the loop at max_steps."""
+    """The end of one rank's training. max_steps: the last update; None: the end of the data."""
 
     def __init__(
         self,
@@ -39,6 +43,7 @@ class TrainingEnd:
         self._record = run.record
         self.max_steps = max_steps
         self.on_complete: list[Callable[[], object]] = []
+        """Called when the guard has ended the loop at `max_steps`."""
         self._keeps = run.settings.snapshot_every != 0
         self._before = run.history.finished
         self._kept: str | None = None
@@ -46,7 +51,11 @@ class TrainingEnd:
         self._calm = True
         self._noted = self._trained = False
         self._left_over = 0
-        self._handled = sys.exc_info()[1]  # the script's loop may stand in an `except`, and a process be forked in one
+        self._number = next(_NUMBERS)
+        if (handled := sys.exc_info()[1]) is not None:
+            # The script's loop may stand in an `except`, and a process be forked in one. That exception is marked and
+            # not kept: it would keep all frames that it has passed through.
+            vars(handled).setdefault(_MADE_UNDER, []).append(self._number)
         restored = run.restored
         if self._before is not None and restored is not None and restored.name == run.history.final:
             self._kept, self._by, self._calm = restored.name, self._before.by, self._before.calm
@@ -54,13 +63,13 @@ class TrainingEnd:
 
     @property
     def is_due(self) -> bool:
-        """Whether all steps that were asked for are made."""
+        """Whether `max_steps` is reached."""
         return self.max_steps is not None and self._state.counters.step >= self.max_steps
 
     def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
-        """Collective: the data, or what was asked for, has come to its end. Keep the state; all steps are judged.
+        """Collective: keep the state at a possible end. All steps are judged. by: what ended the training.
 
-        left_over: batches behind the last update. left: what the script does behind its last epoch is done, too.
+        left_over: batches after the last update. left: the script has done its work after the last epoch.
         """
         self._left_over = left_over
         self._by, self._calm = by, self._judge.calm
@@ -68,14 +77,14 @@ class TrainingEnd:
         self._kept = self._schedule.take_end(self._judge.timeline)
 
     def go_on(self) -> None:
-        """Collective: a batch is handed out, so it was not the end."""
+        """Collective: a batch is handed out, so that was not the end."""
         self._trained = True
         kept, self._kept, self._by = self._kept, None, None
         if kept is not None:
             self._schedule.go_on(kept)
 
     def stop(self, halt: Halt) -> ExitCode:
-        """Collective: the ranks stop together before the end. With what a run without a supervisor ends then."""
+        """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
         kept = self._schedule.take_now(self._judge.timeline) if halt.save else None
         if not halt.structural:
             self._checkpoints.look_after()
@@ -95,13 +104,13 @@ class TrainingEnd:
         return ExitCode.IO if lost else ExitCode.FAILED
 
     def close(self, *, changed: bool, judge: Callable[[], object] | None) -> None:
-        """The script is through, by all that can be known here. Not collective.
+        """The script seems to be complete. Not collective.
 
-        changed: it has made an update since it was given its last batch. judge: ends that step, where that needs no
-        peer; what is planned then, the next start does.
+        changed: it has made an update since its last batch. judge: ends that step, where this needs no other rank. A
+        plan that follows is for the next start.
         """
         raised = sys.exc_info()[1]
-        raising = raised is not None and raised is not self._handled
+        raising = raised is not None and self._number not in vars(raised).get(_MADE_UNDER, ())
         if self._noted or raising:  # `finally` and `with` close the guard in an exception too
             return
         if self._by is not None and not changed:
@@ -116,7 +125,7 @@ class TrainingEnd:
         self._note_left(changed + self._judge.awaits_verdict)
 
     def note_finished(self) -> None:
-        """It was the end: say so, once. Behind `keep_state`. Not collective."""
+        """Journal the end of training, once, after `keep_state`. Not collective."""
         if self._noted:
             return
         self._noted = True
@@ -139,7 +148,7 @@ class TrainingEnd:
         )  # fmt: skip
 
     def _standing(self) -> tuple[dict[str, Any], int]:
-        """Where training stands, with the newest checkpoint, as facts tell it; and how many updates that lacks."""
+        """Step, batch and newest checkpoint, as fields of a fact; and the number of updates after that checkpoint."""
         newest, step = self._checkpoints.newest(), self._state.counters.step
         where = {"step": step, "batch": self._state.cursor.batch, "checkpoint": newest.name if newest else None}
         return where, step - (newest.step if newest else 0)

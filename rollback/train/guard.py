@@ -1,4 +1,4 @@
-"""`rollback.Guard`: what the training script holds. It hands out batches, and between them sees to everything else."""
+"""`rollback.Guard`, for the training script. It hands out batches, and does all other work between two batches."""
 
 from __future__ import annotations
 
@@ -77,10 +77,11 @@ class Guard(ScriptSide):
         try:
             ranks = attaching.meet()
             settings, objects = settings_and_objects(others)
+            sentinel = sentinel_for(settings)
             check_trained(model, optimizer)
             check_run(run)
             end = None if max_steps is None else whole_number(max_steps, "Guard got max_steps")
-            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel_for(settings))
+            self._state = TrainingState(model, optimizer, objects, cursor_for(loader), sentinel)
             self._state.check()  # refuses now what could not be kept later
             self._run = attaching.attach(attaching.run_paths(run), self._state, ranks, settings)
             self._build(model, loader, end)
@@ -96,7 +97,7 @@ class Guard(ScriptSide):
         drill.take_part(drilled)  # does nothing outside of `rollback drill`
 
     def _build(self, model: nn.Module, loader: Any, max_steps: int | None) -> None:
-        """The parts of the guard, around the run that it has attached to. Collective."""
+        """Collective: make the parts of the guard, for the run that it has attached to."""
         run, state = self._run, self._state
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
@@ -117,8 +118,8 @@ class Guard(ScriptSide):
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
-        # The judge journals what became of an incident before whoever asked for it has an answer. Passes step the
-        # script's schedulers. The script itself (`on_rollback`) comes last: all else is in place by then.
+        # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
+        # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
         self._rewinder.subscribers += [
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
@@ -228,7 +229,7 @@ class Guard(ScriptSide):
         return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:
-        """If the body that has just run made an update: count it, judge the one before, send this one's beat."""
+        """If the loop's body made an update: count it, judge the update before, and send the beat of this one."""
         step, schedule = self._step_in_progress, self._checkpoints.schedule
         if not step.updated:
             if step.batches == WITHOUT_UPDATE:
@@ -248,11 +249,11 @@ class Guard(ScriptSide):
         return decision
 
     def _all_is_well(self) -> bool:
-        """Judge the last step too. False if that led to a rewind: then there are batches to come."""
+        """Judge the last step too. False: this led to a rollback, so batches follow."""
         return not self._act(self._judge.settle())
 
     def _act(self, decision: Decision | None) -> bool:
-        """Carry out a decision. Whether training stands elsewhere now."""
+        """Carry out a decision. True: training is at another position now."""
         match decision:
             case Rewind():
                 self._rewind(decision)
@@ -261,12 +262,12 @@ class Guard(ScriptSide):
                 return self._attend()
             case Halt() if self._batches.may_resume_here() or not decision.save:
                 self._halt(decision)
-            case _:  # told to stop where no checkpoint may be taken: the next step's beat says it again
+            case _:  # a stop where no checkpoint may be taken: the next beat says it again
                 pass
         return False
 
     def _attend(self) -> bool:
-        """Do what operators have asked for. Whether training stands elsewhere now."""
+        """Carry out the requests of operators. True: training is at another position now."""
         moved = False
         while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here()):
             moved |= self._act(decision)
@@ -280,7 +281,7 @@ class Guard(ScriptSide):
         return due and self._batches.may_resume_here()
 
     def _take_snapshot(self) -> bool:
-        """Take one at this step's end. False if there turned out to be something more urgent to do.
+        """Take a snapshot at this step's end. False: a rollback came first.
 
         The last step is judged first, so that the sentinel's state in the checkpoint is complete.
         """
@@ -293,13 +294,13 @@ class Guard(ScriptSide):
     # Ends ----------------------------------------------------------------------------------------------------------
 
     def _end_pass(self, by: str, *, final: bool = False) -> bool:
-        """False if the state at the end turned out to demand a return: then there are batches to come."""
+        """End the pass. False: the final state demanded a rollback, so batches follow."""
         self._step_in_progress.show("saving")
         if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
         if final:
-            self._requests.stop.withdraw()  # nobody will read the flag any more: SIGTERM means what it meant before
+            self._requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
             self._end.note_finished()
         self._step_in_progress.heartbeat.turn_to("training")
         if final:
@@ -312,7 +313,7 @@ class Guard(ScriptSide):
         while self._checkpoints.manager.ailing is not None:
             if self._act(self._judge.answer_state()):
                 return False
-            self._end.keep_state(by, left_over=left_over, left=left)  # it is left alone, and kept as it is
+            self._end.keep_state(by, left_over=left_over, left=left)  # the finding is left alone, and the state is kept
         return True
 
     def _halt(self, halt: Halt) -> None:
@@ -325,7 +326,7 @@ class Guard(ScriptSide):
         raise SystemExit(0 if attaching.supervised() else int(code))
 
     def _rewind(self, decision: Rewind) -> None:
-        """Carry out a plan that is in the journal already."""
+        """Carry out a plan, which is in the journal."""
         self._step_in_progress.show("rewinding")
         halt = self._rewinder.carry_out(decision)
         if halt is not None:

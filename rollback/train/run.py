@@ -1,4 +1,4 @@
-"""The run that a guard has attached to: where it lies, who takes part in it, and how its record stood at the start."""
+"""The run that a guard has attached to: its paths, its ranks, and its record at the start."""
 
 from __future__ import annotations
 
@@ -16,34 +16,36 @@ from rollback.train.comm.recorder import Recorder
 
 @dataclass
 class AttachedRun:
-    """Made by `rollback.train.attach.attach`; what works for a run is given it whole. The same on all ranks, but for
-    what `ranks` says of this one and for `lock`, which rank 0 has where no supervisor holds it.
-
-    history: as at the start of this attempt. manifests: of the checkpoints that are held, oldest first. slots: in use,
-    by checkpoint. next_seq: of the next checkpoint. restored: the checkpoint that this attempt goes on from, None where
-    it begins anew. ranks_before: how many ranks that one is of, if it is another number than now.
-    """
+    """The run that a guard has attached to. `rollback.train.attach.attach` makes it. All ranks have the same, apart
+    from `lock` and from what `ranks` says of this rank."""
 
     paths: RunPaths
     ranks: Ranks
     settings: Settings
     record: Recorder
     history: History
+    """The history at the start of this attempt."""
     attempt: int = 1
     run_id: str = ""
     lock: RunLock | None = None
+    """Rank 0 has it where no supervisor holds the run directory."""
     manifests: list[Manifest] = field(default_factory=list)
+    """Of the existing checkpoints, oldest first."""
     slots: dict[str, int] = field(default_factory=dict)
+    """The slots in use, by checkpoint."""
     next_seq: int = 0
+    """The number of the next checkpoint."""
     restored: Manifest | None = None
+    """The checkpoint that this attempt goes on from; None: the run begins."""
     ranks_before: int | None = None
+    """The number of ranks of that checkpoint, if it differs from the present number."""
     _process: int = field(default_factory=os.getpid)
     _left: bool = False
 
     def leave(self) -> bool:
-        """Whether this rank leaves the run now: once, and in the process that has attached to it.
+        """Whether this rank leaves the run now. True once, and only in the process that attached.
 
-        A loader worker, forked with all that is to be done at exit, is not the rank that ends.
+        A forked loader worker inherits the exit handlers, and is not the rank.
         """
         leaves = not self._left and os.getpid() == self._process
         self._left |= leaves

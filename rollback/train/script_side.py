@@ -1,4 +1,4 @@
-"""The script's side of the guard: its methods for the body of the loop and elsewhere."""
+"""The methods of the guard for the script, in the loop's body and elsewhere."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from rollback.train.step import StepInProgress
 
 
 class ScriptSide:
-    """All of `Guard` but its loop. Nothing here is collective, and nothing waits for the device."""
+    """`Guard` without its loop. Nothing here is collective, and nothing waits for the device."""
 
     _batches: Batches
     _passes: Passes
@@ -123,14 +123,14 @@ class ScriptSide:
         return len(self._batches.loader)
 
     def __bool__(self) -> bool:
-        return True  # also where the loader is empty, or has no length
+        return True  # even if the loader is empty or has no length
 
     @property
     def dataset(self) -> Any:
         """The loader's data set. Raises AttributeError where it has none."""
         return self._batches.loader.dataset
 
-    if not TYPE_CHECKING:  # a type checker would believe that there is everything
+    if not TYPE_CHECKING:  # else a type checker accepts every attribute
 
         def __getattr__(self, name: str) -> NoReturn:
             kind = type(getattr(self.__dict__.get("_batches"), "loader", None)).__name__
@@ -140,7 +140,7 @@ class ScriptSide:
 
 
 class PassIterator:
-    """What `iter(guard)` returns: the guard's batches. Unlike the guard's own, its `iter` begins no pass."""
+    """The result of `iter(guard)`: the guard's batches. `iter` of it does not begin another pass."""
 
     def __init__(self, guard: Iterator[Any]) -> None:
         self._guard = guard

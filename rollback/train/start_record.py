@@ -1,9 +1,8 @@
-"""What a start adds to the record, and when it may not go on: a structural stop under which nothing has changed."""
+"""What a start adds to the record; and the refusal to go on after a structural stop without a change."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 
 from rollback.config import Settings
 from rollback.errors import StoppedAsStructural
@@ -11,15 +10,15 @@ from rollback.facts.history import History, fold
 from rollback.facts.training import THE_SUPERVISOR, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.requests import names, read_request
+from rollback.rundir.requests import names, sound_requests
 from rollback.train.comm.recorder import Recorder
 
 
 def require_a_change(paths: RunPaths, settings: Settings) -> None:
-    """Raise StoppedAsStructural where the run ended so and would only do the same again.
+    """Raise StoppedAsStructural where the run was stopped as structural and nothing has changed.
 
-    It may go on under settings that decide otherwise, where an operator has asked for something since, and where
-    `accept_structural` says that the change is elsewhere: in the script, the data or the machine.
+    The run may go on with other deciding settings, after a request of an operator, or with `accept_structural`, which
+    says that the change is in the script, the data or the machine.
     """
     history = fold(read_journal(paths.train_journal).records)
     stopped = history.structural
@@ -38,7 +37,7 @@ def require_a_change(paths: RunPaths, settings: Settings) -> None:
 def leave_out_what_is_new(
     history: History, blamed: Sequence[Blamed], settings: Settings, batch: int, record: Recorder
 ) -> None:
-    """Samples and windows that settings or the supervisor have named since; `batch` is where training stands."""
+    """Journal the samples and windows that settings or the supervisor have added. batch: the present position."""
     for order in left_out_by_order(history.quarantine, settings, blamed, batch):
         history.quarantine.append(order)
         record.note(order, order.in_words())
@@ -55,7 +54,7 @@ def leave_out_what_is_new(
 def left_out_by_order(
     recorded: Sequence[SampleQuarantine], settings: Settings, blamed: Iterable[Blamed], batch: int
 ) -> list[SampleQuarantine]:
-    """What settings and the supervisor leave out that the record does not have yet, from `batch` on at the earliest."""
+    """The samples that settings and the supervisor leave out and that are not on record, from `batch` on or later."""
     orders: list[tuple[str, str, int, set[int], set[int]]] = []
     given: set[int] = set()
     for one in settings.skip_samples:
@@ -80,14 +79,13 @@ def left_out_by_order(
 
 
 def leaves_out(settings: Settings, blamed: Blamed) -> bool:
-    """Whether samples are left out because of it; else its window is skipped."""
+    """Whether a blamed failure leaves samples out; else its window is skipped."""
     return bool(blamed.samples) and settings.quarantine == "suspects"
 
 
 def _asked_for_something(paths: RunPaths, answered: Iterable[str]) -> bool:
-    with suppress(OSError):
-        for name in sorted({*names(paths)} - {*answered}):
-            with suppress(OSError, ValueError):
-                if read_request(paths, name).order != "stop":
-                    return True
-    return False
+    try:
+        open_ones = {*names(paths)} - {*answered}
+    except OSError:
+        return False
+    return any(request.order != "stop" for _, request in sound_requests(paths, open_ones))

@@ -1,4 +1,4 @@
-"""The step in progress: what the script was given and has told since the last step's end."""
+"""The step in progress: what the script has got and reported since the last step's end."""
 
 from __future__ import annotations
 
@@ -20,13 +20,7 @@ from rollback.train.updates.optimizer import Updates
 
 
 class StepInProgress:
-    """One rank's step in progress. Nothing here is collective.
-
-    first_batch: position of its first batch, None before that. batches: how many it has so far. epoch_began: whether an
-    epoch begins with it. updates: what the optimizer has done. heartbeat: says where this rank stands.
-
-    batch_filters: called with each batch on its way to the script; the script gets what the last one returns.
-    """
+    """One rank's step in progress. Nothing here is collective."""
 
     def __init__(
         self,
@@ -42,22 +36,26 @@ class StepInProgress:
         self.updates = updates
         self.heartbeat = heartbeat
         self.batch_filters: list[Callable[[Any], Any]] = []
+        """Called with each batch on its way to the script. The script gets the result of the last one."""
         self._start(None)
 
     def _start(self, phase: str | None) -> None:
-        """phase: announced phase that begins with this step."""
+        """phase: the announced phase that begins with this step."""
         self._losses: list[Tensor] = []
         self._grad_norm: Tensor | None = None
         self._phase = phase
         self._next_phase: str | None = None
         self.first_batch: int | None = None
+        """Position of its first batch; None: it has no batch yet."""
         self.batches = 0
+        """Number of batches so far."""
         self.epoch_began = False
+        """Whether an epoch begins with this step."""
 
     # What the script is given and tells ----------------------------------------------------------------------------
 
     def show(self, doing: str) -> None:
-        """Say at once what this rank is doing."""
+        """Show at once what this rank is doing."""
         self.heartbeat.show(doing, self._state.counters.step, self.batch, now=True)
 
     def show_batch(self, doing: str, position: int) -> None:
@@ -66,12 +64,12 @@ class StepInProgress:
         self.heartbeat.show_batch(doing, counters.step, position, self.first_batch, counters.batches_per_step)
 
     def hand_out(self, batch: Any) -> Any:
-        """A batch that was read goes to the script. Raises UsageError where it was asked for too early."""
+        """Hand out a batch to the script. Raises UsageError where the script asked too early."""
         self._prefetch.handed_out()
         position = self.batch
         if self.first_batch is None:
             self.first_batch = position
-            self.updates.forget()  # one that the script made before: it is of no batch, and no step
+            self.updates.forget()  # an update that the script made before: it belongs to no batch and no step
         self.batches += 1
         self.show_batch("training", position)
         self._evidence.keep_batch(position, batch, self._state.cursor.indices())
@@ -82,17 +80,17 @@ class StepInProgress:
 
     @property
     def batch(self) -> int:
-        """Position of the batch in hand; of the next one, where none is."""
+        """Position of the batch in hand; of the next batch, if there is none."""
         return self._state.cursor.batch - self._state.batch_in_hand
 
     def observe(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> None:
-        """The script tells a loss. Raises UsageError where it is not one number."""
+        """The script reports a loss. Raises UsageError where it is not one number."""
         self._losses.append(scalar(loss, "loss"))
         if grad_norm is not None:
             self._grad_norm = scalar(grad_norm, "grad_norm")
 
     def announce(self, phase: str) -> None:
-        """A phase begins: with this step, or with the next one where this one's update is done."""
+        """A phase begins with this step; with the next one, if this step's update is done."""
         if self.updated:
             self._next_phase = phase
         else:
@@ -102,11 +100,11 @@ class StepInProgress:
 
     @property
     def updated(self) -> bool:
-        """Whether its update was made, or dropped by a gradient scaler."""
+        """Whether the update was made, or dropped by a gradient scaler."""
         return self.batches > 0 and (self.updates.happened or self.updates.dropped_by_scaler)
 
     def finish(self) -> StepMark:
-        """Its update is done: count its batches, keep its losses and gradients, and say what it was."""
+        """The update is done: count its batches, keep its losses and gradients, and return its mark."""
         counters, cursor = self._state.counters, self._state.cursor
         counters.note_update(self.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
         hints = self._state.note_learning_rate() | (Hint.EPOCH if self.epoch_began else Hint.NONE)
@@ -119,26 +117,26 @@ class StepInProgress:
         )  # fmt: skip
 
     def mean_loss(self) -> Tensor | None:
-        """Over its batches; None if none was told."""
+        """The mean over the batches; None: no loss was reported."""
         if len(self._losses) == 1:
             return self._losses[0]
         return torch.stack([loss.float() for loss in self._losses]).mean() if self._losses else None
 
     def grad_norm(self) -> Tensor | None:
-        """As observed, else as measured."""
+        """The observed gradient norm, else the measured one."""
         return self.updates.grad_norm if self._grad_norm is None else self._grad_norm
 
     def next(self) -> None:
-        """It counts; the next one is in progress."""
+        """Count the step. The next step is in progress."""
         self._state.counters.step += 1
         self._start(self._next_phase)
         self.updates.forget()
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """It never was. Without a plan training stands where it stood: a phase that was announced begins with it.
+        """Forget the step. Without a plan, training is where it was, so an announced phase is kept.
 
-        At an epoch's start that is also one that was to begin behind an update which is undone; a rehearsal's body runs
-        again, and announces again what it announced behind its update.
+        At an epoch's start this includes a phase that was to begin after an undone update. The body of a rehearsal runs
+        again, and announces such a phase again.
         """
         kept = {RollbackCause.REHEARSAL: self._phase, RollbackCause.EPOCH_START: self._next_phase or self._phase}
         self._start(kept.get(event.cause))

@@ -18,9 +18,9 @@ from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped
 from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
-from rollback.supervisor.processes import dead_ranks
+from rollback.supervisor.torchrun.processes import dead_ranks
+from rollback.system.processes import start_of
 
 RANK = int(os.environ["RANK"])
 ATTEMPT = int(os.environ["ROLLBACK_ATTEMPT"])

@@ -23,8 +23,9 @@ from rollback.facts.training import (
     Quarantined,
     Restored,
 )
-from rollback.rundir import durable, journal, records
+from rollback.rundir import journal, records
 from rollback.rundir.paths import RunPaths
+from rollback.system import durable
 from rollback.train.snapshots import pipeline
 
 TOY = Toy(epochs=2, samples=120, loop="epochs", between=True)

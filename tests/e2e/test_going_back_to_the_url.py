@@ -19,7 +19,7 @@ from rollback.facts.training import Drained, Fetched, Planned, Quarantined, Rest
 from rollback.ring import drainer
 from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import name_process
+from rollback.system.processes import name_process
 from rollback.train.snapshots import remote
 
 URL = "faulty://bucket/run"

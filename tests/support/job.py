@@ -15,18 +15,16 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import subprocess
-import sys
 import time
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from asking import asking, hand_in
+from scenarios import perform_all
 from toy import Hook, Toy, told_from_the_start, train
 from unreadable import unreadable
 
@@ -84,19 +82,5 @@ def refuse(*_: object) -> Any:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def main() -> None:
-    scenarios = Path(sys.argv[1])
-    rank = int(os.environ.get("RANK", "0"))
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    for scenario in json.loads(scenarios.read_text()):
-        result = perform(scenario, rank, scenarios.parent)
-        (scenarios.parent / f"{scenario['name']}-{rank}.json").write_text(json.dumps(result))
-        if dist.is_initialized():
-            dist.barrier()  # the next one may read what rank 0 has written
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    perform_all(perform)

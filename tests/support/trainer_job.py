@@ -12,13 +12,12 @@ from __future__ import annotations
 import json
 import os
 import signal
-import sys
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from scenarios import perform_all
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 from toy import SETTINGS, flat, left_out, skip_list
@@ -306,19 +305,5 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
         GradientState._reset_state()
 
 
-def main() -> None:
-    scenarios = Path(sys.argv[1])
-    rank = int(os.environ.get("RANK", "0"))
-    if "RANK" in os.environ:
-        dist.init_process_group("gloo")
-    for scenario in json.loads(scenarios.read_text()):
-        result = perform(scenario, rank, scenarios.parent)
-        (scenarios.parent / f"{scenario['name']}-{rank}.json").write_text(json.dumps(result))
-        if dist.is_initialized():
-            dist.barrier()  # the next one may read what rank 0 has written
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    perform_all(perform)

@@ -36,8 +36,8 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
 import rollback
-from rollback.rundir.processes import start_of
-from rollback.supervisor import host, standby
+from rollback.supervisor.torchrun import host, standby
+from rollback.system.processes import start_of
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"

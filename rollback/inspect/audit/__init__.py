@@ -1,7 +1,7 @@
-"""The audit: a run directory in, a ledger out. Writes nothing; safe to use on a running run.
+"""The audit: an account of what happened to a run. Writes nothing, and does not disturb a running run.
 
-`reading` reads, `compile` (a pure function) makes the `AuditReport`, `text` shows it. Whoever wants another view of a
-run (a page, a table for a spreadsheet) starts from the report, never from the journals.
+`reading` reads the run directory, `compile` (a pure function) makes the `AuditReport`, `text` shows it. Other views of
+a run (a page, a table for a spreadsheet) are made from the report, not from the journals.
 """
 
 from __future__ import annotations

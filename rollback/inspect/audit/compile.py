@@ -1,4 +1,4 @@
-"""From what a run directory holds to its ledger: a pure function."""
+"""Compiles the report of a run from what its directory holds. Pure."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ _AS_JOURNALLED = {"timeline", "verdict", "cause", "rule", "value", "threshold", 
 
 
 def compile_ledger(material: Material) -> AuditReport:
-    """The ledger of a run. Same material, same ledger. Raises JournalDamaged where facts contradict each other."""
+    """The report of a run. Raises JournalDamaged where facts contradict each other."""
     records = material.records
     history = fold(records)
     costs = reckon(records, material.progress)
@@ -75,6 +75,7 @@ def compile_ledger(material: Material) -> AuditReport:
     skipped = _skipped(material, history, notices)
     incidents = _incidents(material, history, costs, passed)
     attempts = _attempts(records, costs, material.held)
+    begun = next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
     return AuditReport(
         run=_run(material),
         totals=_totals(material, costs, incidents, attempts, skipped, passed, notices),
@@ -98,7 +99,7 @@ def compile_ledger(material: Material) -> AuditReport:
             *(_message(record, fact.doing, fact.error) for record, fact in of_kind(records, Trouble)),
             *(_message(record, "filling the durable ring", f.error) for record, f in of_kind(records, DrainFailed)),
         ],
-        last_judged=last_judged(material.last_metrics, _begun(records), history.timeline),
+        last_judged=last_judged(material.last_metrics, begun, history.timeline),
         ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
         notices=notices,
     )
@@ -120,7 +121,7 @@ def _run(material: Material) -> Run:
 
 
 def _passed_over(material: Material) -> list[Window]:
-    """Batches that were passed over: what the journal says, and what a rank recorded before a crash took the line."""
+    """The skipped batches: by the journal, and by skip records of ranks whose line a crash prevented."""
     told = [fact.window for _, fact in of_kind(material.records, PassedOver)]
     seen = {skipped.batch for rank in material.skipped.values() for skipped in rank}
     return merge_windows([*told, *(Window(first=batch, last=batch) for batch in sorted(seen))])
@@ -207,7 +208,7 @@ def _incidents(material: Material, history: History, costs: Costs, passed: list[
 
 
 def _is_repeat(case: Case, before: Case) -> bool:
-    """Whether an incident is the trouble of the one before it, back again."""
+    """Whether an incident repeats the one before it."""
     concluded = before.outcome is not None and before.outcome.outcome == "repeated"
     return concluded or (case.plan is not None and case.plan.escalation > 0)
 
@@ -229,7 +230,7 @@ def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[Chec
             case (Evicted() | CheckpointLost()) as fact if (
                 fact.tier == "fast" and entries.get(fact.checkpoint, {}).get("tier") == "durable"
             ):
-                pass  # the ring has it still
+                pass  # the ring still has it
             case Evicted() | CheckpointLost() | Quarantined() | Dropped() as fact:
                 name = CheckpointName.parse(fact.checkpoint)
                 known = entries.setdefault(
@@ -243,10 +244,6 @@ def _checkpoints(records: Sequence[JournalEntry], history: History) -> list[Chec
             case _:
                 pass
     return [CheckpointEntry(**entry) for entry in entries.values()]
-
-
-def _begun(records: Sequence[JournalEntry]) -> JournalEntry | None:
-    return next((record for record in reversed(records) if isinstance(record.fact, Attached | Restored)), None)
 
 
 def _attempts(records: Sequence[JournalEntry], costs: Costs, held: bool) -> list[AttemptEntry]:
@@ -274,7 +271,7 @@ def _attempt(number: int, records: list[JournalEntry], costs: Costs, *, is_last:
     elif is_last and not ended:
         how = "running_or_unknown"
     end = ended or finished or stopped
-    # A rank that raised left word of its very step, and its peers cannot have done one more without it.
+    # A rank that raised has recorded its step, and its peers cannot have done another one without it.
     told = how in ("finished", "stopped") or (ended is not None and ended[1].fingerprint is not None)
     who = started or attached
     price = costs.deaths.get(number)

@@ -1,15 +1,15 @@
-"""What incidents and deaths cost, in steps and in wall-clock seconds.
+"""The cost of incidents and deaths, in steps and in wall-clock seconds.
 
-A restore undoes the time since the run first stood at the restored checkpoint. So a *restore* at time `r` to a
-checkpoint that was taken at time `c` undoes the interval `[c, r]`, and the *death* of an attempt at time `d`, after
-which the next one resumes from that checkpoint, undoes `[c, d]`. From `d` to the next `attached` the run is *down*.
-Taken in the order of the record, each event is charged only for what none before it was charged for: a repeat that
-reaches back to an older checkpoint pays for the older stretch and for the second try, not for the first try again.
-Every second of a run is therefore kept, lost to one incident, lost to one death, hung or down, and the sums are right.
+A restore undoes the time since the run was first at the restored checkpoint. A *restore* at time `r` to a checkpoint
+that was taken at time `c` undoes the interval `[c, r]`. The *death* of an attempt at time `d` undoes `[c, d]`, if the
+next attempt resumes from that checkpoint. From `d` to the next `attached` the run is *down*. The events are taken in
+the order of the record, and each is charged only for time that no event before it was charged for: a repeat that goes
+back to an older checkpoint costs the older stretch and the second try, not the first try again. So every second of a
+run is either kept, lost to one incident, lost to one death, hung, or down.
 
-Times are those of the journal (`at`). A checkpoint was taken at its `committed` line less the seconds that line says
-the commit took; a checkpoint without that line (a crash came in between) counts from the `attached` that used it.
-Where a clock was set back, an interval that ends before it begins costs nothing.
+Times are those of the journal (`at`). A checkpoint was taken at the time of its `committed` line minus the seconds of
+that commit. A checkpoint without this line (because of a crash) counts from the `attached` that used it. Where a clock
+was set back, an interval that ends before it begins costs nothing.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from rollback.facts.training import (
 
 @dataclass(frozen=True)
 class Price:
-    """Updates and seconds that an event undid; None where the record does not tell."""
+    """Updates and seconds that an event undid; None: not on record."""
 
     steps: int | None
     seconds: float | None
@@ -43,11 +43,12 @@ class Price:
 
 @dataclass
 class Costs:
-    """Prices of all restores and deaths, and where the run stands."""
+    """The prices of all restores (by incident) and deaths (by attempt), and other sums over the run."""
 
     restores: dict[int, Price] = field(default_factory=dict)
     deaths: dict[int, Price] = field(default_factory=dict)
     reached: dict[int, int] = field(default_factory=dict)
+    """By attempt, the step in progress at its last sign of life."""
     seconds_hung: float = 0.0
     seconds_down: float = 0.0
     seconds: float | None = None
@@ -58,7 +59,7 @@ class Costs:
 
 
 def seconds_since_epoch(at: str) -> float | None:
-    """Time of a journal line, or None where it cannot be read."""
+    """The time of a journal line; None: it cannot be read."""
     try:
         moment = datetime.fromisoformat(at)
         return (moment if moment.tzinfo else moment.replace(tzinfo=timezone.utc)).timestamp()
@@ -67,13 +68,13 @@ def seconds_since_epoch(at: str) -> float | None:
 
 
 class Charged:
-    """Intervals that were charged to something already."""
+    """The intervals that are already charged to an event."""
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float]] = []
 
     def charge(self, start: float | None, end: float | None) -> float | None:
-        """Length of the part of an interval that nothing was charged for so far."""
+        """Charge an interval. Returns the length of its part that was not charged before."""
         if start is None or end is None:
             return None
         if end <= start:  # a clock was set back
@@ -89,9 +90,9 @@ class Charged:
 
 
 def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
-    """Price of every restore (by incident) and of every attempt's end (by attempt).
+    """The costs of a run.
 
-    records: merged order. progress: by attempt, the timeline and step of its last judged step, where metrics tell.
+    records: in merged order. progress: by attempt, the timeline and step of its last judged step, from the metrics.
     """
     costs = Costs(reached=_reached(records, progress))
     charged = Charged()
@@ -107,7 +108,7 @@ def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, in
             case Committed() as fact if at is not None:
                 taken.setdefault(fact.checkpoint, at - fact.seconds)
             case Planned() as fact:
-                pending = fact.action in ("rollback", "retry")
+                pending = fact.goes_back
             case Restored() as fact:
                 pending = False
                 lost = charged.charge(taken.get(fact.checkpoint), at)
@@ -141,12 +142,12 @@ def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, in
 
 
 def rounded(seconds: float | None) -> float | None:
-    """To the millisecond, which is what journal lines are stamped with."""
+    """Rounded to milliseconds, the unit of the times in a journal."""
     return None if seconds is None else round(seconds, 3)
 
 
 def _reached(records: Iterable[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
-    """By attempt, the step in progress when it was last heard of."""
+    """By attempt, the step in progress at its last sign of life."""
     reached: dict[int, int] = {}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
     for record in records:

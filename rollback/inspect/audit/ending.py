@@ -1,4 +1,4 @@
-"""How a run ended, from its facts. Pure. That a loop has ended may be said of any pass over the data."""
+"""How a run ended, from its facts. Pure. Every pass over the data ends with a fact that the loop has ended."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from rollback.inspect.audit.report import Ended, Ending
 
 
 def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
-    """How the run ended, or None while it is running or where it died without a word."""
+    """How the run ended; None: it is running, or its end is not on record."""
     ending: Ending | None = None
     for record in records:
         match record.fact:
             case AttemptStarted() | Attached():
                 ending = None
-            case Finished() as fact:  # each pass over the data ends so; whether it was the last one shows later
+            case Finished() as fact:  # of any pass; later facts show whether it was the last one
                 ending = _said(record, "finished", fact.step, "the training loop ended")
             case AttemptEnded() as fact if ending and ending.how == "finished":
                 well = fact.status == 0 and fact.why is None
@@ -51,14 +51,14 @@ def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
 
 
 def _said(record: JournalEntry, how: Ended, step: int, account: str) -> Ending:
-    """What the ranks alone said."""
+    """An ending that only the ranks recorded."""
     return Ending(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 
 
 def confirmed(ending: Ending | None, *, held: bool, reached: int | None) -> Ending | None:
-    """An ending, unless it turns out to be that of a pass over the data only.
+    """The ending; None: it was only the end of one pass over the data.
 
-    held: somebody has the run directory, or was killed while they had it. reached: the furthest step of the attempt.
+    held: somebody holds the run directory, or was killed while holding it. reached: the furthest step of the attempt.
     """
     if ending is None or ending.how != "finished" or ending.by_supervisor:
         return ending

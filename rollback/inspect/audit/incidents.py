@@ -1,4 +1,4 @@
-"""What the ranks saw of an incident, put together: where it began, and what its gradients looked like."""
+"""Combines the evidence of all ranks about an incident: where it began, and how large the gradients were."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _IN_WORDS = {
 
 
 def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> EvidenceEntry | None:
-    """The evidence of an incident from that of its ranks; None where no rank left any."""
+    """The evidence of an incident from that of the ranks; None: no rank has any."""
     if not seen:
         return None
     origins = {rank: item.origin for rank, item in seen.items() if item.origin is not None}
@@ -59,7 +59,7 @@ def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> Ev
 
 
 def _first(origins: Mapping[int, Origin]) -> list[int]:
-    """The ranks on which it began: those that found it earliest and, of the gradients', those whose own were broken."""
+    """The ranks on which it began: the earliest; for gradients, those whose own gradient was not finite."""
     if not origins:
         return []
 

@@ -1,7 +1,7 @@
-"""The last steps on record, found from the end of the metrics, which may be large: what they say of the loss.
+"""The last steps on record, and their loss. They are read from the end of the metrics, which may be large.
 
-A loss on record is what the script observed, averaged where it observed several in an update. Whether it had divided
-them by the number of accumulated batches by then cannot be told for certain, so what is shown says which it is.
+A recorded loss is the loss that the script observed, or the mean of several in an update. The record does not tell
+whether the script had divided them by the number of accumulated batches, so the text names both values.
 """
 
 from __future__ import annotations
@@ -13,16 +13,16 @@ from collections.abc import Sequence
 
 from rollback.facts.training import Attached, JournalEntry, Restored
 from rollback.inspect.audit.report import LastJudged
-from rollback.rundir.durable import read_tail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric
+from rollback.system.durable import read_tail
 
 _TAIL = 1 << 16
 _LINES = 16
 
 
 def read_last_metrics(paths: RunPaths) -> list[Metric]:
-    """The last sound lines of the metrics, a few, oldest first. None of them where they cannot be read."""
+    """The last few sound lines of the metrics, oldest first. Empty where they cannot be read."""
     try:
         lines = read_tail(paths.metrics, _TAIL).split(b"\n")[:-1]
     except (OSError, ValueError):
@@ -37,14 +37,14 @@ def read_last_metrics(paths: RunPaths) -> list[Metric]:
 
 
 def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline: int) -> LastJudged | None:
-    """What the last of these lines says; None where there is none.
+    """The last judged step; None: there is none.
 
     metrics: oldest first. begun: the line that began the present stretch of training. timeline: the present one.
     """
     if not metrics:
         return None
     last = metrics[-1]
-    # Where batches were passed over between two steps there are more of them, so the least counts.
+    # Skipped batches between two steps make the difference larger, so the smallest one counts.
     each = [
         after.batch - before.batch
         for before, after in itertools.pairwise(metrics)
@@ -61,7 +61,7 @@ def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline:
 
 
 def as_observed(loss: float | None, batches: int | None) -> str | None:
-    """Which loss it is, in words, where that is in doubt."""
+    """In words which loss it is, where this is uncertain."""
     if loss is None or batches is None or batches < 2 or not math.isfinite(loss):
         return None
     undivided = f"where the script divides each by {batches}, it is {loss * batches:.5g} undivided"

@@ -1,4 +1,4 @@
-"""Which data set samples are suspected or left out of a run, since when and why (`rollback audit --samples`)."""
+"""The data set samples that are suspected or left out, since when and why (`rollback audit --samples`)."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read_sample_account(root: Path) -> SampleAccount:
 
 
 def sample_entries(history: History) -> list[SampleEntry]:
-    """All samples that are suspected, or that were ever left out, in their order."""
+    """All samples that are suspected or were ever left out, by index."""
     explained = suspects(case.incident for case in history.cases)
     present = {*history.quarantine[-1].samples} if history.quarantine else set()
     since, last = {}, {}
@@ -55,7 +55,7 @@ def in_words(account: SampleAccount) -> str:
 
 
 def sample_in_words(entry: SampleEntry) -> str:
-    """What is known of a sample. A suspect is no culprit: what incidents have in common may be chance."""
+    """What is known of a sample. A suspect is no culprit: incidents may have a sample in common by chance."""
     incidents = ", ".join(map(str, entry.incidents))
     words = [f"suspect of incidents {incidents}"] if incidents else []
     if entry.in_quarantine:

@@ -1,4 +1,4 @@
-"""Reading a run directory for the audit: everything that a ledger is made from, without a trace left behind."""
+"""Reads everything that the audit needs from a run directory. Changes nothing there."""
 
 from __future__ import annotations
 
@@ -25,28 +25,30 @@ _Line = TypeVar("_Line")
 
 @dataclass(frozen=True)
 class Material:
-    """What a run directory holds of interest to the audit.
-
-    records: facts of both journals in merged order. skipped: skip records by rank. progress: by attempt, the timeline
-    and step of its last judged step. evidence: of each incident, by rank. notices: what could not be read, in words.
-    metrics: all judged steps. last_metrics: the last few of them.
-    held: somebody has the run directory, or was killed while they had it.
-    """
+    """What the audit reads of a run directory."""
 
     directory: str
     identity: Identity | None
     records: list[JournalEntry]
+    """The facts of both journals in merged order."""
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
+    """The skip records by rank."""
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
+    """By attempt, the timeline and step of its last judged step."""
     notices: list[str] = field(default_factory=list)
+    """What could not be read, in words."""
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
+    """The evidence of each incident, by rank."""
     metrics: MetricColumns | None = None
+    """All judged steps."""
     last_metrics: list[Metric] = field(default_factory=list)
+    """The last few judged steps."""
     held: bool = False
+    """Whether somebody holds the run directory, or was killed while holding it."""
 
 
 def require_run_directory(root: Path) -> RunPaths:
-    """Paths of an existing run directory. Raises UsageError where nothing is, RunDirectoryError where no run is."""
+    """Paths of a run directory. Raises UsageError where it is missing, RunDirectoryError where it holds no run."""
     paths = RunPaths(root)
     with reporting(RunDirectoryError, f"opening the run directory {root}"):
         if not root.exists():
@@ -66,10 +68,10 @@ def require_run_directory(root: Path) -> RunPaths:
 
 
 def read_material(root: Path) -> Material:
-    """Everything on record about a run.
+    """Read everything on record about a run.
 
     Raises UsageError, RunDirectoryError, JournalDamaged, or RunDoesNotFit where another version of rollback wrote it.
-    Damage to metrics and skip records, which no run depends on, becomes a notice.
+    Damaged metrics and skip records become notices, since no run depends on them.
     """
     paths = require_run_directory(root)
     notices: list[str] = []
@@ -112,7 +114,7 @@ def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
 
 
 def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]:
-    """In the order in which attempts come."""
+    """Journal entries by attempt."""
     found: dict[int, list[JournalEntry]] = {}
     for record in records:
         found.setdefault(record.attempt, []).append(record)
@@ -120,7 +122,7 @@ def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]
 
 
 def torn_notice(path: Path, size: int) -> str:
-    """What is said of a journal whose last line is not whole."""
+    """The notice about a journal whose last line is incomplete."""
     return (
         f"{path}: the last line is incomplete ({size} bytes): torn by a crash, or being written at this moment; it is "
         "left out"
@@ -128,7 +130,7 @@ def torn_notice(path: Path, size: int) -> str:
 
 
 def merge(train: Iterable[JournalEntry], supervisor: Iterable[JournalEntry]) -> list[JournalEntry]:
-    """Both journals in one order: by attempt, in it `attempt_started`, the ranks' facts, the supervisor's others."""
+    """Both journals in one order: by attempt; in it `attempt_started`, the ranks' facts, then the supervisor's."""
     keyed = [((record.attempt, 1), record) for record in train]
     keyed += [((r.attempt, 0 if isinstance(r.fact, AttemptStarted) else 2), r) for r in supervisor]
     return [record for _, record in sorted(keyed, key=lambda pair: pair[0])]
@@ -146,7 +148,7 @@ def _metrics(paths: RunPaths, notices: list[str]) -> MetricColumns:
 
 
 def readable(path: Path, read: Callable[[Path, list[str]], Iterator[_Line]], notices: list[str]) -> Iterator[_Line]:
-    """The sound lines of a record beside the journal, and at the end at most one notice about the others."""
+    """The sound lines of a record beside the journal. Adds at most one notice about damaged lines, at the end."""
     damaged: list[str] = []
     try:
         yield from read(path, damaged)

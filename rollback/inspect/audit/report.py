@@ -1,4 +1,4 @@
-"""The ledger: what happened to a run, as one document. This is the schema of `rollback audit --json`, version 1.
+"""The report of a run, as one document. This is the schema of `rollback audit --json`, version 1.
 
 Fields may be added within a version; a field that changes its meaning or goes away makes a new version.
 Times are UTC, ISO 8601. `null` always means "not known from the record", never zero.
@@ -21,15 +21,15 @@ CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", 
 
 
 class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
-    """Base of everything in a ledger."""
+    """Base of everything in a report."""
 
-    def to_json(self, indent: int | None = 2) -> str:
-        """JSON in ASCII only: what a journal quotes from elsewhere cannot steer a terminal."""
-        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=indent)
+    def to_json(self) -> str:
+        """JSON in ASCII only, so that text from a journal cannot control a terminal."""
+        return json.dumps(json.loads(self.model_dump_json(by_alias=True)), indent=2)
 
 
 class Document(ReportItem):
-    """Base of what a command prints as JSON, version 1 of its schema."""
+    """Base of the JSON documents of commands, version 1 of their schemas."""
 
     schema_version: Literal[1] = Field(1, alias="schema")
 
@@ -51,7 +51,7 @@ class Span(ReportItem):
 
 
 class Run(ReportItem):
-    """Whose ledger this is."""
+    """The run that the report is about."""
 
     directory: str
     run_id: str | None = Field(description="null where the ranks never came up")
@@ -333,7 +333,7 @@ class AuditReport(Document):
     notices: list[str] = Field(description="what could not be read or does not add up")
 
     def stories(self) -> list[list[IncidentEntry]]:
-        """Incidents grouped by trouble: a first incident and those that repeat it."""
+        """The incidents in groups: a first incident with the incidents that repeat it."""
         grouped: list[list[IncidentEntry]] = []
         for entry in self.incidents:
             if entry.repeats is not None and grouped and grouped[-1][-1].incident == entry.repeats:
@@ -343,5 +343,5 @@ class AuditReport(Document):
         return grouped
 
     def skipped_by(self, incident: int) -> list[SkippedBatchEntry]:
-        """Batches passed over in the skip window of an incident."""
+        """The batches that were skipped in the skip window of an incident."""
         return [entry for entry in self.skipped if incident in entry.incidents]

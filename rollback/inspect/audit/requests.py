@@ -1,4 +1,4 @@
-"""What operators asked of a run, and what became of it."""
+"""The requests of operators, and their results."""
 
 from __future__ import annotations
 
@@ -41,16 +41,12 @@ def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
 
 
 def open_requests(paths: RunPaths, answered: Collection[str]) -> list[str]:
-    """The oldest requests without an answer, in words, with who asked; those that are none are left to the ranks."""
-    words = []
+    """The oldest requests without an answer, in words, with who asked."""
     try:
         names = [name for name in requests.names(paths) if name not in answered]
     except OSError:
         return []
-    for name in names[:_SHOWN]:
-        try:
-            request = requests.read_request(paths, name)
-        except (OSError, ValueError):
-            continue
-        words.append(f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})")
-    return words
+    return [
+        f"{request.in_words()} ({request.who}{': ' + request.why if request.why else ''})"
+        for _, request in requests.sound_requests(paths, names[:_SHOWN])
+    ]

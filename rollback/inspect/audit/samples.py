@@ -1,8 +1,8 @@
-"""The ledger as a table: one row for each data set sample that a rank passed over, with the reason.
+"""The table of skipped samples: one row for each data set sample that a rank skipped, with the reason.
 
-For whoever mends the data: joined with the data set on `sample`, it says what to look at. The rows come one at a time
-from the ranks' skip records, so that a run that skipped millions of samples needs no more memory than one that skipped
-ten; only the batches are remembered, to tell which of two lines about the same batch counts.
+Joined with the data set on `sample`, it shows which data to check. The rows come one at a time from the skip records of
+the ranks, so memory does not grow with the number of samples. Only batch numbers are kept, to know which of two lines
+about the same batch counts.
 """
 
 from __future__ import annotations
@@ -66,14 +66,15 @@ Row = tuple[Any, ...]
 
 @dataclass
 class SampleTable:
-    """Rows by rank, then in the order of its record. notices: what could not be read; complete after the last row."""
+    """Rows by rank, then in the order of its record."""
 
     rows: Iterator[Row]
     notices: list[str] = field(default_factory=list)
+    """What could not be read. The list is complete after the last row."""
 
 
 def read_samples(root: Path) -> SampleTable:
-    """The table of a run. A batch that was passed over twice (a crash in between) is in it once, as last recorded.
+    """The table of a run. A batch that was skipped twice, because of a crash, has the rows of its last record.
 
     Raises UsageError, RunDirectoryError or JournalDamaged before the first row; nothing is written.
     """
@@ -113,7 +114,7 @@ def _rows(line: SkippedBatch, rank: int, passings: _Passings, reasons: _Reasons)
 
 
 class _Passings:
-    """When batches were passed over, according to the journal: the columns `attempt`, `step` and `at`."""
+    """When batches were skipped, by the journal: the columns `attempt`, `step` and `at`."""
 
     def __init__(self, records: Iterable[JournalEntry]) -> None:
         self._by_timeline: dict[int, list[tuple[Window, Row]]] = {}
@@ -129,7 +130,7 @@ class _Passings:
 
 
 class _Reasons:
-    """Why a batch is on the skip list: the columns from `by_user` on, the same for a whole stretch of batches."""
+    """Why a batch was skipped: the columns from `by_user` on. They are the same for a whole window of batches."""
 
     def __init__(self, history: History) -> None:
         self._cases = [case for case in history.cases if case.plan and case.plan.action == "rollback"]

@@ -1,8 +1,8 @@
-"""Writing the table of skipped samples: CSV, JSON lines, Parquet; one row at a time.
+"""Writes the table of skipped samples as CSV, JSON lines or Parquet, one row at a time.
 
-What a journal quotes may come from anywhere. In CSV, a text that a spreadsheet would take for a formula (it begins
-with `=`, `+`, `-`, `@`, a tab or a line break) gets an apostrophe in front, and control characters are spelt out;
-numbers stay numbers. JSON is ASCII only. Parquet holds the text as it is.
+Text in a journal may come from anywhere. In CSV a text that a spreadsheet would read as a formula (it begins with `=`,
+`+`, `-`, `@`, a tab or a line break) gets an apostrophe in front, and control characters become escapes. Numbers stay
+numbers. JSON is ASCII only. Parquet has the text unchanged.
 """
 
 from __future__ import annotations
@@ -10,12 +10,12 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
 from rollback.inspect.audit.samples import COLUMNS, ColumnType, Row
+from rollback.rundir.records import json_number
 from rollback.terminal.escape import printable
 from rollback.terminal.extras import require_extra
 
@@ -24,7 +24,7 @@ _ROW_GROUP = 1 << 16
 
 
 def write_csv(rows: Iterable[Row], file: IO[str]) -> None:
-    """With a line of names first; null is an empty field, several incidents are separated by blanks."""
+    """Write CSV with a header line. Null is an empty field; several incidents are separated by blanks."""
     writer = csv.writer(file, lineterminator="\n")
     writer.writerow([column.name for column in COLUMNS])
     shown = [_CSV[column.type] for column in COLUMNS]
@@ -33,17 +33,13 @@ def write_csv(rows: Iterable[Row], file: IO[str]) -> None:
 
 
 def harmless(text: str) -> str:
-    """Text that a spreadsheet shows and does not calculate."""
+    """The text in a form that a spreadsheet does not calculate."""
     return ("'" if text.startswith(_FORMULA) else "") + printable(text)
-
-
-def _number(value: float) -> str:
-    return json.dumps(value)  # NaN, Infinity, -Infinity, as in the journal
 
 
 _CSV: dict[ColumnType, Callable[[Any], Any]] = {
     "integer": int,
-    "number": _number,
+    "number": json.dumps,  # NaN, Infinity, -Infinity, as in the journal
     "text": harmless,
     "flag": lambda value: "true" if value else "false",
     "integers": lambda values: " ".join(map(str, values)),
@@ -51,18 +47,15 @@ _CSV: dict[ColumnType, Callable[[Any], Any]] = {
 
 
 def write_jsonl(rows: Iterable[Row], file: IO[str]) -> None:
-    """An object a line. JSON has no NaN: the strings "NaN", "Infinity" and "-Infinity" stand for them."""
+    """Write one JSON object in each line. The strings "NaN", "Infinity" and "-Infinity" stand for these numbers."""
     names = [column.name for column in COLUMNS]
     for row in rows:
-        body = dict(zip(names, row, strict=True))
-        for name, value in body.items():
-            if isinstance(value, float) and not math.isfinite(value):
-                body[name] = _number(value)
-        file.write(json.dumps(body, allow_nan=False) + "\n")
+        values = [json_number(value) if isinstance(value, float) else value for value in row]
+        file.write(json.dumps(dict(zip(names, values, strict=True)), allow_nan=False) + "\n")
 
 
 def write_parquet(rows: Iterable[Row], path: Path) -> None:
-    """In row groups of 65,536. Raises UsageError where pyarrow is not installed, OSError where the disk refuses."""
+    """Write row groups of 65,536 rows. Raises UsageError where pyarrow is missing, OSError where the disk refuses."""
     require_pyarrow()
     import pyarrow
     from pyarrow import parquet

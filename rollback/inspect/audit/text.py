@@ -1,4 +1,4 @@
-"""The ledger as text for people."""
+"""The report as text for people."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked
 
 
 def print_ledger(console: Console, ledger: AuditReport, *, everything: bool = False) -> None:
-    """Print a ledger. With `everything`, all skipped batches and indices instead of the first few."""
+    """Print a report. everything: all skipped batches and indices, not only the first few."""
     _print_head(console, ledger)
     for story in ledger.stories():
         console.print()
@@ -105,7 +105,7 @@ def _time_in_words(totals: Totals) -> str:
 
 
 def loss_in_words(judged: LastJudged, *, last: bool) -> str:
-    """A loss on record. last: nothing says that no step followed."""
+    """A recorded loss. last: later steps may have followed without a record."""
     which = as_observed(judged.loss, judged.batches)
     so_far = ", undone since" if judged.undone else ", the last on record" if last else ""
     return f"{number(judged.loss)} at step {judged.step}{so_far}" + (f" ({which})" if which else "")
@@ -213,7 +213,7 @@ def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], every
 
 
 def indices_in_words(indices: list[int] | None, everything: bool) -> str:
-    """Evenly spaced indices as a range, as a sampler that does not shuffle gives them; others one by one."""
+    """Evenly spaced indices as a range, as from a sampler that does not shuffle; others one by one."""
     if indices is None:
         return "-"
     strides = {after - before for before, after in itertools.pairwise(indices)}
@@ -277,7 +277,7 @@ def _attempt(entry: AttemptEntry) -> str:
 
 
 def _print_section(console: Console, title: str, rows: Sequence[tuple[str, str]], *, always: bool = False) -> None:
-    """Labels and words from the record below a title; nothing where there are none, unless `always`."""
+    """Print labels and text from the record below a title. always: print the title also where there are none."""
     if rows or always:
         _section(console, title)
     if rows:

@@ -1,12 +1,12 @@
-"""Is the record what was written, and does it agree with itself? (`rollback audit --verify`)
+"""Checks that the record is what was written, and that it is consistent (`rollback audit --verify`).
 
-First the hash chains: each journal line carries a hash over itself and the chain before it, so the first line that was
-changed, added, moved or lost shows, except at the very end, where a crash may tear a line. A chain says nothing about
-somebody who rewrites a journal from there to its end: there is no secret in it.
+First it checks the hash chains. Each journal line has a hash over itself and the chain before it. So the first line
+that was changed, added, moved or lost is found, except at the end, where a crash may tear a line. The chain has no
+secret in it: it cannot show that somebody has rewritten a journal from some line to its end.
 
-Then what the ranks recorded of skipped batches, beside what the journal says: every recorded batch lies in a window of
-the skip list, a batch that was recorded twice held the same samples, and every batch that the journal says was passed
-over is in the record of every rank.
+Then it compares the skip records with the journal: every recorded batch must be in a window of the skip list, a batch
+that was recorded twice must have the same samples, and every batch that the journal calls skipped must be in the record
+of every rank.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SHOWN = 20  # disagreements of one file; more say nothing new
 
 
 class Broken(ReportItem):
-    """Where a journal stops being what was written."""
+    """The first line of a journal that is not what was written."""
 
     line: int = Field(description="from 1")
     byte: int = Field(description="where in the file that line begins")
@@ -70,7 +70,7 @@ class Integrity(Document):
 
 
 def check_integrity(root: Path) -> Integrity:
-    """Check both journals and the skip records of a run. Changes nothing; a running run is not disturbed.
+    """Check both journals and the skip records of a run. Changes nothing, and does not disturb a running run.
 
     Raises UsageError, RunDirectoryError, or JournalDamaged where a journal is no regular file.
     """
@@ -103,7 +103,7 @@ def check_integrity(root: Path) -> Integrity:
 
 
 def _order(records: list[JournalEntry], journal: str) -> Iterator[str]:
-    """Attempts of a journal only count upwards."""
+    """Faults in the order of attempts: their numbers may only grow."""
     for before, record in itertools.pairwise(records):
         if record.attempt < before.attempt:
             yield f"journal {journal}, line {record.seq + 1}: attempt {record.attempt} after attempt {before.attempt}"
@@ -152,7 +152,7 @@ def _rank(paths: RunPaths, rank: int, told: list[Window], history: History) -> I
 
 
 def _gaps(window: Window, seen: list[Window]) -> Iterator[Window]:
-    """The parts of a window that none of these sorted windows covers."""
+    """The parts of a window that are in none of these sorted windows."""
     first = window.first
     for other in seen:
         if other.last < first or other.first > window.last:
@@ -171,7 +171,7 @@ def _shorten(found: Iterator[str]) -> list[str]:
 
 
 def in_words(found: Integrity) -> str:
-    """The answer for people; what it quotes is shown and not obeyed."""
+    """The result for people. Control characters are escaped."""
     lines = []
     for state in found.journals:
         torn = f", then {state.torn_bytes} bytes of a line that a crash tore" if state.torn_bytes else ""

@@ -1,1 +1,1 @@
-"""`rollback ring`: the checkpoints of a run, listed, proved and exported."""
+"""`rollback ring`: lists, verifies and exports the checkpoints of a run."""

@@ -1,4 +1,4 @@
-"""A ring at a URL, read as if it were a run directory's: what is needed is fetched aside, and nothing is written."""
+"""Reads a ring at a URL like a run directory: copies what is needed into a temporary directory."""
 
 from __future__ import annotations
 
@@ -21,15 +21,17 @@ _PATIENCE = 30.0
 
 @dataclass(frozen=True)
 class ReadableRun:
-    """A run directory, or a stand-in for one. name: as the user wrote it. store: where its shards still are."""
+    """A run directory, or a local copy of what a URL has of one."""
 
     root: Path
     name: str
+    """As the user wrote it."""
     store: Store | None = None
+    """Where the shards still are; None: in the directory."""
 
     @contextmanager
     def shards(self, checkpoint: str) -> Iterator[None]:
-        """All shards of a checkpoint are in place within. Raises CheckpointDamaged, RingUnavailable, OSError."""
+        """All shards of a checkpoint exist inside the block. Raises CheckpointDamaged, RingUnavailable, OSError."""
         if self.store is None:
             yield
             return
@@ -47,9 +49,9 @@ class ReadableRun:
 
 @contextmanager
 def readable(place: str) -> Iterator[ReadableRun]:
-    """The run at a path, or at the URL of a ring: its record and manifests; shards come when they are asked for.
+    """The run at a path, or at the URL of a ring. From a URL, record and manifests are copied; `shards` copies shards.
 
-    Raises UsageError where there is nothing at the URL, RingUnavailable where it cannot be read.
+    Raises UsageError where the URL has no ring, RingUnavailable where it cannot be read.
     """
     if "://" not in place:
         yield ReadableRun(Path(place), place)

@@ -1,4 +1,4 @@
-"""The checkpoints of a run: where they are, and what the record says of them (`rollback ring list`)."""
+"""The checkpoints of a run: where they are, and their status in the record (`rollback ring list`)."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ PLACES: dict[Tier, str] = {"fast": "memory", "durable": "the ring"}
 
 
 class Checkpoint(ReportItem):
-    """A checkpoint that there is. What only its manifest tells is null where that cannot be believed."""
+    """An existing checkpoint. The fields from its manifest are null where the manifest is damaged."""
 
     checkpoint: str
     tiers: list[Tier] = Field(
@@ -64,7 +64,7 @@ class Checkpoint(ReportItem):
 
 
 class DamagedSlot(ReportItem):
-    """A slot of the fast tier whose manifest cannot be believed: which checkpoint it held is not known."""
+    """A slot of the fast tier with a damaged manifest: its checkpoint is unknown."""
 
     slot: str
     fault: str
@@ -86,14 +86,14 @@ class Listing(Document):
     notices: list[str]
 
     def held(self) -> list[Checkpoint]:
-        """Those that are not put aside."""
+        """The checkpoints that are not in quarantine."""
         return [entry for entry in self.checkpoints if entry.tiers]
 
 
 def read_listing(root: Path) -> Listing:
-    """All checkpoints of a run, in the ring and in the fast tier of this host, by their manifests; no shard is read.
+    """All checkpoints of a run, in the ring and in the fast tier of this host. Reads manifests, no shards.
 
-    A damaged journal costs the status, not the list. Raises UsageError or RunDirectoryError.
+    With a damaged journal the status is unknown. Raises UsageError or RunDirectoryError.
     """
     paths = require_run_directory(root)
     notices: list[str] = []
@@ -101,7 +101,7 @@ def read_listing(root: Path) -> Listing:
     try:
         in_memory, damaged_slots = look_into_slots(paths)
         in_ring, damaged = ring.manifests(paths)
-        # What a live run evicted while we looked is not damaged but gone.
+        # A checkpoint that a running run evicted meanwhile is not damaged.
         damaged = {name: fault for name, fault in damaged.items() if paths.checkpoint(name).exists()}
         pins, aside, leftovers = pinned(paths), _quarantined(paths), ring.leftovers(paths)
     except OSError as error:
@@ -135,10 +135,9 @@ def read_listing(root: Path) -> Listing:
 
 
 def read_held(root: Path) -> list[Checkpoint]:
-    """The checkpoints of a run that may be gone back to, oldest first: also those in this host's memory alone, and the
-    good ones that, by the record, are only at the URL of its ring.
+    """The checkpoints that a run may go back to, oldest first. Raises as `read_listing`.
 
-    Raises as `read_listing`.
+    Among them are checkpoints that are only in this host's memory, and good ones that are only at the ring's URL.
     """
     entries = {entry.checkpoint: entry for entry in read_listing(root).held()}
     for point in _at_url(require_run_directory(root)):
@@ -150,14 +149,14 @@ def read_held(root: Path) -> list[Checkpoint]:
 
 
 def has_memory_elsewhere(paths: RunPaths) -> bool:
-    """Whether the run has a fast tier that this host does not see: what it holds is known to the ranks alone."""
+    """Whether the run has a fast tier on another host, whose checkpoints only the ranks know."""
     return paths.fast_pointer.exists() and fast_tier_of(paths) is None
 
 
 def choose(listing: Listing, word: str) -> str:
-    """The name of the checkpoint that a word means: a name, `final`, `newest-good`, or `newest` (good or candidate).
+    """The name of a checkpoint. word: a name, `final`, `newest-good`, or `newest` (good or candidate).
 
-    Raises UsageError for a name that is not there, NoUsableCheckpoint where there is no such checkpoint.
+    Raises UsageError for an unknown name, NoUsableCheckpoint where no checkpoint fits the word.
     """
     held = listing.held()
     if word == FINAL:
@@ -184,13 +183,13 @@ def choose(listing: Listing, word: str) -> str:
 
 
 def best_word(listing: Listing) -> str:
-    """What to take where nobody says: the final state of a complete run that was well at its end, else the newest good
+    """The default word: the final state of a complete run whose last step was healthy, else the newest good
     checkpoint."""
     return FINAL if listing.final is not None and listing.calm else NEWEST_GOOD
 
 
 def choose_from_ring(listing: Listing, word: str) -> str:
-    """As `choose`, of those that the ring has. Raises as `choose`."""
+    """As `choose`, among the checkpoints in the ring. Raises as `choose`."""
     in_memory = [entry.checkpoint for entry in listing.checkpoints if entry.tiers == ["fast"]]
     if word in in_memory:
         raise UsageError(
@@ -231,7 +230,7 @@ def _status(manifest: Manifest, history: History | None, present: set[str]) -> S
 
 
 def _elsewhere(paths: RunPaths, history: History | None, here: Collection[str]) -> list[str]:
-    """A notice where the run goes on from a checkpoint that cannot be seen from this host."""
+    """A notice, if the run goes on from a checkpoint that this host cannot see."""
     if history is None or not has_memory_elsewhere(paths):
         return []
     known = [name for name in history.committed if name not in history.gone and name not in history.discarded]

@@ -1,4 +1,4 @@
-"""Model weights out of a checkpoint, as a plain safetensors file that other tools load (`rollback ring export`)."""
+"""Exports the model weights of a checkpoint as a plain safetensors file (`rollback ring export`)."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ from rollback.terminal.files import replacing
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written. left_out: names in the model's state that are not tensors, which the format cannot hold.
-    notice: what the choice passed over."""
+    """What was written."""
 
     checkpoint: str
     step: int
     tensors: int
     bytes: int
     left_out: list[str]
+    """Names in the model's state that are not tensors; the format cannot hold these."""
     notice: str | None = None
+    """What the choice of the checkpoint passed over."""
 
 
 def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bool = False) -> Exported:
-    """Write the model of a checkpoint, by default that of `best_word`: parameters, and rank 0's buffers, under the
-    names of `model.state_dict()`.
+    """Write the model of a checkpoint: parameters, and the buffers of rank 0, under the names of `model.state_dict()`.
 
-    The checkpoint is verified first. Tensors are copied one by one, so memory stays small. `output`
-    appears whole or not at all; an existing file is replaced with `force` only.
+    word: which checkpoint, see `choose`; default: `best_word`. The checkpoint is verified first. Tensors are copied one
+    by one, so memory stays small. `output` is written whole or not at all. force: replace an existing file.
 
     Raises UsageError, NoUsableCheckpoint, CheckpointDamaged, RunDirectoryError, RunDoesNotFit or OutputNotWritten.
     """
@@ -77,9 +77,9 @@ def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bo
 
 
 def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitStack) -> tuple[Manifest, Contents]:
-    """A verified checkpoint, open until the stack is closed: from the ring, else from memory, where it is held.
+    """A verified checkpoint, open until the stack is closed: from the ring, else from memory, whose slot is then held.
 
-    Raises CheckpointDamaged where no place has it sound.
+    Raises CheckpointDamaged where every place has it damaged.
     """
     paths, faults = RunPaths(run.root), []
     places = [place for place in locate(paths) if place.name == name]

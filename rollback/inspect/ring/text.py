@@ -42,7 +42,7 @@ def print_listing(console: Console, listing: Listing) -> None:
 
 
 def print_verification(console: Console, verification: Verification) -> None:
-    """Print what was found: a line for each checkpoint, then the faults."""
+    """Print a verification: a line for each checkpoint, then the faults."""
     table = _table("checkpoint", "step", "size", "where", "status", "")
     for entry in verification.checkpoints:
         found = Text("intact", style="green") if entry.intact else Text("damaged", style="red")

@@ -1,7 +1,7 @@
-"""Proving checkpoints readable: a restore into nothing (`rollback ring verify`).
+"""Verifies checkpoints by the checks of a restore (`rollback ring verify`).
 
-In the order in which a restore believes things: manifest, then each shard's size, hash and header, then the trees, then
-whether what they hold is what the run's job takes. What fails is named; what stands behind it is then not looked at.
+The order is that of a restore: the manifest; then size, hash and header of each shard; then the trees; then whether the
+content fits the run's job. After the first check that fails, later checks are left out.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class CheckpointFault(ReportItem):
 
 
 class Verified(ReportItem):
-    """A checkpoint that was looked at, in each tier that has it."""
+    """A verified checkpoint, in each tier that has it."""
 
     checkpoint: str
     tiers: list[Tier] = Field(description="where it was looked at, as in `rollback ring list`")
@@ -71,9 +71,9 @@ class Verification(Document):
 
 
 def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
-    """Verify the checkpoints that the words mean (see `choose`), by default all that there are. Changes nothing.
+    """Verify checkpoints. Changes nothing. words: which ones, see `choose`; default: all.
 
-    No slot of the fast tier is held meanwhile: one that the job wants goes away while it is looked at.
+    Slots of the fast tier are not held, so the job may overwrite one meanwhile.
 
     Raises UsageError, NoUsableCheckpoint, RunDirectoryError or RunDoesNotFit.
     """
@@ -123,7 +123,7 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
 
 
 def _faults(run: ReadableRun, checkpoint: str, tier: Tier, job: JobIdentity | None) -> list[CheckpointFault] | None:
-    """What is wrong with a checkpoint in a tier; None where it has left that meanwhile."""
+    """The faults of a checkpoint in a tier; None: it has left the tier meanwhile."""
     paths = RunPaths(run.root)
     if tier == "fast":
         place = next((place for place in in_slots(paths) if place.name == checkpoint), None)
@@ -140,9 +140,9 @@ def _faults(run: ReadableRun, checkpoint: str, tier: Tier, job: JobIdentity | No
 
 
 def find_faults(directory: Path, tier: Tier, job: JobIdentity | None, *, partly: bool = False) -> list[CheckpointFault]:
-    """Everything that is wrong with a checkpoint; nothing where a restore would succeed.
+    """All faults of a checkpoint; none where a restore would succeed.
 
-    partly: other hosts have the shards that are not there, so that only those that are can be looked at.
+    partly: other hosts have the missing shards, so only existing shards are verified.
     """
     fault = partial(CheckpointFault, tier=tier)
     try:
@@ -168,7 +168,7 @@ def find_faults(directory: Path, tier: Tier, job: JobIdentity | None, *, partly:
 
 
 def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[str]:
-    """In what the content differs from what the run's job takes."""
+    """The differences between the content and the run's job."""
     found = [text for rank in range(manifest.world_size) for text in _model_misfits(contents.model(rank), job)]
     found += _optimizer_misfits(contents.shared["optimizer"], job)
     if (objects := sorted(map(str, contents.shared["objects"]))) != job.objects:

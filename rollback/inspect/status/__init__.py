@@ -1,1 +1,1 @@
-"""`rollback status`: what a run is doing now."""
+"""`rollback status`: the present state of a run."""

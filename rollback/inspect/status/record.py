@@ -1,4 +1,4 @@
-"""What of a run's record the status needs, kept up to date fact by fact. Pure."""
+"""The part of a run's record that the status needs, updated fact by fact. Pure."""
 
 from __future__ import annotations
 
@@ -34,29 +34,31 @@ _TURNS = (AttemptStarted, Attached, Finished, FinalStateLost, ScriptLeft, Stoppe
 
 @dataclass
 class RunRecord:
-    """State of a run after the facts that were taken in.
-
-    point: where the last fact saw the run. begun: the line that began the present stretch of training. waiting: the
-    line that scheduled an attempt that has not been started. lost: the steps that were undone and are to be done again.
-    began: time of the first fact. drained: the last copy to the durable ring. undrained: why it takes none now.
-    """
+    """The state of a run after the facts that were taken in."""
 
     history: History = field(default_factory=History)
     ending: Ending | None = None
     passed_over: list[Window] = field(default_factory=list)
     advice: dict[str, str] = field(default_factory=dict)
     point: Point | None = None
+    """The position of the run at the last fact."""
     begun: JournalEntry | None = None
+    """The line that began the present stretch of training."""
     waiting: JournalEntry | None = None
+    """The line that scheduled an attempt which has not started."""
     lost: Window | None = None
+    """The steps that were undone and must be done again."""
     began: str | None = None
+    """Time of the first fact."""
     drained: JournalEntry | None = None
+    """The last copy to the durable ring."""
     undrained: str | None = None
+    """Why nothing can be copied now."""
     _reached: int | None = None
     _turns: tuple[list[JournalEntry], list[JournalEntry]] = field(default_factory=lambda: ([], []))
 
     def take_in(self, train: Sequence[JournalEntry], supervisor: Sequence[JournalEntry]) -> None:
-        """Add what the two journals have got since the last call. Raises JournalDamaged where it does not add up."""
+        """Add the new entries of both journals. Raises JournalDamaged where facts contradict each other."""
         fold(train, self.history)
         news = merge(train, supervisor)
         for record in news:

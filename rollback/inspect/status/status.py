@@ -1,7 +1,7 @@
-"""What a run is doing now: a glance at journals, heartbeats and processes. Takes no lock and writes nothing.
+"""The present state of a run, from journals, heartbeats and processes. Takes no lock and writes nothing.
 
-A glance can be repeated: `StatusReader` reads what was added since the last one, so that looking twice a second costs a
-run of a million steps no more than a run of a hundred.
+`StatusReader` reads the state again and again. Each time it reads only what is new, so the cost does not grow with the
+length of the run.
 """
 
 from __future__ import annotations
@@ -33,15 +33,15 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.processes import runs, start_of
 from rollback.rundir.records import Heartbeat, read_heartbeats
+from rollback.system.processes import runs, start_of
 
 Alive = Literal["yes", "no", "unknown"]
 State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
 class RankStatus(ReportItem):
-    """A rank by its heartbeat."""
+    """A rank, by its heartbeat."""
 
     rank: int
     alive: Alive = Field(description="unknown: it runs on another host")
@@ -54,7 +54,7 @@ class RankStatus(ReportItem):
 
 
 class Holder(ReportItem):
-    """Who runs the run directory, as holder.json says."""
+    """The process that holds the run directory, by holder.json."""
 
     role: str
     pid: int | None
@@ -64,7 +64,7 @@ class Holder(ReportItem):
 
 
 class HeldCheckpoint(ReportItem):
-    """A checkpoint that the run could restore."""
+    """A checkpoint that the run can restore."""
 
     checkpoint: str
     step: int
@@ -83,7 +83,7 @@ class Durable(ReportItem):
 
 
 class Work(ReportItem):
-    """Something that takes a while, and how far it is."""
+    """Work that takes time, and its progress."""
 
     what: str
     done: float
@@ -132,14 +132,14 @@ class Status(Document):
 
 @dataclass(frozen=True)
 class Now:
-    """What the machine says, as against what the files say: clocks, own host, and who is alive."""
+    """Clocks, host and processes of this machine."""
 
     wall: float
     monotonic: float
     host: str
 
     def process(self, pid: int, host: str, start: str) -> Alive:
-        """Whether a process lives: the same pid with another start is another process. start: empty if not known."""
+        """Whether a process is alive. The same pid with another start is another process. start: empty: unknown."""
         if host != self.host or not 0 < pid < 1 << 31:
             return "unknown"
         if start:
@@ -153,7 +153,7 @@ def read_status(root: Path) -> Status:
 
 
 class StatusReader:
-    """Looks at one run again and again. Making it touches nothing."""
+    """Reads the status of one run again and again. The constructor reads nothing."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -162,7 +162,7 @@ class StatusReader:
         self._seals = 0
         self._tiers: dict[str, list[Tier]] = {}
         self.news: list[JournalEntry] = []
-        """What the journals have got since the call before the last one."""
+        """The journal entries that the last call read."""
 
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
@@ -184,7 +184,7 @@ def _journals(paths: RunPaths) -> tuple[Path, Path]:
 
 
 def _tiers(paths: RunPaths) -> dict[str, list[Tier]]:
-    """By checkpoint, where it lies."""
+    """The tiers of each checkpoint."""
     tiers: dict[str, list[Tier]] = {}
     with contextlib.suppress(OSError, RunDirectoryError):
         for place in locate(paths):
@@ -260,13 +260,12 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
 
 
 def place_of(paths: RunPaths, recorded: str) -> str:
-    """Where a durable ring is, so that it is found from anywhere: a URL, or the run directory's own, wherever that was
-    when it was recorded."""
+    """The place of a durable ring: a URL, or the run directory's own ring, also if the directory was moved."""
     return recorded if "://" in recorded else str(paths.ring.absolute())
 
 
 def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, now: Now) -> Work | None:
-    """What takes a while at this moment: waiting for another attempt, writing a checkpoint, making up lost steps."""
+    """The present work that takes time: waiting for an attempt, writing a checkpoint, repeating lost steps."""
     if state == "starting" and past.waiting is not None and isinstance(past.waiting.fact, RestartScheduled):
         since, total = seconds_since_epoch(past.waiting.at), past.waiting.fact.delay
         done = 0.0 if since is None else min(total, max(0.0, now.wall - since))
@@ -283,7 +282,7 @@ def _work(paths: RunPaths, past: RunRecord, state: State, point: Point | None, n
 
 
 def _being_written(paths: RunPaths) -> int | None:
-    """Bytes of the checkpoint in the making that are on disk; None where there is none."""
+    """Bytes on disk of the checkpoint that is being written; None: there is none."""
     try:
         with os.scandir(paths.ring) as entries:
             made = next((entry.path for entry in entries if entry.name.startswith(WRITING)), None)
@@ -331,10 +330,10 @@ def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | 
 
 
 def _present_point(past: RunRecord, judged: LastJudged | None, heartbeats: Sequence[Heartbeat]) -> Point | None:
-    """Where the run stands: the heartbeats of the present attempt tell best, then the last judged step, then facts."""
+    """The position of the run: from present heartbeats, else from the last judged step, else from facts."""
     if heartbeats:
         slowest = min((Point(step=h.step, batch=h.batch) for h in heartbeats), key=lambda point: point.step)
-        # A rank that is only starting says step 0, and a fact may be newer than a heartbeat.
+        # A rank that is starting is at step 0, and a fact may be newer than a heartbeat.
         return past.point if past.point is not None and past.point.step > slowest.step else slowest
     if judged is not None:
         return Point(step=judged.step + 1, batch=judged.batch + 1)
@@ -342,7 +341,7 @@ def _present_point(past: RunRecord, judged: LastJudged | None, heartbeats: Seque
 
 
 def _rate(begun: JournalEntry | None, heartbeat: Heartbeat | None, now: Now) -> float | None:
-    """Steps a second from where the present stretch of training began to the heartbeat."""
+    """Steps per second, from the beginning of the present stretch of training to the heartbeat."""
     if begun is None or heartbeat is None or heartbeat.host != now.host or begun.attempt != heartbeat.attempt:
         return None
     assert isinstance(begun.fact, (Attached, Restored))

@@ -65,7 +65,7 @@ def _durable(ring: Durable) -> Text:
 
 
 def _open_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
-    """What is still to be done."""
+    """The rows about open work: a pending plan, open requests."""
     if status.pending:
         yield "pending", quoted(status.pending, style="yellow")
     for text in status.requests:

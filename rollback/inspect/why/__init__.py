@@ -1,1 +1,1 @@
-"""`rollback why`: what an attempt died of."""
+"""`rollback why`: what ended an attempt."""

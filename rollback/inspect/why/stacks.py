@@ -1,4 +1,4 @@
-"""The stacks of a hanging attempt on one screen: who stands at the same place is told of once, the suspect first."""
+"""The stacks of a hanging attempt: processes at the same place are one group. The suspect comes first."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ _OTHER_FRAMES = 4
 _STATES = {"T": "stopped", "t": "stopped", "D": "uninterruptible", "Z": "ended", "R": "running", "S": "waiting"}
 _FRAME = re.compile(r'File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)')
 _LIBRARY = re.compile(r".*/(site-packages|dist-packages|python3\.\d+)/")
-# From this frame outwards: how a rank was forked, which its script has not called.
+# From this frame outwards the frames show how a rank was forked, not its script.
 _BIRTH = re.compile(r"rollback/agent/fork_server\.py:\d+ in _run$")
 
 
 @dataclass(frozen=True)
 class Group:
-    """Processes that stand at the same place. title: who, and in which state. lines: where, innermost first."""
+    """Processes that stand at the same place."""
 
     title: str
+    """Which processes, and in which state."""
     lines: tuple[str, ...]
+    """The place, innermost frame first."""
 
 
 def groups(processes: Sequence[ProcessStacks], suspect: int | None) -> Iterator[Group]:
-    """What there is to show: the suspect and its loader workers, then the other ranks, then their loader workers."""
+    """The groups: the suspect and its loader workers, then the other ranks, then their loader workers."""
     alike: dict[tuple[bool, bool, str, tuple[str, ...]], list[ProcessStacks]] = {}
     for process in sorted(processes, key=lambda item: (item.rank != suspect, not item.is_rank)):
         own = process.rank == suspect
@@ -75,13 +77,13 @@ def _where(process: ProcessStacks, limit: int) -> tuple[str, ...]:
 
 
 def _short(frame: str) -> str:
-    """A frame as `file:line in function`, the way to the library that it is in left out."""
+    """A frame as `file:line in function`; the path to the library is left out."""
     match = _FRAME.search(frame)
     return f"{_LIBRARY.sub('', match['file'])}:{match['line']} in {match['function']}" if match else frame
 
 
 def _signalled_thread(stacks: str) -> list[str]:
-    """The frames of the thread that took the signal, which is the main one; of the last one where none is marked."""
+    """The frames of the thread that handled the signal (the main thread); of the last thread, if none is marked."""
     threads: list[tuple[str, list[str]]] = []
     for line in stacks.splitlines():
         if line.startswith(("Current thread", "Thread")):

@@ -1,4 +1,4 @@
-"""The account of why an attempt ended, on one screen: the cause first, then what followed and what was done."""
+"""Shows why an attempt ended: first the cause, then what followed and what the supervisor did."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ _MARKERS = re.compile(r"[ ~^]+")  # what Python draws below a line of code
 
 
 def print_account(console: Console, account: AttemptAccount) -> None:
-    """Print an account; words from the run are shown and not obeyed."""
+    """Print an account. Control characters from the run are escaped."""
     print_rows(console, list(_head(account)), indent=0)
-    # What a rank raises after its hang was called is the work of the kill.
+    # What a rank raises after its hang was called is a consequence of the kill.
     causes = {account.rank} if account.hung is None else {account.rank} & set(account.hung.raised)
     own = [item for item in account.failures if item.rank in causes or (account.rank is None and not account.hung)]
     peers = [item for item in account.failures if item not in own]
@@ -91,7 +91,7 @@ def _head(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
 
 
 def _ranks(account: AttemptAccount) -> Iterator[tuple[str, str | Text]]:
-    """With which rank it began and where that was, what followed, and where each stood."""
+    """The rank with which it began, its host, what followed, and the position of each rank."""
     if account.rank is not None:
         yield "rank", quoted(str(account.rank) + (f", on host {account.host}" if account.host else ""))
     if account.step is not None:
@@ -113,7 +113,7 @@ def _print_failure(console: Console, record: FailureRecord) -> None:
     title = f"\nrank {record.rank} at {record.at}, {record.doing} batch {record.batch}, step {record.step}"
     console.print(Text(title, style="bold"))
     lines = record.traceback.rstrip().splitlines() or [f"{record.error}: {record.message}"]
-    # What happened in a loader worker stands behind what the rank, which merely waited for it, was doing.
+    # The worker's traceback comes after the traceback of the rank, which only waited.
     begin = next((place for place, line in enumerate(lines) if line.startswith("Original Traceback")), 0)
     shown = [line for line in lines[begin:] if not _MARKERS.fullmatch(line)][-_TRACEBACK_LINES:]
     _print_lines(console, shown)

@@ -1,7 +1,7 @@
-"""Why an attempt ended: what its ranks and the supervisor left about it, put together. Takes no lock, writes nothing.
+"""Why an attempt ended, from the records of its ranks and of the supervisor. Takes no lock and writes nothing.
 
-The supervisor classified the end when it had all the evidence in hand; this reads its verdict, and beside it what the
-ranks themselves wrote: exceptions with their tracebacks, stacks, and where each stood.
+The supervisor classified the end when it had all the evidence. This module reads its result from the journal, and the
+records of the ranks: exceptions with their tracebacks, stacks, and positions.
 """
 
 from __future__ import annotations
@@ -30,18 +30,19 @@ from rollback.facts.training import (
 from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
-from rollback.rundir.durable import read_tail
+from rollback.rundir.failure_class import in_order_of_blame
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
+from rollback.system.durable import read_tail
 
 _LAST_WORDS = 8 << 10
 
 
 class RankStood(ReportItem):
-    """Where a rank stood when it last said so."""
+    """The position of a rank at its last heartbeat."""
 
     rank: int
     doing: str
@@ -64,7 +65,7 @@ class ProcessStacks(ReportItem):
 
 
 class LastOutput(ReportItem):
-    """The end of what a process wrote to stderr."""
+    """The end of a process's stderr."""
 
     path: str
     text: str
@@ -153,7 +154,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         blamed=_blame(culprit) if culprit else None,
         decision=_decision(told_of),
         signals=[signalled.signal for _, signalled in of_kind(told_of, Signalled)],
-        failures=sorted(failures.values(), key=lambda item: (item.rank != first, item.seconds)),
+        failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
         processes=_processes(paths, number, notices) if number is not None else [],
         ranks=[
@@ -171,7 +172,7 @@ def _blame(fact: Blamed) -> Blame:
 
 
 def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over: bool) -> str | None:
-    """In words what ended an attempt that failed; None for one that did not, or that still runs."""
+    """What ended an attempt that failed, in words; None: it did not fail, or still runs."""
     ended = last_fact(own, AttemptEnded)
     if ended is not None:
         well = ended.why is None and ended.status == 0
@@ -179,7 +180,7 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over
     by_itself = last_fact(own, Finished) and not last_fact(own, AttemptStarted)  # a supervisor would have seen the end
     if not over or by_itself or last_fact(own, Stopped):
         return None
-    records = sorted(read_failures(paths.failures(attempt)).values(), key=lambda record: record.seconds)
+    records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
     supervised = last_fact(own, AttemptStarted) is not None
@@ -188,7 +189,7 @@ def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over
 
 
 def _decision(own: Sequence[JournalEntry]) -> str | None:
-    """What the supervisor did about the end of an attempt."""
+    """What the supervisor did after the attempt, in words."""
     for record in reversed(own):
         match record.fact:
             case RunEnded() as fact:
@@ -204,7 +205,7 @@ def _decision(own: Sequence[JournalEntry]) -> str | None:
 def _last_words(
     paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
 ) -> LastOutput | None:
-    """Of who left no exception: what broke below Python, and what the script said before it left."""
+    """The end of stderr, if there is no failure record: an error in native code, or what the script printed."""
     if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
         return None
     path = paths.rank_log(attempt, ended.rank, "err") if ended.rank is not None else paths.torchrun_log(attempt, "err")

@@ -16,12 +16,13 @@ from rollback.ring.url import record
 from rollback.ring.url.index import Index, Kept, checkpoint_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
-from rollback.rundir import files, seal
-from rollback.rundir.durable import open_regular, sync_directory, write_file
+from rollback.rundir import seal
 from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
 from rollback.rundir.journal import read_journal, require_sealed
 from rollback.rundir.paths import MANIFEST, RunPaths
-from rollback.rundir.small_json import SIZE, parse_model
+from rollback.system import files
+from rollback.system.durable import open_regular, sync_directory, write_file
+from rollback.system.small_json import SIZE, parse_model
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
 _GOOD = 2  # good checkpoints that a start has at hand: the newest may lie behind the onset of a trouble to come

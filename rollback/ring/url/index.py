@@ -15,7 +15,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, RunPaths
-from rollback.rundir.small_json import parse_json
+from rollback.system.small_json import parse_json
 
 PIECE = 4 << 20
 _LIMIT = 16 << 20

@@ -11,9 +11,9 @@ from typing import Literal
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.url.index import PIECE, Index, Kept, RecordPiece, describe, piece_key, record_paths
 from rollback.ring.url.store import Store, require_room
-from rollback.rundir import files
-from rollback.rundir.durable import end_of_lines, open_regular, write_file
 from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.system.durable import end_of_lines, open_regular, write_file
 
 Relation = Literal["same", "ahead", "behind", "diverged"]
 """How a local file compares with the one at the URL: the same, longer with the whole other file as its beginning,

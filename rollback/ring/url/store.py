@@ -24,8 +24,8 @@ import tenacity
 from rollback.checkpoints.hashing import ShardHash
 from rollback.checkpoints.shard import Written
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
-from rollback.rundir import files
-from rollback.rundir.durable import open_regular, sync_directory
+from rollback.system import files
+from rollback.system.durable import open_regular, sync_directory
 
 _PART = 8 << 20
 _BLOCK = 16 << 20  # of an upload in parts; larger where a shard would else have more parts than S3 allows

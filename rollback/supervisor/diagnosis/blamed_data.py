@@ -1,17 +1,17 @@
 """Whether a batch, or a sample in it, is to blame for an exception. Pure.
 
-A rank that raises the same exception (by fingerprint) twice with the same sample in hand will raise it a third time:
+A rank that raised the same exception (by fingerprint) twice with the same sample will raise it a third time:
 
-- the sample is known where it raises when it is read singly: it is left out from then on, in all epochs;
-- else samples that two batches have in common at which the same exception was raised are left out;
-- else, where it was the same batch twice, that is passed over, with the rest of its update, by all ranks.
+- a sample that also raises when it is read singly is left out from then on, in all epochs;
+- else the samples that both batches have in common are left out;
+- else, if it was the same batch twice, all ranks skip the batch with the rest of its update.
 
-Everything else is left to the budget of restarts:
+The budget of restarts handles all other cases:
 
-- another batch without such a sample: a crash at random is not the data's fault;
+- another batch without such a sample: a random crash is not the data's fault;
 - another class of cause: memory, hardware, signals, hangs and lost peers say nothing about the data;
-- the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: it is the
-  step, or the code, that is at fault.
+- the same exception at the same step although data were left out for it `SKIPS_THAT_DID_NOT_HELP` times: the step or
+  the code is at fault.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SKIPS_THAT_DID_NOT_HELP = 3
 
 
 def blame(first: FirstCause | None, attempt: int, past: Iterable[JournalEntry]) -> Blamed | None:
-    """What the failure of `attempt` is blamed on. past: the supervisor's record of all attempts."""
+    """The data that caused the failure of `attempt`; None: not the data. past: the supervisor's journal."""
     if first is None or not first.may_blame_the_batch or first.record is None:
         return None
     record = first.record

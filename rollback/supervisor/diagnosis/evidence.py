@@ -1,4 +1,4 @@
-"""What the run directory, rank 0 and torchrun's process say about an attempt. Reads; writes nothing."""
+"""The evidence about an attempt, from the run directory, rank 0 and torchrun's process. Writes nothing."""
 
 from __future__ import annotations
 
@@ -24,23 +24,23 @@ from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import read_heartbeats
-from rollback.rundir.small_json import sound_model
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
+from rollback.system.small_json import sound_model
 
 _LIMIT = 1 << 20
 _Fact = TypeVar("_Fact", bound=Fact)
 
 
 class TrainJournal:
-    """The ranks' journal, each line of it read once: it is looked at ten times a second."""
+    """The ranks' journal. Each line is read once, since the journal is read ten times a second."""
 
     def __init__(self, path: Path) -> None:
         self._tail = JournalTail(path)
         self._records: list[JournalEntry] = []
 
     def records(self, attempt: int | None = None) -> list[JournalEntry]:
-        """Facts of the ranks, those of one attempt if it is given. Raises JournalDamaged or RunDirectoryError."""
+        """Facts of the ranks, of one attempt or of all. Raises JournalDamaged or RunDirectoryError."""
         self._records += self._tail.new()
         return [record for record in self._records if attempt is None or record.attempt == attempt]
 
@@ -49,7 +49,7 @@ class TrainJournal:
 
 
 def furthest_step(paths: RunPaths, records: Iterable[JournalEntry], attempt: int | None = None) -> int | None:
-    """The furthest step that facts and signs of life know of, of one attempt, with its last words, if it is given."""
+    """The furthest step in facts and heartbeats, and in the failure records of `attempt`, if it is given."""
     steps = [
         record.fact.step
         for record in records
@@ -62,10 +62,11 @@ def furthest_step(paths: RunPaths, records: Iterable[JournalEntry], attempt: int
 
 
 def got_further(records: Iterable[JournalEntry], step: int | None, best: int | None) -> bool:
-    """Whether an attempt made progress, given its facts, the furthest step it reached and that of all before it.
+    """Whether an attempt made progress.
 
-    It did where it went past them all, or where it left a checkpoint beyond the one it began with: after a rollback a
-    run may do much good work at steps that it has seen before. `best` is None where no attempt was before.
+    It did if it went further than all attempts before, or if it left a checkpoint after the one it began with: after a
+    rollback a run repeats steps and still makes progress. step: the furthest step of the attempt. best: that of all
+    attempts before; None: this is the first attempt.
     """
     began: int | None = None
     for record in records:
@@ -85,7 +86,7 @@ def gather(
     told_to_stop: bool,
     hung: Hung | None = None,
 ) -> AttemptEvidence:
-    """Everything that decides how an attempt ended. Call it when all its processes are gone."""
+    """All evidence about how an attempt ended. Call it when all its processes are gone."""
     records = journal.records(attempt)
     return AttemptEvidence(
         status=left.status,
@@ -106,13 +107,13 @@ def gather(
 
 
 def _newest_there(paths: RunPaths) -> int | None:
-    """The step of the newest checkpoint that there is, here or in the durable ring; None where there is none."""
+    """The step of the newest checkpoint, here or in the durable ring; None: there is none."""
     names = {place.name for place in tiers.locate(paths)} | drained(read_journal(paths.supervisor_journal).records)
     return max((CheckpointName(name).step for name in names), default=None)
 
 
 def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:
-    """The last fact of that kind since ranks attached: one process may train several times."""
+    """The last fact of that kind since the ranks attached last: one process may train several times."""
     found = None
     for record in records:
         if isinstance(record.fact, Attached):
@@ -123,7 +124,7 @@ def _last(records: Iterable[JournalEntry], kind: type[_Fact]) -> _Fact | None:
 
 
 def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
-    """How each rank ended of which anything is known: torchrun's account, the rank's own, and what the host saw."""
+    """How each known rank ended: by torchrun's account, its failure record, its heartbeat and what the host saw."""
     records = read_failures(paths.failures(attempt))
     failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
     beats = {rank: beat for rank, beat in read_heartbeats(paths.ranks).items() if beat.attempt == attempt}
@@ -139,7 +140,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
 def left_on_host(
     status: int, *, refusal: Path, failures: Path, guarded: bool, stopped: tuple[int, ...], oom_kills: int
 ) -> Left:
-    """What rank 0 and torchrun's process left word of on this host, and what was seen there. status: torchrun's."""
+    """What rank 0 and torchrun's process recorded on this host, and what the host saw. status: torchrun's."""
     return Left(
         status=status,
         guarded=guarded,

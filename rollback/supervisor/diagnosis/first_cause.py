@@ -1,8 +1,8 @@
-"""What ended an attempt: the class of its first cause, the rank with which it began, and what merely followed. Pure.
+"""What ended an attempt: the class of the first cause, the rank with which it began, and what only followed. Pure.
 
-Each rank that failed is put into a class by the first row of this table that holds. Of several ranks, the one whose
-class stands highest in it is the first cause: a rank that dies makes its peers raise, and one that is stopped or hangs
-makes the *healthy* ones raise first. Within a class, the earliest counts.
+The first row that holds gives the class of a rank's failure. Of several ranks, the rank whose class is highest in the
+table is the first cause: a rank that dies makes its peers raise, and a rank that is stopped or hangs makes the
+*healthy* ranks raise first. Within a class, the earliest failure counts.
 
 | class         | evidence                                                                                   |
 |---------------|--------------------------------------------------------------------------------------------|
@@ -18,69 +18,40 @@ makes the *healthy* ones raise first. Within a class, the earliest counts.
 | timeout       | an exception of torch.distributed that says that it waited too long                        |
 | lost_peer     | an exception of torch.distributed that says that a peer is gone                            |
 
-`node_lost` is the class of an attempt in which the supervisor of a node fell silent or was started anew; what ranks of
-other nodes then raised is its consequence. `launcher` is that of one of which no rank failed but torchrun did,
-`told_to_stop` that of one that was ended on request. Only `exception` may blame a batch.
+`node_lost`: the supervisor of a node fell silent or was started anew; what ranks of other nodes raised is a
+consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the attempt was ended on request. Only
+`exception` may blame a batch.
 """
 
 from __future__ import annotations
 
-import re
 import signal
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import get_args
 
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung
+from rollback.rundir.failure_class import NOTICED, PRECEDENCE, class_of_exception
 from rollback.rundir.failures import FailureRecord
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
-# What is said of its peers by a rank that is well itself.
-_NOTICED: tuple[Why, ...] = ("timeout", "lost_peer")
-_PRECEDENCE: dict[Why, int] = {why: place for place, why in enumerate(get_args(Why))}
-
-_DISTRIBUTED = re.compile(
-    r"(builtins\.)?RuntimeError|torch\.distributed\..*|torch\._C\._distributed_c10d\..*|.*Dist\w*Error"
-)
-_OUT_OF_MEMORY_TYPES = re.compile(r"MemoryError|.*OutOfMemoryError")
-_OUT_OF_MEMORY = re.compile(
-    r"CUDA out of memory|CUDA error: out of memory|CUBLAS_STATUS_ALLOC_FAILED|DefaultCPUAllocator: "
-    r"|not enough memory|[Cc]annot allocate memory|unable to (mmap|write|open).*shared memory|std::bad_alloc"
-)
-_HARDWARE = re.compile(
-    r"\bECC\b|\bXid\b|fallen off the bus|GPU is lost|hardware stack error|[Uu]ncorrectable|unhandled system error"
-    r"|ncclSystemError|NVLink|cudaErrorDevicesUnavailable|no longer accessible"
-)
-_WORKER_DIED = re.compile(
-    r"DataLoader worker \(pid\(?s?\)? [\d, ]+\) (is killed by signal: (?P<name>\w+)|exited unexpect)"
-)
-_TIMEOUT = re.compile(
-    r"[Tt]imed out waiting|[Ss]ocket [Tt]imeout|[Ww]ait timeout after|caught collective operation timeout"
-    r"|Application timeout caused pair closure"
-)
-_LOST_PEER = re.compile(
-    r"Connection (closed|reset|refused)|Broken pipe|recvValue failed|sendBytes failed|failed to recv|Socket closed"
-    r"|communicator was aborted|remote process exited|ncclRemoteError|ncclInternalError|process group.*abort"
-)
-
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended.
-
-    failure: what torchrun saw of it, None where it saw none. record: what the rank left itself. stopped: it was
-    SIGSTOPped when last looked at. oom_killed: the kernel says that its OOM killer struck this rank or its host.
-    beat: its last sign of life, None where it gave none.
-    """
+    """How one rank ended."""
 
     rank: int
     failure: RankFailure | None = None
+    """What torchrun saw; None: nothing."""
     record: FailureRecord | None = None
+    """The failure record that the rank left."""
     stopped: bool = False
+    """Whether the rank was SIGSTOPped when it was last looked at."""
     oom_killed: bool = False
+    """Whether the kernel says that its OOM killer struck on this rank's host."""
     beat: Heartbeat | None = None
+    """The last heartbeat; None: the rank gave none."""
 
     @property
     def exitcode(self) -> int:
@@ -92,7 +63,7 @@ class RankEnd:
 
     @property
     def seconds(self) -> float:
-        """When, as seconds since the epoch; torchrun knows it to a second and after the fact."""
+        """When the rank failed, in seconds since the epoch. torchrun's time is in whole seconds, and later."""
         if self.record is not None:
             return self.record.seconds
         return self.failure.at + 1 if self.failure and self.failure.at else float("inf")
@@ -104,17 +75,19 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class FirstCause:
-    """What ended an attempt. text: in words. rank: with which it began, None where that cannot be told.
-
-    record: what that rank left. followed: the ranks whose failure is a consequence. host: where that rank ran.
-    """
+    """What ended an attempt."""
 
     why: Why
     text: str
+    """The cause in words."""
     rank: int | None = None
+    """The rank with which it began; None: this cannot be told."""
     record: FailureRecord | None = None
+    """The failure record of this rank."""
     followed: tuple[int, ...] = ()
+    """The ranks whose failure is a consequence."""
     host: str | None = None
+    """The host of this rank."""
 
     @property
     def may_blame_the_batch(self) -> bool:
@@ -122,11 +95,11 @@ class FirstCause:
 
 
 def why_of(end: RankEnd) -> Why | None:
-    """The class of a rank's end; None where it did not fail, or torchrun ended it because of another."""
+    """The class of a rank's end; None: it did not fail, or torchrun ended it because of another rank."""
     if end.stopped:
         return "stopped"
     if end.record is not None:
-        return _why_of_exception(end.record.error, end.record.message, end.oom_killed)
+        return class_of_exception(end.record.error, end.record.message, oom_killed=end.oom_killed)
     if end.ended_by_torchrun or end.exitcode == 0:
         return None
     if end.exitcode < 0:
@@ -135,28 +108,13 @@ def why_of(end: RankEnd) -> Why | None:
         return "oom_kill" if end.oom_killed and end.exitcode == -signal.SIGKILL else "signal"
     message = (end.failure.message if end.failure else None) or ""
     error, _, text = message.strip().partition(":")
-    return _why_of_exception(error, text.strip(), end.oom_killed) if error else "exit"
-
-
-def _why_of_exception(error: str, message: str, oom_killed: bool) -> Why:
-    if worker := _WORKER_DIED.search(message):
-        return "oom_kill" if oom_killed and worker["name"] in (None, "Killed") else "signal"
-    if _OUT_OF_MEMORY_TYPES.fullmatch(error) or _OUT_OF_MEMORY.search(message):
-        return "out_of_memory"
-    if _HARDWARE.search(message):
-        return "hardware"
-    if _DISTRIBUTED.fullmatch(error):
-        if _LOST_PEER.search(message):
-            return "lost_peer"
-        if _TIMEOUT.search(message):
-            return "timeout"
-    return "exception"
+    return class_of_exception(error, text.strip(), oom_killed=end.oom_killed) if error else "exit"
 
 
 def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCause | None:
-    """What ended an attempt; None where it ended as it should. The table of the module's docstring."""
+    """What ended an attempt, by the table above; None: it ended as it should."""
     classed = [(why, end) for end in ends if (why := why_of(end)) is not None]
-    classed.sort(key=lambda item: (_PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
+    classed.sort(key=lambda item: (PRECEDENCE[item[0]], item[1].seconds, item[1].rank))
     if evidence.hung is not None:
         return _of_hang(evidence.hung, classed, ends)
     if evidence.lost_nodes:
@@ -176,7 +134,7 @@ def first_cause(evidence: AttemptEvidence, ends: Sequence[RankEnd]) -> FirstCaus
         text += f"; {_enumerate([end.rank for end in alike])} raised the same"
     if others:
         text += f"; then {_enumerate([end.rank for end in others])} failed too"
-    nobody = why in _NOTICED and others  # all of them only noticed
+    nobody = why in NOTICED and others  # all of them only noticed
     followed = tuple(sorted(end.rank for end in ([first, *others] if nobody else others)))
     if nobody:
         return FirstCause(why, text, None, first.record, followed)
@@ -188,8 +146,8 @@ def _same_exception(end: RankEnd, other: RankEnd) -> bool:
 
 
 def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[RankEnd]) -> FirstCause:
-    """What the supervisor called. What ranks left after that is the work of the kill, except that the suspect may have
-    raised before, and have hung on its way out."""
+    """The first cause of a hang. The kill caused later failures; only the suspect may have raised before, and then have
+    hung while it exited."""
     followed = tuple(sorted(end.rank for _, end in classed if end.rank != hung.suspect))
     for why, end in classed:
         if end.rank == hung.suspect and end.rank in hung.raised:
@@ -200,22 +158,8 @@ def _of_hang(hung: Hung, classed: list[tuple[Why, RankEnd]], ends: Sequence[Rank
     return FirstCause("stopped" if stopped else "hang", f"hang: {hung.reason}", hung.suspect, None, followed, host)
 
 
-def merely_noticed(record: FailureRecord) -> bool:
-    """Whether a rank raised because of another one."""
-    return why_of(RankEnd(record.rank, None, record)) in _NOTICED
-
-
-def in_order_of_blame(records: Iterable[FailureRecord]) -> list[FailureRecord]:
-    """What ranks raised, the first cause first."""
-    classed = [(why_of(RankEnd(record.rank, None, record)), record) for record in records]
-    return [
-        record
-        for why, record in sorted(classed, key=lambda item: (_PRECEDENCE[item[0] or "exception"], item[1].seconds))
-    ]
-
-
 def cause(evidence: AttemptEvidence, first: FirstCause | None) -> str:
-    """In words how an attempt ended, and no more than the evidence shows."""
+    """How an attempt ended, in words, as far as the evidence shows."""
     if first is not None:
         return first.text
     return f"the ranks stopped together: {evidence.stopped.account}" if evidence.stopped else "all ranks ended"
@@ -246,7 +190,7 @@ def _describe(why: Why, end: RankEnd) -> str:
 
 
 def _last_seen(end: RankEnd) -> str:
-    """Of a rank that left no word itself; its signs of life are half a second apart."""
+    """For a rank without a failure record: where its last heartbeat was."""
     if end.beat is None:
         return ""
     return f", last seen {end.beat.doing} at step {end.beat.step}, batch {end.beat.batch}"
@@ -263,7 +207,7 @@ _OF_CLASS: dict[Why, str] = {
 
 
 def _last_line(record: FailureRecord) -> str:
-    """Type and message in one line; of a loader worker's error the line that says what happened there."""
+    """Type and message in one line; for an error of a loader worker, the line with the worker's error."""
     lines = [line.strip() for line in record.message.splitlines() if line.strip()]
     if not lines:
         return record.error

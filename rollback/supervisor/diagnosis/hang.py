@@ -1,8 +1,8 @@
-"""When a job hangs, and on which rank. Pure: heartbeats and times in, a finding out.
+"""Decides whether a job hangs, and on which rank. Pure.
 
-A job hangs when *no* rank has shown a sign of progress for so long. One rank that moves may be what all others wait for
-(rank 0 evaluates, its peers are at a barrier), so a single silent rank means nothing. Progress is that a rank's Python
-code moved; evaluation, compilation and data loading do. The limit, unless the user sets it:
+A job hangs when *no* rank has shown progress for a time. A single silent rank means nothing, since all others may wait
+for one that moves (rank 0 evaluates, its peers are at a barrier). Progress means that a rank's Python code moved; it
+moves in evaluation, compilation and data loading. The limit, unless the user sets it:
 
 | standing                                                     | silent for                                     |
 |--------------------------------------------------------------|------------------------------------------------|
@@ -10,20 +10,19 @@ code moved; evaluation, compilation and data loading do. The limit, unless the u
 | fewer than 3 steps done, or a rank saves, rewinds, or ends   | 30 minutes: compilation, slow disks            |
 | training                                                     | 5 minutes, or 10 times a step if that is longer |
 
-Heartbeats come from memory, so silence is silence. Where a rank's can be had from a disk only (it could not open the
-supervisor's board), a disk that is full looks the same: whether such a rank moves is *unknown* while its process
-computes, and what is unknown ends no job.
+Heartbeats come from memory, so a missing heartbeat means that the rank does not move. A rank that could not open the
+supervisor's board has its heartbeats on a disk only, and a full disk looks the same as a hang. While such a rank's
+process computes, its state is *unknown*, and an unknown state ends no job.
 
-Ranks that have all closed their guards and left Python, and are not gone 20 seconds later, are ended at once: what they
-were to do is done.
+If all ranks have closed their guards and left Python, and still exist 20 seconds later, they are ended: their work is
+complete.
 
-Ranks that fetch a checkpoint from a URL do not stall (`HangLimits.stall`): where nothing comes they give up by
-themselves.
+Ranks that fetch a checkpoint from a URL do not stall (`HangLimits.stall`): a fetch has time limits of its own.
 
-The suspect is the first rank of which one of these holds: it raised and did not end; it is stopped; it has died and its
-peers wait on; it is in an uninterruptible system call; none of its threads gets to run Python while those of other
-ranks do; it is behind all others, by step, batch, and the number of collectives begun. What a rank raised because it
-gave up on its peers counts for nothing here.
+The suspect is the first rank of which one of these is true: it raised and did not end; it is stopped; it has died, and
+its peers wait; it is in an uninterruptible system call; none of its threads runs Python while threads of other ranks
+do; it is behind all others, by step, batch and number of collectives begun. An exception that only says that a peer is
+gone does not count.
 """
 
 from __future__ import annotations
@@ -36,40 +35,41 @@ from typing import Literal
 
 from rollback.rundir.records import LEAVING, Heartbeat
 
-GONE = "X"  # the state of a process that is not there any more; /proc has this letter for one that is about to go
+GONE = "X"  # the state of a process that is gone; in /proc the letter of a process that is about to go
 FLOOR = 300.0
 SLOW_FLOOR = 1800.0
 STEPS_BEFORE_TRUST = 3
 TIMES_A_STEP = 10.0
 AT_EXIT = 20.0
 _REMEMBERED_STEPS = 101
-_OUR_OWN_ABSENCE = 5.0  # a supervisor that was stopped itself has not seen the others move
+_OUR_OWN_ABSENCE = 5.0  # a supervisor that was stopped itself could not see the ranks move
 _THREADS_SILENT = 3.0  # heartbeats are looked at twice a second
 
 
 @dataclass(frozen=True)
 class HangLimits:
-    """after: seconds without a sign of progress on any rank, start-up included; `auto`: see above; None: never.
-    stall: seconds in which no rank goes on to another batch although its Python code moves; None: never."""
+    """How long a job may show no progress."""
 
     after: float | Literal["auto"] | None = "auto"
+    """Seconds without progress on any rank, start-up included; `auto`: the table of this module; None: no limit."""
     stall: float | None = None
+    """Seconds in which no rank goes on to another batch although its Python code moves; None: no limit."""
 
 
 @dataclass(frozen=True)
 class Silence:
-    """A hang: nothing for `silent` seconds, and no more than `limit` were allowed."""
+    """A hang: no progress for `silent` seconds, where `limit` are allowed."""
 
     silent: float
     limit: float
     stalled: bool
     mute: frozenset[int]
-    """Ranks none of whose threads runs Python, while those of others do."""
+    """Ranks none of whose threads runs Python, while threads of other ranks do."""
 
 
 @dataclass
 class _Progress:
-    """A rank as last seen; times are those at which we saw a change, by our own clock."""
+    """A rank's last heartbeat, and when the supervisor saw it change, by the supervisor's clock."""
 
     beat: Heartbeat
     moved: float
@@ -79,7 +79,7 @@ class _Progress:
 
 @dataclass
 class HangWatch:
-    """Told of all heartbeats of an attempt about once a second."""
+    """Gets all heartbeats of an attempt about once a second."""
 
     limits: HangLimits
     began: float
@@ -88,8 +88,10 @@ class HangWatch:
     _last: float | None = None
 
     def look(self, now: float, beats: Mapping[int, Heartbeat], untold: Collection[int] = ()) -> Silence | None:
-        """A hang, if there is one at monotonic time `now`. untold: ranks that compute, and whose heartbeats a disk may
-        hold back."""
+        """The hang at monotonic time `now`, if there is one.
+
+        untold: ranks that compute, and whose heartbeats may be late because of a disk.
+        """
         if self._last is not None and now - self._last > _OUR_OWN_ABSENCE:
             self._forgive(now - self._last)
         self._last = now
@@ -108,10 +110,10 @@ class HangWatch:
         return None
 
     def stuck_at_exit(self, now: float) -> float | None:
-        """Seconds since the last rank was heard of, if all of them had left Python by then and that is too long ago.
+        """Seconds since the last heartbeat, if all ranks had left Python and this is too long ago; else None.
 
-        While handlers of others run at the exit, ranks are heard of. One that says no more and is still there waits for
-        something below Python, for which nobody will ever come.
+        While exit handlers run, ranks give heartbeats. A rank that exists without them waits for something in native
+        code, and will wait for ever.
         """
         if not self._ranks or any(seen.beat.doing != LEAVING for seen in self._ranks.values()):
             return None
@@ -120,11 +122,11 @@ class HangWatch:
 
     @property
     def trains(self) -> bool:
-        """Whether a step has been done."""
+        """Whether a rank has done a step."""
         return bool(self._steps)
 
     def limit(self) -> float | None:
-        """Seconds of silence that are allowed now; None: any."""
+        """Seconds without progress that are allowed now; None: no limit."""
         if self.limits.after != "auto":
             return self.limits.after
         if not self._ranks:
@@ -167,7 +169,7 @@ _STATES = {"Tt": "is stopped (SIGSTOP)", GONE: _DIED, "D": "is in a system call 
 
 @dataclass(frozen=True)
 class Suspicion:
-    """The rank that the others seem to wait for, None where none stands out, and why."""
+    """The rank that the others seem to wait for (None: no rank stands out), and the reason."""
 
     rank: int | None
     reason: str
@@ -176,8 +178,8 @@ class Suspicion:
 def suspect(
     beats: Mapping[int, Heartbeat], states: Mapping[int, str], raised: Mapping[int, str], mute: Collection[int]
 ) -> Suspicion:
-    """Whom to suspect of a hang. states: of processes as in /proc (`T`: stopped, `X`: gone), where known. raised: what
-    ranks raised that did not merely notice others', the first cause first. mute: see `Silence`."""
+    """The suspect of a hang. states: of processes as in /proc (`T`: stopped, `X`: gone), where known. raised: the
+    exceptions of ranks that did not only notice another rank's failure, the first cause first. mute: see `Silence`."""
     if not beats:
         return Suspicion(None, "no rank has come as far as making its Guard")
     for rank, error in raised.items():

@@ -1,8 +1,8 @@
-"""Whether the kernel's OOM killer struck: the counters of the memory cgroups in which an attempt's processes live.
+"""Whether the kernel's OOM killer struck, by the counters of the memory cgroups of an attempt's processes.
 
-A process that it kills has got signal 9, which says nothing. The kernel counts each in the victim's cgroup: `oom_kill`
-in memory.events (cgroup v2, ancestors included) or memory.oom_control (v1, that group alone), also where the whole host
-was short of memory.
+The killer sends signal 9, which does not tell the reason. The kernel counts each kill in the cgroup of the killed
+process: `oom_kill` in memory.events (cgroup v2, ancestors included) or memory.oom_control (v1, that group alone). It
+also counts where the whole host was short of memory.
 """
 
 from __future__ import annotations
@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Iterable
 from pathlib import Path
 
-from rollback.rundir.cgroups import ROOT, memory_groups
+from rollback.system.cgroups import ROOT, memory_groups
 
 _PROC = Path("/proc")
 
 
 def counter_files(membership: str, root: Path = ROOT) -> list[Path]:
-    """Files that may hold the counter, best first, for a process whose /proc/PID/cgroup reads `membership`.
+    """Files that may hold the counter, best first. membership: the text of the process's /proc/PID/cgroup.
 
-    In a container the path that the kernel states need not exist below `root`; the mounted root is then its own group.
+    In a container the kernel's path may be missing below `root`; the mounted root is then the group itself.
     """
     found: list[Path] = []
     for group in memory_groups(membership, root):
@@ -31,7 +31,7 @@ def counter_files(membership: str, root: Path = ROOT) -> list[Path]:
 
 
 def parse_counter(text: str) -> int | None:
-    """The value of `oom_kill` in memory.events or memory.oom_control; None where it is not there."""
+    """The value of `oom_kill` in memory.events or memory.oom_control; None: it is missing."""
     for line in text.splitlines():
         name, _, value = line.partition(" ")
         if name == "oom_kill" and value.strip().isdigit():
@@ -40,7 +40,7 @@ def parse_counter(text: str) -> int | None:
 
 
 class OomCounters:
-    """Counts OOM kills since each process's cgroup was first looked at. Where that cannot be read, none are counted."""
+    """Counts OOM kills since the first look at each process's cgroup. An unreadable cgroup counts none."""
 
     def __init__(self, root: Path = ROOT, proc: Path = _PROC) -> None:
         self._root, self._proc = root, proc
@@ -63,7 +63,7 @@ class OomCounters:
                     break
 
     def kills(self) -> int:
-        """OOM kills since then."""
+        """OOM kills since the first look."""
         return sum(max(0, (_read(path) or 0) - before) for path, before in self._before.items())
 
 

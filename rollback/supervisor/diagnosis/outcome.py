@@ -1,6 +1,6 @@
-"""How an attempt can have ended, as a table from what is known to what follows. Pure.
+"""The table of how an attempt can have ended. Pure.
 
-A status tells next to nothing (torchrun exits with 1 whatever a rank did), so what the ranks wrote comes first.
+torchrun's status says almost nothing (it is 1 whatever a rank did), so the facts of the ranks come first.
 
 | refusal | stopped    | told to stop | torchrun's status | training           | outcome                       |
 |---------|------------|--------------|-------------------|--------------------|-------------------------------|
@@ -20,9 +20,9 @@ A status tells next to nothing (torchrun exits with 1 whatever a rank did), so w
 |         | preempted  | no           | not 0             |                    | failed: another attempt, or 1 |
 |         |            | no           | not 0             |                    | failed: another attempt, or 1 |
 
-Left: a script that ends in the middle of its loop as if all were well would do so again, so it is not started again.
-The last but one: ranks whose torchrun died are ended by the supervisor with SIGTERM and may save on the way out.
-Nobody asked the job to stop, so it goes on.
+*left*: a script that ends in the middle of its loop without an error would do so again, so no attempt follows. The last
+row but one: if torchrun died, the supervisor ends the ranks with SIGTERM, and they may save. Nobody told the job to
+stop, so it goes on.
 """
 
 from __future__ import annotations
@@ -51,92 +51,91 @@ EXIT_CODES: dict[Ending, ExitCode] = {
 
 
 class Refusal(BaseModel, frozen=True):
-    """What rank 0 wrote before the ranks left a job alone that they must not touch."""
+    """The reason why the ranks refused a job, as rank 0 wrote it."""
 
     exit_code: int
     message: str
     hint: str | None = None
 
-    @classmethod
-    def of(cls, error: RollbackError) -> Refusal:
-        return cls(exit_code=error.exit_code, message=error.message, hint=error.hint)
-
     def as_error(self) -> RollbackError:
-        return RollbackError(self.message, hint=self.hint, exit_code=self.exit_code)
+        return RollbackError(**self.model_dump())
 
 
 class RankFailure(BaseModel, frozen=True):
-    """A rank that failed, as torchrun saw it. `exitcode` is -N for a rank that signal N ended.
-
-    ended: by torchrun, because another one had failed. at: when torchrun saw it, in whole seconds since the epoch.
-    """
+    """A rank that failed, as torchrun saw it."""
 
     rank: int
     pid: int
     exitcode: int
+    """-N for a rank that signal N ended."""
     message: str | None
     ended: bool = False
+    """Whether torchrun ended this rank because another one had failed."""
     at: float | None = None
+    """When torchrun saw the failure, in whole seconds since the epoch."""
 
 
 class Failures(BaseModel, frozen=True):
-    """What torchrun raised, and the ranks that failed, the first one first."""
+    """What torchrun raised, and the ranks that failed, the first failure first."""
 
     error: str
     failures: tuple[RankFailure, ...]
 
 
 class Left(BaseModel, frozen=True):
-    """What an attempt left on one host. status: torchrun's, -N where signal N ended it.
-
-    guarded: the script is known to have a guard. stopped: ranks that were SIGSTOPped when last looked at. oom_kills:
-    how often the kernel's OOM killer struck in the memory cgroups of this host's ranks. lost_nodes: in the account of
-    all nodes, those that left none.
-    """
+    """What an attempt left on one host, or (merged) on all hosts."""
 
     status: int
+    """torchrun's exit status; -N where signal N ended torchrun."""
     guarded: bool = True
+    """Whether the script is known to have a guard."""
     refusal: Refusal | None = None
     failures: Failures | None = None
     stopped: tuple[int, ...] = ()
+    """The ranks that were SIGSTOPped when they were last looked at."""
     oom_kills: int = 0
+    """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
     lost_nodes: tuple[str, ...] = ()
+    """The nodes that left no account."""
 
 
 @dataclass(frozen=True)
 class AttemptEvidence:
-    """What is known of an attempt once all its processes are gone.
-
-    status: torchrun's, -N where signal N ended it. told_to_stop: the supervisor was signalled.
-    attached: the ranks had agreed on where to begin. stopped: their last word, if they stopped together. finished: it,
-    if training came to its end; final_state_lost: if that could not be kept.
-    step: the furthest one that any rank is known to have reached. hung: the hang that the supervisor called, if any.
-    lost_nodes: nodes that fell silent or were started anew while the attempt ran. guarded: the script is known to have
-    a guard; one that has none runs as under torchrun. save_failed: their word of it, if the ranks stopped without their
-    last state. kept: the step of the newest checkpoint that is there; None where there is none.
-    """
+    """What is known of an attempt when all its processes are gone."""
 
     status: int
+    """torchrun's exit status; -N where signal N ended torchrun."""
     told_to_stop: bool
+    """Whether the supervisor was told to stop."""
     attached: bool
+    """Whether the ranks had agreed where to begin."""
     refusal: Refusal | None
     stopped: Stopped | None
+    """The fact of the ranks, if they stopped together."""
     failures: Failures | None
     step: int | None
+    """The furthest step that a rank is known to have reached."""
     hung: Hung | None = None
+    """The hang that the supervisor called, if any."""
     lost_nodes: tuple[str, ...] = ()
+    """The nodes that fell silent or were started anew while the attempt ran."""
     guarded: bool = True
+    """Whether the script is known to have a guard. A script without one runs as under torchrun."""
     finished: Finished | None = None
+    """The fact of the ranks, if training is complete."""
     final_state_lost: FinalStateLost | None = None
+    """The fact of the ranks, if the final state could not be kept."""
     save_failed: LastSaveFailed | None = None
+    """The fact of the ranks, if they stopped without their last state."""
     kept: int | None = None
+    """The step of the newest checkpoint that exists; None: there is none."""
 
     @property
     def killed(self) -> bool:
-        """Whether somebody ended torchrun or a rank, which then did not fail by a fault of its own.
+        """Whether somebody ended torchrun or a rank.
 
-        A rank whose peer was killed often fails in the same moment, so a SIGKILL counts wherever it stands. torchrun
-        itself ends the others with SIGTERM, so that counts for the first one only.
+        A rank whose peer was killed often fails at the same moment, so SIGKILL counts for any rank. torchrun itself
+        ends ranks with SIGTERM, so SIGTERM counts only for the first one.
         """
         if self.lost_nodes:
             return True
@@ -170,7 +169,7 @@ def ending(evidence: AttemptEvidence) -> Ending:
 
 
 def account_of(end: Ending, evidence: AttemptEvidence) -> str | None:
-    """For people: how a job ended by itself; None where it did not."""
+    """How a job ended by itself, in words; None: it did not."""
     at = "" if evidence.step is None else f" at step {evidence.step}"
     match end:
         case "done" if evidence.finished is None:

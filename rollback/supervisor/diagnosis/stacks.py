@@ -1,9 +1,9 @@
-"""Before a hanging job is ended: the stacks of its ranks and loader workers, and the state of each process.
+"""Takes the stacks of ranks and loader workers, and the state of each process, before a hanging job is ended.
 
-A rank writes its own stacks, on a signal, into its own file (`rollback.train.process.heartbeat`); forked loader
-workers do so too. Which part of a file is whose, and what could not be had and why, is in processes.json beside them,
-which the supervisor of the host writes. A stopped process takes no signal; one without the handler would die of it, so
-it is not sent any.
+On a signal a rank writes its stacks into its own file (`rollback.train.process.heartbeat`); forked loader workers do
+the same. The supervisor of the host writes processes.json beside these files: which part of a file belongs to which
+process, and which stacks are missing and why. A stopped process does not handle the signal, and a process without the
+handler would die of it, so these get no signal.
 """
 
 from __future__ import annotations
@@ -17,21 +17,23 @@ import psutil
 
 from rollback.config import STACKS_SIGNAL
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import state_of
 from rollback.rundir.stacks import ProcessSeen, write_processes
+from rollback.system.files import size_of
+from rollback.system.processes import state_of
 
 _PATIENCE = 3.0  # for the ranks, and again for each round of their workers
-_QUIET = 0.15  # a dump that has not grown for so long is complete
+_QUIET = 0.15  # seconds without growth after which a dump is complete
 _ROUNDS = 16
 
 
 def take_stacks(
     paths: RunPaths, attempt: int, ranks: Mapping[int, psutil.Process], node: str | None = None
 ) -> tuple[int, ...]:
-    """Have the ranks of this host and the processes below them write their stacks: the ranks that did.
+    """Make the ranks of this host and the processes below them write their stacks. Returns the ranks that did.
 
-    All ranks at once, then the first process below each of them, and so on: what shares a file takes turns. Raises
-    OSError where the result cannot be written. node: of a job on many nodes; each writes a record of its own.
+    First all ranks write, then one process below each rank, and so on, since these share the rank's file. node: the
+    node's name in a job on many nodes, where each node writes a record of its own. Raises OSError where the record
+    cannot be written.
     """
     seen: list[ProcessSeen] = []
     families: dict[int, Sequence[psutil.Process]] = {
@@ -49,11 +51,11 @@ def take_stacks(
 def _one_turn(
     paths: RunPaths, attempt: int, processes: Mapping[int, psutil.Process], *, are_ranks: bool
 ) -> list[ProcessSeen]:
-    """Stacks of at most one process of each rank."""
+    """Take the stacks of at most one process of each rank."""
     states = {rank: state_of(process.pid) for rank, process in processes.items()}
     reasons = {rank: _why_none(process.pid, states[rank]) for rank, process in processes.items()}
     files = {rank: paths.rank_stacks(attempt, rank) for rank in processes}
-    before = {rank: _size(file) for rank, file in files.items()}
+    before = {rank: size_of(file) for rank, file in files.items()}
     for rank, process in processes.items():
         if reasons[rank] is None:
             try:
@@ -61,10 +63,10 @@ def _one_turn(
             except psutil.Error:
                 reasons[rank] = "it ended"
     asked = [rank for rank, reason in reasons.items() if reason is None]
-    _wait_until_quiet(lambda: [_size(files[rank]) for rank in asked], [before[rank] for rank in asked])
+    _wait_until_quiet(lambda: [size_of(files[rank]) for rank in asked], [before[rank] for rank in asked])
     found = []
     for rank, process in processes.items():
-        size = _size(files[rank]) - before[rank]
+        size = size_of(files[rank]) - before[rank]
         reason = reasons[rank] or (None if size else f"it did not answer within {_PATIENCE:.0f} s")
         found.append(
             ProcessSeen(
@@ -77,7 +79,7 @@ def _one_turn(
 
 
 def _wait_until_quiet(sizes: Callable[[], list[int]], before: list[int]) -> None:
-    """Until each has grown and none grows any more, or patience is over."""
+    """Wait until each file has grown and none grows any more, or until the time is over."""
     deadline, last, since = time.monotonic() + _PATIENCE, before, time.monotonic()
     while before and time.monotonic() < deadline:
         now = sizes()
@@ -90,7 +92,7 @@ def _wait_until_quiet(sizes: Callable[[], list[int]], before: list[int]) -> None
 
 
 def _why_none(pid: int, state: str | None) -> str | None:
-    """Why a process cannot be asked for its stacks; None where it can."""
+    """Why a process cannot write its stacks; None: it can."""
     if state is None:
         return "it is gone"
     if state in ("T", "t"):
@@ -101,7 +103,7 @@ def _why_none(pid: int, state: str | None) -> str | None:
 
 
 def _handles(pid: int) -> bool:
-    """Whether a process catches STACKS_SIGNAL, which would kill it otherwise."""
+    """Whether a process handles STACKS_SIGNAL, which would kill it otherwise."""
     try:
         status = Path(f"/proc/{pid}/status").read_text()
     except OSError:
@@ -115,13 +117,6 @@ def _below(process: psutil.Process) -> list[psutil.Process]:
         return process.children(recursive=True)
     except psutil.Error:
         return []
-
-
-def _size(path: Path) -> int:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return 0
 
 
 def _read(pid: int, name: str) -> str | None:

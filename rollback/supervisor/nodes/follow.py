@@ -1,4 +1,4 @@
-"""A follower's side: its own torchrun, started and ended as the leader says."""
+"""The follower: starts and ends its own torchrun by the leader's orders."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.evidence import TrainJournal
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.host import Host, Running
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.host import Host, Running
 
 _POLL = 0.1
 _LOCK_EVERY = 1.0
 _LOOK_EVERY = 1.0
-_TELLING = ("T", "t", "D", GONE)  # states of a rank that say something about a hang
-_INTRODUCTION = 10.0  # seconds that whoever holds the lock has to give orders, else it does not lead a job like ours
+_TELLING = ("T", "t", "D", GONE)  # states of a rank that matter for a hang
+_INTRODUCTION = 10.0  # seconds in which the lock's holder must give orders; else it leads no such job
 
 
 class Follower:
-    """This supervisor runs what the leader says. Make it while another process holds the run directory's lock."""
+    """A supervisor that follows. Make it while another process holds the run directory's lock."""
 
     def __init__(
         self,
@@ -52,10 +52,10 @@ class Follower:
         self._leader = ""
 
     def follow(self, in_use: RunInUse) -> RunResult | None:
-        """Follow whoever leads: how the run ended, or None when the leader is gone.
+        """Follow the leader. Returns how the run ended; None: the leader is gone.
 
-        Raises `in_use`, the reason why we do not lead, where the holder of the run directory is no leader of nodes, and
-        NodesMissing where a leader that was there stays silent.
+        in_use: why this supervisor does not lead; it is raised where the holder of the run directory leads no nodes.
+        Raises NodesMissing where a known leader stays silent.
         """
         orders = self._introduce(in_use)
         if orders is None:
@@ -80,7 +80,7 @@ class Follower:
             self._beacon = None
 
     def _introduce(self, in_use: RunInUse) -> Orders | None:
-        """The orders of the process that holds the lock. None if the lock is free meanwhile."""
+        """The orders of the process that holds the lock; None: the lock is free by now."""
         deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)
         while time.monotonic() < deadline:
             orders = self._tower.look().get(self._paths.orders.name)
@@ -119,7 +119,7 @@ class Follower:
                     time.sleep(_POLL)
 
     def _attempt(self, orders: Orders, beacon: Beacon[NodeReport]) -> Left:
-        """Torchrun on this node, until it has ended or is to be ended."""
+        """Run torchrun on this node until it ends or must be ended."""
         nodes = len(orders.members) + 1 if self._place.elastic else None
         with self._host.attempt(orders.attempt, nodes) as running:
             status = self._watch(running, beacon)
@@ -150,7 +150,7 @@ class Follower:
         return status
 
     def _look_at_ranks(self, running: Running, beacon: Beacon[NodeReport], orders: Orders | None) -> None:
-        """Tell what the leader cannot see from its host, and have the stacks taken once it asks for them."""
+        """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
             states = sorted((rank, state) for rank, state in running.look().items() if state in _TELLING)
@@ -168,7 +168,7 @@ class Follower:
             beacon.show(signals=names, insistent=self._signals.insistent)
 
     def _orders(self) -> Orders | None:
-        """What our leader says; None when it is gone: it is silent, another one leads, or nobody holds the lock."""
+        """The leader's orders; None: it is gone (it is silent, another one leads, or nobody holds the lock)."""
         orders = self._tower.look().get(self._paths.orders.name)
         if orders is not None and orders.leader == self._leader and orders.phase == "over":
             return orders
@@ -183,7 +183,7 @@ class Follower:
         return None
 
     def _lock_is_free(self) -> bool:
-        """Whether nobody holds the run directory. Looked at once a second, since looking is holding it for a moment."""
+        """Whether nobody holds the run directory. Checked once a second: the check takes the lock for a moment."""
         if time.monotonic() - self._lock_looked_at < _LOCK_EVERY:
             return False
         self._lock_looked_at = time.monotonic()

@@ -1,4 +1,4 @@
-"""The leader's side: who is there, orders to all of them, and what an attempt left on all nodes."""
+"""The leader: knows which nodes have come, gives them orders, and collects what an attempt left on all nodes."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
 from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
-from rollback.rundir.small_json import parse_model
 from rollback.supervisor.diagnosis.outcome import Left
-from rollback.supervisor.nodes.membership import NodePlace, file_system_of
+from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
     NodeReport,
@@ -22,55 +21,57 @@ from rollback.supervisor.nodes.protocol import (
     must_end,
     ready,
 )
+from rollback.system.mounts import mount_of
+from rollback.system.small_json import parse_model
 
 _POLL = 0.1
-_SAY_AFTER = 10.0  # seconds of waiting for other nodes until the person who watches is told
+_SAY_AFTER = 10.0  # seconds of waiting for other nodes after which the user is told
 _STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
 
 
 class Nodes:
-    """All nodes of a job, as the supervisor that decides sees them: of a job on one node, that one alone.
+    """The nodes of a job, for the supervisor that decides. This class is for a job on one node.
 
-    Calls return at once unless they say otherwise.
+    Calls do not wait unless they say so.
     """
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Of the nodes that take part in the attempt; empty for a job on one node."""
+        """Names of the nodes in the attempt; empty for a job on one node."""
         return ()
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
-        """Wait until every node is ready for this attempt, and have them start; False if `interrupted` came true.
+        """Wait until every node is ready for this attempt, and let them start. False: `interrupted` came true.
 
-        Raises NodesMissing where a node that was there does not come back, RunDirectoryError where none ever came.
+        Raises NodesMissing where a known node does not come back, RunDirectoryError where nodes never came.
         """
         return True
 
     def move(self, own: int | None) -> LeadersMove:
-        """What is to be done now. own: the status of this node's torchrun."""
+        """What the leader does now. own: the status of this node's torchrun."""
         return "wait" if own is None else "settled"
 
     def stop(self) -> None:
-        """Have all ranks stop and save."""
+        """Make all ranks stop and save."""
 
     def states(self) -> dict[int, str]:
-        """Of ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
+        """The ranks on other nodes that are stopped, in an uninterruptible call or gone: as `Running.look`."""
         return {}
 
     def beats(self) -> dict[int, Heartbeat]:
-        """Heartbeats of the ranks on other nodes, as these told them last."""
+        """The last heartbeats of the ranks on other nodes."""
         return {}
 
     def take_stacks(self, own: Callable[[], tuple[int, ...]]) -> tuple[int, ...]:
-        """Have the ranks of all nodes write their stacks: those that did. own: does it here; may raise OSError.
+        """Make the ranks of all nodes write their stacks. Returns the ranks that did. Waits some seconds.
 
-        Waits some seconds for the other nodes.
+        own: takes the stacks on this node; may raise OSError.
         """
         return own()
 
     def signals(self) -> list[tuple[str, str]]:
-        """Stop signals that other nodes got since the last call: node and name."""
+        """Stop signals of other nodes since the last call: node and signal."""
         return []
 
     @property
@@ -79,15 +80,15 @@ class Nodes:
         return False
 
     def left(self, own: Left) -> Left:
-        """What the attempt left on all nodes, once it is settled."""
+        """What the attempt left on all nodes, once it is over everywhere."""
         return own
 
     def farewell(self, verdict: RunResult) -> None:
-        """Tell all how the run ended, and wait until they have heard it."""
+        """Tell all nodes how the run ended, and wait until they have read it."""
 
 
 class Leader(Nodes):
-    """This supervisor holds the run directory's lock, and the other nodes follow it. Make it while holding the lock."""
+    """A supervisor that leads. Make it while holding the run directory's lock."""
 
     def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None]) -> None:
         self._paths, self._place, self._say = paths, place, say
@@ -116,7 +117,7 @@ class Leader(Nodes):
             self._look()
             there = ready(self._reports.values(), self._place.launch, attempt)
             if len(there) > enough:
-                enough, since = len(there), time.monotonic()  # each that comes is a reason to wait for another one
+                enough, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
             if len(there) >= self._place.most - 1 or (len(there) >= self._place.least - 1 and called):
                 break
@@ -181,11 +182,11 @@ class Leader(Nodes):
         deadline = time.monotonic() + _FAREWELL
         while self._followers() and time.monotonic() < deadline:
             time.sleep(_POLL)
-        # Who has not read it yet will find it there, and the lock free.
+        # A node that has not read it yet will find the file, and the lock free.
         self._beacon.put_out(remove=not self._followers())
 
     def _look(self) -> None:
-        """Read the reports of those who follow us, and make sure that nobody else gives orders here."""
+        """Read the followers' reports, and check that no other supervisor gives orders."""
         try:
             orders = parse_model(read_in_place(self._paths.orders), Orders)
         except (OSError, ValueError):
@@ -193,7 +194,7 @@ class Leader(Nodes):
         if orders.leader != self._place.launch:
             raise RunDirectoryError(
                 f"{orders.host} (pid {orders.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
-                f"{self._paths.lock}: the file system ({file_system_of(self._paths.root)}) does not lock between hosts",
+                f"{self._paths.lock}: the file system ({self._file_system}) does not lock between hosts",
                 hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
         self._reports = {report.launch: report for report in self._followers()}
@@ -203,15 +204,19 @@ class Leader(Nodes):
         return [report for report in self._tower.look().values() if report.leader == self._place.launch]
 
     def _member_reports(self) -> dict[str, NodeReport | None]:
-        """The members' reports on this attempt; None for one that is silent, or was replaced by another launch."""
+        """The members' reports on this attempt; None: the member is silent, or another launch has replaced it."""
         return {launch: self._reports.get(launch) for launch in self._members}
+
+    @property
+    def _file_system(self) -> str:
+        return mount_of(self._paths.root.resolve()).kind
 
     def _who_is_there(self, there: dict[str, NodeReport]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
             f"start the same command on them. They meet in {self._paths.root}, which all must share; here it lies on "
-            f"{file_system_of(self._paths.root)}"
+            f"{self._file_system}"
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
@@ -223,6 +228,6 @@ class Leader(Nodes):
             )
         return RunDirectoryError(
             f"{len(there) + 1} of {self._place.least} nodes have come to {self._paths.root} within {waited:.0f} s",
-            hint=f"all nodes must share the run directory (here it lies on {file_system_of(self._paths.root)}) and run "
+            hint=f"all nodes must share the run directory (here it lies on {self._file_system}) and run "
             "the same command, each with a --node-rank of its own",
         )

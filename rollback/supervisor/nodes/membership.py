@@ -1,4 +1,4 @@
-"""Whether a job has many nodes, which of them this is, and that no other supervisor is the same one."""
+"""Whether a job has many nodes, which node this is, and the lock that makes it unique."""
 
 from __future__ import annotations
 
@@ -11,12 +11,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import filelock
-import psutil
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
-from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import name_process
+from rollback.system import files
+from rollback.system.processes import name_process
 
 NODE_TIMEOUT = 600.0
 _LAST_CALL = 30.0  # torchrun's own
@@ -24,20 +23,21 @@ _LAST_CALL = 30.0  # torchrun's own
 
 @dataclass(frozen=True)
 class NodePlace:
-    """This node among those of a job.
-
-    least, most: number of nodes; where they differ, an attempt begins with those that are there `last_call` seconds
-    after enough of them were. name: this one's, the same each time it is launched where that number is fixed. launch:
-    names this supervisor process as no other. timeout: seconds that missing nodes have to come, or to come back.
-    """
+    """This node among the nodes of a job."""
 
     least: int
+    """The fewest nodes with which an attempt begins."""
     most: int
+    """The most nodes. Where it is larger than `least`, an attempt begins `last_call` seconds after enough nodes
+    have come."""
     name: str
+    """The name of this node; the same at each launch where the number of nodes is fixed."""
     launch: str
+    """A unique name of this supervisor process."""
     host: str
     pid: int
     timeout: float
+    """Seconds that missing nodes have to come, or to come back."""
     last_call: float = _LAST_CALL
 
     @property
@@ -46,15 +46,15 @@ class NodePlace:
 
 
 def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIMEOUT) -> NodePlace | None:
-    """This node's place; None for a job on one node. flags: torchrun's, by name.
+    """This node's place; None: the job has one node. flags: torchrun's, by name.
 
-    Raises UsageError for what is no number of nodes and no range.
+    Raises UsageError where --nnodes is no number and no range.
     """
     least, most = _range(str(flags.get("nnodes", "1")))
     if most == 1:
         return None
     host, pid = socket.gethostname(), os.getpid()
-    # Where any number will do, nobody waits for one node to come back, and several may be on one host.
+    # Where a range is allowed, nobody waits for a certain node, and several nodes may be on one host.
     own = f"{host}-{pid}" if least < most else host
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
     launch = f"{host}:{name_process(pid)}"
@@ -69,7 +69,7 @@ def _range(nnodes: str) -> tuple[int, int]:
 
 
 def _last_call(configuration: str) -> float:
-    """The time of that name in --rdzv-conf. What is no positive number there, torchrun refuses itself."""
+    """`last_call_timeout` in --rdzv-conf. torchrun itself refuses wrong values."""
     pairs = dict(pair.split("=", 1) for pair in configuration.split(",") if "=" in pair)
     try:
         return float(pairs.get("last_call_timeout", _LAST_CALL))
@@ -79,9 +79,9 @@ def _last_call(configuration: str) -> float:
 
 @contextmanager
 def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
-    """Held by the supervisor of a node while it leads or follows: no second one may be this node of the run.
+    """The lock of this node in the run. A supervisor holds it while it leads or follows.
 
-    Raises RunInUse, or RunDirectoryError where the lock cannot be taken, on entering.
+    Raises RunInUse where another supervisor is this node, RunDirectoryError where the lock cannot be taken.
     """
     path = paths.node_lock(place.name)
     lock = filelock.FileLock(path, timeout=0, mode=files.file_mode(), thread_local=False)
@@ -102,14 +102,3 @@ def membership(paths: RunPaths, place: NodePlace) -> Iterator[None]:
         lock.release()
         with contextlib.suppress(OSError):  # other nodes are still there
             paths.nodes.rmdir()
-
-
-def file_system_of(directory: os.PathLike[str] | str) -> str:
-    """Type of the file system that a directory lies on, as in /proc/mounts; `unknown` where that cannot be told."""
-    best, found = -1, "unknown"
-    real = os.path.realpath(directory)
-    for partition in psutil.disk_partitions(all=True):
-        mount = partition.mountpoint.rstrip("/")
-        if (real == mount or real.startswith(mount + "/")) and len(mount) > best:
-            best, found = len(mount), partition.fstype
-    return found

@@ -1,8 +1,8 @@
-"""What leader and followers say to each other, and what follows from it, as tables. Pure.
+"""Orders and reports between leader and followers, and the tables of what follows from them. Pure.
 
 The leader's phases: `gather` (who is there?), `run`, `stop` (ranks are to save and leave), `end` (at once), `over`.
 
-What a follower does, by its own state and the orders that it reads:
+What a follower does, by its state and the orders:
 
 | own state \\ orders | gather for a later one | run  | stop | end | over | leader is gone    |
 |--------------------|------------------------|------|------|-----|------|-------------------|
@@ -10,10 +10,12 @@ What a follower does, by its own state and the orders that it reads:
 | running            | end                    | -    | tell | end | quit | end, then succeed |
 | ended              | get ready              | -    | -    | -   | quit | succeed           |
 
-Orders `run`, `stop` and `end` concern the members of the attempt that they name; whoever runs another one ends it.
-*get ready*: nothing of an earlier attempt runs here. *tell*: the ranks are told to stop. *succeed*: try to lead.
+Orders `run`, `stop` and `end` are for the members of the attempt that they name; a follower that runs another attempt
+ends it. *get ready*: nothing of an earlier attempt runs here. *tell*: the ranks are told to stop. *succeed*: try to
+lead.
 
-What the leader does while an attempt runs, by its own torchrun and the followers' reports; the first row that holds:
+What the leader does while an attempt runs, by its own torchrun and the followers' reports. The first row that holds
+counts:
 
 | own torchrun | followers                          | the leader                                     |
 |--------------|------------------------------------|------------------------------------------------|
@@ -42,7 +44,7 @@ LeadersMove = Literal["wait", "end", "settled"]
 
 
 class RunResult(BaseModel, frozen=True):
-    """How the run ended on all nodes."""
+    """How a run ended, for all nodes."""
 
     exit_code: int
     reason: str
@@ -58,49 +60,54 @@ class RunResult(BaseModel, frozen=True):
 
 
 class Orders(BaseModel, frozen=True):
-    """nodes/orders.json. leader: the launch that leads. members: the launches that take part in the attempt.
-
-    stacks: the job hangs; the members' ranks are to write their stacks before they are ended.
-    """
+    """Content of nodes/orders.json: what the leader tells its followers."""
 
     leader: str
+    """The launch that leads."""
     host: str
     pid: int
     phase: Phase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
+    """The launches that take part in the attempt."""
     stacks: bool = False
+    """The job hangs: the ranks of the members write their stacks before they are ended."""
     verdict: RunResult | None = None
     beat: int = 0
+    """Counts the writes."""
 
 
 class NodeReport(BaseModel, frozen=True):
-    """nodes/<node>.json. launch: whose report this is. leader: whom it follows. signals: that it got, in order.
-
-    insistent: it was told to stop twice. states: ranks of the attempt there that are stopped, in an uninterruptible
-    call or gone, with the letter of `Running.look`. beats: of the ranks there, by rank, out of memory. stacks: ranks
-    that have written theirs, once that was ordered.
-    left: what the attempt left on that node, once it has ended there.
-    """
+    """Content of nodes/<node>.json: what a follower tells its leader."""
 
     node: str
     launch: str
+    """The launch that reports."""
     host: str
     pid: int
     leader: str = ""
+    """The launch that it follows."""
     attempt: int = 0
     state: State = "ready"
     signals: tuple[str, ...] = ()
+    """The stop signals that it got, in order."""
     insistent: bool = False
+    """Whether it was told to stop twice."""
     states: tuple[tuple[int, str], ...] = ()
+    """The ranks of this node that are stopped, in an uninterruptible call or gone, each with the letter of
+    `Running.look`."""
     beats: dict[int, Heartbeat] = {}
+    """The heartbeats of the ranks of this node, by rank, from memory."""
     stacks: tuple[int, ...] | None = None
+    """The ranks that have written their stacks, once the leader has ordered it."""
     left: Left | None = None
+    """What the attempt left on this node, once it has ended there."""
     beat: int = 0
+    """Counts the writes."""
 
 
 def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> FollowersMove:
-    """The first table. attempt: the one that the follower last took part in, or got ready for."""
+    """The first table. attempt: the last one that the follower took part in or got ready for."""
     if orders.phase == "over":
         return "quit"
     member = launch in orders.members and orders.attempt == attempt
@@ -110,28 +117,27 @@ def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> F
         return "tell" if orders.phase == "stop" else "wait"
     if orders.phase == "gather":
         return "get ready" if orders.attempt > attempt else "wait"
-    # An order to start that a follower reads a second time, after its attempt has ended, starts nothing.
+    # An order to start that is read again, after the attempt has ended, starts nothing.
     return "start" if state == "ready" and member and orders.phase == "run" else "wait"
 
 
 def leaders_move(own: int | None, members: Mapping[str, NodeReport | None]) -> LeadersMove:
-    """The second table. own: the status of the leader's torchrun. members: their reports; None for one that is lost."""
+    """The second table. own: the status of the leader's torchrun. members: their reports; None: the node is lost."""
     pending = [report for report in members.values() if report is not None and report.state != "ended"]
     if own is not None:
         return "wait" if pending else "settled"
-    failed = any(report is None or (report.left is not None and report.left.status != 0) for report in members.values())
-    return "end" if failed else "wait"
+    return "end" if must_end(own, members) else "wait"
 
 
 def must_end(own: int | None, members: Mapping[str, NodeReport | None]) -> bool:
-    """Whether the attempt is to be ended on all nodes, because on one of them it has failed."""
+    """Whether the attempt must end on all nodes, because it has failed on one of them."""
     return bool(own) or any(
         report is None or (report.left is not None and report.left.status != 0) for report in members.values()
     )
 
 
 def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str, NodeReport]:
-    """Followers of this leader that are ready for this attempt, by launch."""
+    """The followers of this leader that are ready for this attempt, by launch."""
     return {
         report.launch: report
         for report in reports
@@ -140,10 +146,10 @@ def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str,
 
 
 def merged(own: Left, others: Mapping[str, Left | None]) -> Left:
-    """What an attempt left on all nodes, as if it had been one. others: by node; None for one that was lost.
+    """What an attempt left on all nodes, as one account. others: by node; None: the node was lost.
 
-    A rank that a signal ended comes before those that exited: peers of a dead rank raise in the same moment, and hosts
-    have no common clock to tell by. Ranks that torchrun ended for another's sake come last.
+    Ranks that a signal ended come before ranks that exited: peers of a dead rank raise at the same moment, and hosts
+    have no common clock. Ranks that torchrun ended because of another rank come last.
     """
     lefts = [own, *(left for left in others.values() if left is not None)]
     failures = [failure for left in lefts if left.failures for failure in left.failures.failures]

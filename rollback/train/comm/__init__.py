@@ -1,1 +1,1 @@
-"""Between the ranks: the pulse, the few blocking collectives, and the recorder on rank 0."""
+"""Between the ranks: the pulse, the few blocking collectives, and the recorder of rank 0."""

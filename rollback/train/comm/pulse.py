@@ -1,16 +1,16 @@
-"""The pulse: one small all-reduce a step, started when the step ends and read when the next one does.
+"""The pulse: one small all-reduce in each step. It starts when the step ends, and is read when the next step ends.
 
-Everything on which ranks must agree rides on it. The reduced vector is the same on every rank, and ranks act on nothing
-else, so they act alike. Rank-local values never decide anything.
+It carries everything on which ranks must agree. The reduced vector is the same on every rank, and ranks act on it
+alone, so they act in the same way. Values of one rank decide nothing.
 
-`HostFields` and `GaugeFields` are the one table of what is on it: what a rank sends (`Signs`, `Gauges`), the vector and
-what is read (`Beat`) follow from them. A field is added by a line there.
+`HostFields` and `GaugeFields` are the one table of its content. What a rank sends (`Signs`, `Gauges`), the vector, and
+what is read (`Beat`) follow from this table. A new field is one line there.
 
-Layout of the vector (float64, summed): loss, gradient norm and gauges; of how many ranks each is; the host's fields;
-one code for each rank that says what was not finite there; and, on a beat before which all ranks have agreed that each
-has one to send, a letter of `LETTER` numbers from each. Non-finite values themselves are left out of the sums: a NaN
-would blot out who sent it. A rank's own place is zero on all others, so a code or a word of a letter arrives exactly:
-whole numbers below 2**53.
+Layout of the vector (float64, summed): loss, gradient norm and gauges; the number of ranks that have each; the host's
+fields; one code for each rank, which says what was not finite there; and, if all ranks have agreed before that each has
+one to send, a letter of `LETTER` numbers from each rank. Non-finite values are left out of the sums, since a NaN would
+hide its sender. A rank's own place is zero on all other ranks, so codes and letters arrive exactly: whole numbers below
+2**53.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 from rollback.train.comm.ranks import Handed, Ranks
 
 LETTER = 6
-"""Words of a letter."""
+"""Numbers of a letter."""
 
 
 _PATIENCE, _POLL = 2.0, 0.001
@@ -38,38 +38,41 @@ _PATIENCE, _POLL = 2.0, 0.001
 
 @dataclass
 class HostFields:
-    """What only a rank's host knows. The type of a field says how it is reduced: bool, true on any rank; int, the sum
-    over the ranks (of a yes or no: on how many it is so); float, the mean over the ranks. `Snapshots.signs` fills the
-    fields on snapshots, `Judge.end_step` the others."""
+    """Values that only the rank's host knows.
+
+    The type of a field says how it is reduced: bool: true on any rank; int: the sum over the ranks (of a yes or no: the
+    number of ranks with yes); float: the mean over the ranks. `Snapshots.signs` fills the fields about snapshots,
+    `Judge.end_step` the others.
+    """
 
     stop: bool = False
-    """It was told to stop."""
+    """The rank was told to stop."""
     scaler_skipped: bool = False
     """The gradient scaler dropped the update."""
     shard_written: int = 0
-    """Its shard of the snapshot in flight is written."""
+    """The rank's shard of the snapshot in flight is written."""
     shard_failed: int = 0
-    """Its part of the snapshot in flight has failed."""
+    """The rank's part of the snapshot in flight has failed."""
     committed: int = 0
-    """It has committed the snapshot in flight."""
+    """The rank has committed the snapshot in flight."""
     announced: bool = False
     """The script has announced a phase that begins with this step."""
     asked: bool = False
     """An operator has asked for something."""
     torn: int = 0
-    """Whether tensors of its snapshot in flight were changed while they were read."""
+    """Tensors of the snapshot in flight were changed while they were read."""
     ready: int = 0
-    """What the next snapshot is copied into is ready."""
+    """The buffer for the next snapshot is ready."""
     tier_failed: int = 0
-    """Where the next snapshot goes to cannot be written."""
+    """The tier of the next snapshot cannot be written."""
     outgrown: int = 0
-    """The state had no room in the last snapshot."""
+    """The state did not fit into the buffer of the last snapshot."""
     stall: float = 0.0
-    """Seconds that the last snapshot held up the loop."""
+    """Seconds that the loop waited for the last snapshot."""
     step_seconds: float = 0.0
-    """What a step takes."""
+    """Seconds that a step takes."""
     missed: int = 0
-    """A checkpoint that is about to become good is not there any more."""
+    """A checkpoint that is about to become good is missing."""
 
 
 Scalar = TypeVar("Scalar", Tensor, float)
@@ -77,23 +80,22 @@ Scalar = TypeVar("Scalar", Tensor, float)
 
 @dataclass
 class GaugeFields(Generic[Scalar]):
-    """Scalars that are read on the device; reduced to the mean over the ranks that have one which is finite. None where
-    there is no such thing."""
+    """Scalars on the device. Reduced to the mean over the ranks with a finite value; None: no rank has one."""
 
     scale: Scalar | None = None
-    """Of a gradient scaler."""
+    """The factor of a gradient scaler."""
     kept: Scalar | None = None
     """Share of the gradient that clipping left."""
     measured: Scalar | None = None
-    """Gradient norm as the guard measured it, whatever the script says."""
+    """The gradient norm that the guard measured."""
 
 
 @dataclass
 class Signs(HostFields):
-    """What one rank puts on the pulse besides scalars."""
+    """What one rank sends besides scalars."""
 
     letter: tuple[int, ...] | None = None
-    """`LETTER` whole numbers for all ranks to read, on all ranks or on none."""
+    """`LETTER` whole numbers that all ranks read. All ranks send one, or none does."""
 
 
 @dataclass
@@ -101,7 +103,7 @@ class Gauges(GaugeFields[Tensor]):
     """Scalars of one rank besides loss and gradient norm."""
 
     found_inf: Tensor | None = None
-    """Above zero if a fused optimizer is told to drop the update: the same as `Signs.scaler_skipped`."""
+    """Above zero if a fused optimizer drops the update: the same as `Signs.scaler_skipped`."""
 
 
 @dataclass(kw_only=True)
@@ -113,10 +115,10 @@ class Beat(HostFields, GaugeFields[float]):
     grad_norm: float | None = None
     """As `loss`."""
     ailing: tuple[int, ...] = ()
-    """Ranks whose loss was not finite; failing that, those whose gradient norm was not (DDP's all-reduce makes that
-    everybody's)."""
+    """The ranks whose loss was not finite; if there are none, the ranks whose gradient norm was not (after DDP's
+    all-reduce these are all ranks)."""
     letters: tuple[tuple[int, ...], ...] = ()
-    """By rank; none on most beats."""
+    """By rank; empty on most beats."""
 
 
 _REDUCED: dict[type, Callable[[float, int], float]] = {
@@ -136,7 +138,7 @@ NO_GAUGES = Gauges()
 
 
 class Ailment(IntFlag):
-    """What was not finite on a rank."""
+    """The values that were not finite on a rank."""
 
     LOSS_NAN = 1
     LOSS_INF = 2
@@ -148,10 +150,10 @@ _LOSS = int(Ailment.LOSS_NAN | Ailment.LOSS_INF)
 
 
 class Pulse:
-    """At most one beat is under way. `send` and `read` are collective; `send` does not wait, `read` waits for the sum.
+    """At most one beat is under way. `send` and `read` are collective. `send` does not wait; `read` waits for the sum.
 
-    `read` costs no more than the wait for a collective that was started a whole step ago. On CUDA neither makes the
-    computing stream wait: the sum goes to pinned host memory on a stream of its own.
+    The collective of `read` was started a whole step before. On CUDA the computing stream never waits: the sum goes to
+    pinned host memory on a stream of its own.
     """
 
     def __init__(self, ranks: Ranks, device: torch.device) -> None:
@@ -167,7 +169,7 @@ class Pulse:
         self._weights = torch.tensor([1.0, 4.0], dtype=torch.float64, device=self._device)
         self._work: dist.Work | None = None
         self._vector: Tensor | None = None
-        self._handed: Handed | None = None  # the last one that a collective was given
+        self._handed: Handed | None = None  # the last vector that a collective got
 
     @property
     def under_way(self) -> bool:
@@ -190,7 +192,7 @@ class Pulse:
                 self._arrived.record(self._side)
 
     def read(self) -> Beat:
-        """The beat that is under way, reduced."""
+        """The reduced beat."""
         if self._vector is None:
             raise RuntimeError("no beat is under way")
         if self._arrived is not None:
@@ -204,11 +206,11 @@ class Pulse:
         return _beat(vector, self._ranks.world_size)
 
     def close(self) -> None:
-        """Nothing of a beat is under way any more, nor held by the backend's threads. Not collective.
+        """Wait until no beat is under way and the backend's threads hold no tensor. Not collective.
 
-        A thread of gloo that lets go of a tensor needs the interpreter's lock for it. An interpreter that ends holds
-        that lock for good, and waits for the thread. So what is left is waited for here, for as long as peers may
-        take to send their part; where they do not, they have died, and their connections with them.
+        A thread of gloo needs the interpreter's lock to release a tensor. An ending interpreter keeps the lock and
+        waits for the thread. So this method waits first, for the time that peers may need to send their part. Peers
+        that do not send it have died, and their connections are closed.
         """
         deadline = time.monotonic() + _PATIENCE
         while self._work is not None and not self._work.is_completed() and time.monotonic() < deadline:
@@ -254,7 +256,7 @@ class Pulse:
         return torch.cat([torch.where(finite, values, 0.0), there * finite, known, codes, letters])
 
     def _letter_row(self, signs: Signs) -> list[float]:
-        """This rank's letter at its place among those of all ranks; nothing where none is sent."""
+        """This rank's letter at its place among those of all ranks; empty: no letter is sent."""
         if signs.letter is None:
             return []
         row = [0.0] * (LETTER * self._ranks.world_size)

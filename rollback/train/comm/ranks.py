@@ -1,7 +1,7 @@
-"""The ranks of this job as the guard sees them: who am I, and the few blocking collectives outside the training loop.
+"""The ranks of this job, and the few blocking collectives outside the training loop.
 
-One process without torch.distributed is a job of one rank. Every method of `Ranks` that says *collective* must be
-called by all ranks at the same point; its result is the same on all of them.
+One process without torch.distributed is a job of one rank. All ranks must call a method that says *collective* at the
+same point; its result is the same on all ranks.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from torch import Tensor
 from rollback.config import host_name
 from rollback.errors import UsageError
 
-_PARCEL = 32 << 20  # bytes that go to the others at once: small tensors together, large ones in parts
+_PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts
 _PATIENCE, _MOMENT = 2.0, 0.0002  # seconds
 _BOOT = Path("/proc/sys/kernel/random/boot_id")
 
 
 class Handed:
-    """Tensors on their way through a collective. Make it before they are handed over."""
+    """Tensors in a collective. Make it before the collective starts."""
 
     def __init__(self, *tensors: Tensor) -> None:
         self._tensors = [(tensor, tensor._use_count()) for tensor in tensors]  # type: ignore[attr-defined]
 
     def take_back(self) -> None:
-        """Wait until the backend's threads have let go of them, which may be a moment after the collective is over.
+        """Wait until the backend's threads have released the tensors, which may be later than the collective's end.
 
-        They need the interpreter's lock to do so. At the interpreter's end they would never get it.
+        They need the interpreter's lock for it. At the interpreter's end they would never get it.
         """
         deadline = time.monotonic() + _PATIENCE
         while any(tensor._use_count() > count for tensor, count in self._tensors) and time.monotonic() < deadline:  # type: ignore[attr-defined]
@@ -42,7 +42,7 @@ class Handed:
 
 
 class Ranks:
-    """rank, world_size, and the device on which this group's collectives run."""
+    """The rank, the world size, and the device of the group's collectives."""
 
     def __init__(self) -> None:
         self.distributed = dist.is_available() and dist.is_initialized()
@@ -63,12 +63,12 @@ class Ranks:
         return self.rank == 0
 
     def meet(self) -> None:
-        """Collective: learn which ranks share a host, and so its memory. Until then all are thought to."""
+        """Collective: find out which ranks share a host and its memory. Before, all ranks are assumed to share one."""
         self._hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
 
     @property
     def on_this_host(self) -> list[int]:
-        """Ranks of this host, this one among them."""
+        """The ranks of this host, this rank included."""
         if self._hosts is None:
             return list(range(self.world_size))
         return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self.rank]]
@@ -82,20 +82,20 @@ class Ranks:
         return len(set(self._hosts)) if self._hosts is not None else 1
 
     def collectives_begun(self) -> int | None:
-        """Collectives that this rank's default process group has begun; None where there is none to ask.
+        """Number of collectives that this rank's default process group has begun; None: there is no group.
 
-        Not collective. A rank that left one out is one behind. Any thread may ask, also while another one waits.
+        Not collective. A rank that missed one is one behind. Any thread may call it, also while another thread waits.
         """
         if not self.distributed or not dist.is_initialized():
             return None
         try:
             group: Any = dist.distributed_c10d._get_default_group()
             return int(group._get_sequence_number_for_group())
-        except (RuntimeError, ValueError):  # a backend that does not count, or a group that is being taken down
+        except (RuntimeError, ValueError):  # a backend that does not count, or a group that is being destroyed
             return None
 
     def barrier(self) -> None:
-        """Collective: return when all ranks have come."""
+        """Collective: wait for all ranks."""
         if self.distributed:
             dist.barrier()
 
@@ -110,11 +110,11 @@ class Ranks:
         return bool(flag.item())
 
     def first_fault(self, fault: str | None) -> str | None:
-        """Collective: the fault of the first rank that has one, None where none has."""
+        """Collective: the fault of the first rank that has one; None: no rank has one."""
         return next(filter(None, self.from_each(fault)), None)
 
     def from_first(self, value: Any) -> Any:
-        """Collective: rank 0's JSON value on every rank. (broadcast_object_list would pickle.)"""
+        """Collective: rank 0's JSON value. (broadcast_object_list would pickle.)"""
         if not self.distributed:
             return json.loads(json.dumps(value))
         body = json.dumps(value).encode() if self.first else b""
@@ -127,7 +127,7 @@ class Ranks:
         return json.loads(bytes(buffer.cpu().numpy()))
 
     def spread(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Collective: fill tensors with those of rank `source`. Contiguous, of the same kinds on all ranks."""
+        """Collective: fill tensors from rank `source`. They must be contiguous, with the same types on all ranks."""
         flat = [item.detach().reshape(-1).view(torch.uint8) for item in tensors]
         for pieces in _parcels(flat):
             buffer = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
@@ -169,7 +169,7 @@ class Ranks:
 
 
 def _parcels(flat: Iterable[Tensor]) -> Iterator[list[Tensor]]:
-    """Pieces of bytes in their order, in parcels of at most _PARCEL together."""
+    """The bytes in order, as lists of pieces with at most _PARCEL bytes in each list."""
     parcel: list[Tensor] = []
     room = _PARCEL
     for item in flat:

@@ -1,4 +1,4 @@
-"""Rank 0's pen: journal, metrics and notices. A disk that refuses costs a line in memory, never the training."""
+"""The recorder of rank 0: journal, metrics and notices. A full disk never stops the training."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _T = TypeVar("_T")
 
 
 class _Unheard:
-    """How many lines of this process nobody could be shown."""
+    """Counts the lines that could not be shown."""
 
     lines = 0
 
 
 def say(text: str) -> None:
-    """A line for people, on stderr. A closed or full stderr must not end the training: what is not shown is counted."""
+    """Show a line on stderr. A closed or full stderr must not end the training: lost lines are counted."""
     try:
         print(f"rollback: {text}", file=sys.stderr, flush=True)
     except (OSError, ValueError):
@@ -33,7 +33,7 @@ def say(text: str) -> None:
 
 
 def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
-    """Do what the run can go on without; say so where it fails."""
+    """Do something that the run does not depend on. Report a failure."""
     try:
         act()
     except OSError as error:
@@ -41,7 +41,7 @@ def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
 
 
 class Recorder:
-    """Writes what happened, on rank 0; on other ranks every method does nothing. Safe to use from several threads."""
+    """Writes the record on rank 0. On other ranks every method does nothing. Safe to use from several threads."""
 
     def __init__(self, paths: RunPaths, attempt: int, *, first: bool, advised: Iterable[str] = ()) -> None:
         self._attempt = attempt
@@ -56,7 +56,7 @@ class Recorder:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
 
     def note(self, fact: Fact, notice: str | None = None) -> None:
-        """Append a fact to the journal and, with `notice`, tell people. Durable on return unless the disk refuses."""
+        """Append a fact to the journal, and show `notice`. Durable on return, unless the disk refuses."""
         if self._journal is None:
             return
         journal = self._journal
@@ -67,17 +67,17 @@ class Recorder:
 
     @property
     def records(self) -> list[JournalEntry]:
-        """Rank 0: the ranks' facts of all attempts; elsewhere none."""
+        """Rank 0: the ranks' facts of all attempts. Other ranks: none."""
         return self._journal.records if self._journal else []
 
     def advise(self, code: str, text: str) -> None:
-        """Note a likely mistake, once for each run."""
+        """Note a likely mistake of the script, once in each run."""
         if code not in self._advised:
             self._advised.add(code)
             self.note(Advice(code=code, text=text), text)
 
     def advise_of(self, advice: tuple[str, str], names: Sequence[str], **more: str) -> None:
-        """The same of what has these names, of which the first are told; nothing where there are none."""
+        """Note a likely mistake about these names, of which the first few are listed. No names: no advice."""
         code, text = advice
         listed = ", ".join(map(repr, names[:_NAMED])) + (f" and {len(names) - _NAMED} more" if names[_NAMED:] else "")
         if names:
@@ -117,9 +117,9 @@ class Recorder:
             self.note(Trouble(doing="telling people on stderr", error=f"{unheard} lines could not be shown"))
 
     def _try(self, doing: str, act: Callable[[], _T], *, proves: bool = True) -> _T | None:
-        """Do it; where the disk refuses, say so once and go on. The journal keeps what it could not write.
+        """Do something; report an error of the disk once, and go on. The journal keeps what it could not write.
 
-        proves: where it succeeds, the disk has taken what it had refused.
+        proves: a success shows that the disk works again.
         """
         try:
             result = act()

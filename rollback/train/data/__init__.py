@@ -1,1 +1,1 @@
-"""The data's side: cursors, the draw log, passes over the loader, skips, random states, loader workers."""
+"""The data: cursors, the draw log, passes over the loader, skips, random states, loader workers."""

@@ -1,6 +1,6 @@
-"""The batches of one rank: an epoch is opened, what is to be skipped is passed over, and the next batch is read.
+"""The batches of one rank: opens epochs, skips batches, and reads the next one.
 
-Each batch that is handed out is held against the draw log: one that was drawn before must be the same again.
+Each batch is compared with the draw log: a batch that was drawn before must be the same again.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from rollback.train.run import AttachedRun
 
 
 class Batches:
-    """Nothing here is collective, unless it says so. Raises UsageError, RunDoesNotFit for data that do not come back.
+    """Nothing here is collective, unless it says so. Raises UsageError, and RunDoesNotFit where data differ.
 
-    loader: the script's. skips: what is to be passed over and left out; the cursor is told at once.
+    loader: the script's. skips: the batches to skip and the samples to leave out; the cursor gets them at once.
     """
 
     def __init__(self, run: AttachedRun, loader: Any, cursor: Cursor, skips: SkipList) -> None:
@@ -28,20 +28,20 @@ class Batches:
         self._cursor = cursor
         self.skips = skips
         skips.announce(cursor)
-        # What others drew, or from other data, says nothing of what is drawn now.
+        # Batches of other ranks, or of other data, cannot be compared.
         afresh = run.settings.accept_data_change or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
         cursor.witness = self
 
     def open_epoch(self) -> bool:
-        """See to it that an epoch is open; True where one begins."""
+        """Open an epoch, if none is open. True: an epoch begins."""
         if self._cursor.opened:
             return False
         self._cursor.open_epoch()
         return True
 
     def read(self, step: int, timeline: int, show: Callable[[int], None]) -> Any:
-        """The batch behind what is to be skipped. StopIteration at the epoch's end.
+        """Skip what must be skipped, and read the next batch. StopIteration at the epoch's end.
 
         show: called with the batch's position before it is read.
         """
@@ -61,18 +61,20 @@ class Batches:
         return data
 
     def knows(self, batch: int) -> bool:
-        """As the cursor's witness: whether there is anything to compare a batch with that is read to be dropped."""
+        """As the cursor's witness: whether a batch that is read and dropped can be compared."""
         return self._log.knows(batch, self.skips.digest_before(batch))
 
     def check(self, batch: int, data: Any) -> None:
-        """As the cursor's witness: RunDoesNotFit where the batch was another one."""
+        """As the cursor's witness: raise RunDoesNotFit where the batch was another one."""
         self._log.compare(batch, data, self.skips.digest_before(batch))
 
     def may_resume_here(self) -> bool:
-        """Collective: not behind an epoch's last batch, where the code after the script's loop would find none came.
+        """Collective: whether a run may resume here.
 
-        Ranks that find out by reading agree on it: one whose data end before the others' must not leave them alone with
-        a snapshot.
+        It may not after an epoch's last batch: a resumed pass would be empty, and code after the loop expects a batch.
+
+        Ranks that find this out by reading agree on it: a rank whose data end earlier must not leave the others alone
+        with a snapshot.
         """
         if not self._cursor.opened:
             return False
@@ -82,12 +84,12 @@ class Batches:
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
     def _check(self, position: int, data: Any) -> None:
-        """Hold a batch that was read against the draw log, and note it there."""
+        """Compare a batch that was read with the draw log, and add it there."""
         skipped, opening = self.skips.digest_before(position), self._cursor.opening_digest()
         self._log.check(position, self._cursor.order_digest(), data, skipped, opening)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """The batches behind it are drawn again, but for those that are passed over now."""
+        """The later batches are drawn again, without the batches that are skipped now."""
         if event.skip is not None:
             self.skips.add(event.skip)
         self.skips.announce(self._cursor)

@@ -1,18 +1,17 @@
-"""The draw log: what each batch was when it was drawn, so that what is drawn again can be held against it.
+"""The draw log: a record of what each batch was, to compare batches that are drawn again.
 
-After a resume or a rollback a rank draws batches again that an earlier attempt, or it itself, has drawn before. A
-loader that depends on something nobody put back (a counter, random numbers of its own, a data set that was changed
-meanwhile) gives other ones then, and the run would go on with samples trained on twice and samples never seen. So
-each batch leaves two hashes in a small file of its rank, and the first difference ends the run before that batch is
-trained on.
+After a resume or a rollback a rank draws batches again that it, or an earlier attempt, has drawn before. A loader that
+depends on something which is not restored (a counter, its own random numbers, a data set that has changed) gives other
+batches then. The run would train on some samples twice and on others never. So the rank keeps two hashes of each batch
+in a small file, and the first difference ends the run before that batch is trained on.
 
-`order` is a hash of the data set indices, where the loader has any; `content` one of the batch itself. `opening` is one
-of the epoch's number and the random states under which it was opened: an epoch that is opened anew under others is
-another one, and nothing is compared. What a batch holds may depend on how many random numbers were drawn before it
-(augmentation in the process that trains), and so on which batches were skipped before it: `past` is a hash of those,
-and content is compared only where it is the same.
+`order` is a hash of the data set indices, if the loader has any. `content` is a hash of the batch. `opening` is a hash
+of the epoch's number and the random states at its opening: an epoch that is opened with other states is another one,
+and nothing is compared. The content of a batch may depend on the random numbers that were drawn before it (augmentation
+in the training process), and so on the batches that were skipped before it. `past` is a hash of these, and content is
+compared only where `past` is the same.
 
-Entry i of the file is of the last batch whose number is i modulo the number of entries. See docs/format.md.
+Entry i of the file is for the last batch whose number is i modulo the number of entries. See docs/format.md.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from typing import Any, NamedTuple
 import xxhash
 
 from rollback.errors import RunDoesNotFit
-from rollback.rundir import files
+from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.digest import Digest
 
@@ -34,7 +33,7 @@ _ENTRY = struct.Struct("<QQQQQQ")  # batch, opening, order, content, past, check
 
 
 class Drawn(NamedTuple):
-    """What is kept of one batch. 0: not known."""
+    """The hashes of one batch. 0: not known."""
 
     batch: int
     opening: int
@@ -44,10 +43,10 @@ class Drawn(NamedTuple):
 
 
 class DrawLog:
-    """One rank's. Nothing here is collective.
+    """The draw log of one rank. Nothing here is collective.
 
-    path: its file. afresh: what an earlier attempt left there does not count, since the data were changed on purpose or
-    are dealt out to the ranks in another way.
+    path: its file. afresh: ignore the entries of earlier attempts, because the data were changed on purpose, or the
+    ranks share them out in another way.
     """
 
     def __init__(self, path: Path, *, afresh: bool) -> None:
@@ -65,10 +64,10 @@ class DrawLog:
             self._complain(error)
 
     def check(self, batch: int, order: int | None, data: Any, past: int, opening: int = 0) -> None:
-        """Note what batch number `batch` is. RunDoesNotFit where it was another one when it was drawn before.
+        """Add batch number `batch`. Raises RunDoesNotFit where it was another one before.
 
-        order: hash of its data set indices. past: `SkipList.digest_before` it. Waits for the device only
-        where there is something to compare with. opening: see the module.
+        order: hash of its data set indices. past: from `SkipList.digest_before`. opening: see the module. Waits for the
+        device only where there is something to compare.
         """
         self._settle()
         digest = Digest(data)
@@ -80,18 +79,18 @@ class DrawLog:
             self._settle()
 
     def knows(self, batch: int, past: int) -> bool:
-        """Whether it is known what this batch held with the same past."""
+        """Whether the content of this batch with the same past is known."""
         known = self._known(batch)
         return known is not None and bool(known.content) and known.past == past
 
     def check_end(self, batch: int, opening: int) -> None:
-        """The epoch has no batch number `batch`. RunDoesNotFit where it had one when it was drawn before."""
+        """The epoch has no batch number `batch`. Raises RunDoesNotFit where it had one before."""
         known = self._known(batch)
         if known is not None and opening and known.opening == opening:
             raise _other_data(batch, "its epoch ends before it")
 
     def compare(self, batch: int, data: Any, past: int) -> None:
-        """Like `check`, for a batch that is drawn again only to be dropped: nothing is noted."""
+        """As `check`, for a batch that is drawn again and dropped: adds nothing."""
         if (known := self._known(batch)) is not None:
             _compare(known, Drawn(batch, known.opening, 0, Digest(data).value or 0, past))
 
@@ -100,14 +99,14 @@ class DrawLog:
         return known if known is not None and known.batch == batch else None
 
     def close(self) -> None:
-        """Write what is left to be written."""
+        """Write the last entry, and close the file."""
         self._settle()
         if self._file is not None:
             os.close(self._file)
             self._file = None
 
     def _settle(self) -> None:
-        """Keep the last batch, whose digest has arrived on the host meanwhile."""
+        """Write the entry of the last batch, whose digest is on the host by now."""
         if self._open_one is None:
             return
         (drawn, digest), self._open_one = self._open_one, None
@@ -159,7 +158,7 @@ def _packed(drawn: Drawn) -> bytes:
 
 
 def _read(raw: bytes) -> dict[int, Drawn]:
-    """The entries that are whole, by their place. A crash may leave one that is not."""
+    """The sound entries by place. A crash may leave a damaged one."""
     found = {}
     for slot in range(len(raw) // _ENTRY.size):
         entry = raw[slot * _ENTRY.size : (slot + 1) * _ENTRY.size]

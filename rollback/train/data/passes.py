@@ -1,17 +1,16 @@
-"""Passes: how the script's loops over the guard map to epochs of the data, also when a run resumes or rewinds.
+"""Passes: how the script's loops over the guard correspond to epochs of the data, also after a resume or a rollback.
 
-A *pass* is one `for batch in guard`. Pass p covers epoch p. Three things disturb that:
+A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change that:
 
-- A resumed run begins in a later epoch. Passes before it are empty: the script's loop comes by, there is nothing to do.
-- A rollback goes back over an epoch's start. Inside `guard.epochs()` the pass ends and the earlier epoch's body is
-  begun again. Inside a plain `range` loop the script cannot be sent back: the pass goes on with the rest of the earlier
-  epoch, crosses the start of its own epoch once more, and repeats the learning-rate steps that the script made there.
-  Other things that a script does between epochs are not repeated; `guard.epochs()` is for scripts that do them.
+- A resumed run begins in a later epoch. The passes before it are empty.
+- A rollback goes back over an epoch's start. With `guard.epochs()` the pass ends, and the body of the earlier epoch
+  begins again. A plain `range` loop cannot be sent back: the pass goes on with the rest of the earlier epoch, crosses
+  the start of its own epoch again, and repeats the learning-rate steps that the script made there. Other work between
+  epochs is not repeated; scripts with such work need `guard.epochs()`.
 
-No checkpoint that a run goes on from stands behind the last batch of an epoch (see `Guard`), so every pass that a
-restored run goes on in has at least one batch, and the code after its loop finds what it expects. The one exception is
-the end of a complete run of which more is asked: its last pass begins once more and is over at once, so that the script
-does behind it what it does behind every pass, and the next one begins.
+A run never resumes from a checkpoint after the last batch of an epoch (see `Guard`). So every resumed pass has at least
+one batch, and the code after its loop works. The one exception is a complete run that goes on: its last pass begins
+again and ends at once, so that the script does its work after the pass, and the next pass begins.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from rollback.train.updates.advice import of_loops
 
 
 class Again(Enum):
-    """What must be restored once more when a pass begins, because the script ran code of its own since the restore."""
+    """What is restored again when a pass begins, because the script has run code of its own since the restore."""
 
     NOTHING = "nothing"
     RANDOM_STATES = "random states"
@@ -37,7 +36,7 @@ class Again(Enum):
 
 
 class Passes:
-    """Counts passes. The same on all ranks, since the scripts' loops are."""
+    """Counts passes. The same on all ranks, since the script's loops are the same."""
 
     def __init__(self, cursor: Cursor, objects: Iterable[Any]) -> None:
         self._cursor = cursor
@@ -51,19 +50,19 @@ class Passes:
         self._steps_at_end: list[int] | None = None
         self._boundary_steps: dict[int, list[int]] = {}
         self.count = 0
-        """How many passes have begun in this process; where epochs() numbers them, up to which number."""
+        """Number of passes that have begun in this process; with epochs(), the number of the next one."""
         self.epoch = 0
-        """Number of the pass that is running."""
+        """Number of the present pass."""
         self.over = False
-        """Whether the running pass has no batches left."""
+        """Whether the present pass has no batches left."""
         self.interrupted = False
-        """Whether the running pass ends because its epochs() goes back to an earlier one."""
+        """Whether the present pass ends because epochs() goes back to an earlier epoch."""
         self.uncounted = False
-        """Whether the script loops over epochs by itself: a resumed run must walk through those that are over."""
-        self._own_epoch: int | None = None  # what the script says that its first pass is, where it loops by itself
+        """Whether the script loops over epochs by itself: a resumed run must go through the epochs that are over."""
+        self._own_epoch: int | None = None  # the epoch of the first pass, by the script's own count
 
     def resume(self, *, left: bool = False) -> None:
-        """The cursor was put where an earlier attempt was. left: behind an epoch, and the script was through there."""
+        """The cursor is at the position of an earlier attempt. left: the script has done its work after the epoch."""
         self._target_is_over = self._stands_behind_an_epoch() and not left
         self._target = self._cursor.epoch - self._target_is_over
 
@@ -88,11 +87,11 @@ class Passes:
         return again
 
     def advice(self) -> Iterator[tuple[str, str]]:
-        """(code, text) of what is to be said of the pass that has begun."""
+        """Advice about the pass that has begun: code and text."""
         return of_loops(uncounted=self.uncounted, own_epoch=self._own_epoch, epoch=self._cursor.epoch)
 
     def end(self, *, final: bool) -> None:
-        """The running pass has no more batches; with `final` no later one has either."""
+        """The present pass has no more batches. final: later passes have none either."""
         self.over = True
         self._finished = final
         self.note_end()
@@ -101,7 +100,7 @@ class Passes:
         self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """The cursor was put back, perhaps into an earlier epoch; or, at an epoch's start, to where the pass begins."""
+        """The cursor was put back: perhaps into an earlier epoch, or, at an epoch's start, to the pass's beginning."""
         if event.cause is RollbackCause.EPOCH_START:
             return
         behind = self._stands_behind_an_epoch() and not event.epoch_left
@@ -113,7 +112,7 @@ class Passes:
 
     @property
     def replaying(self) -> bool:
-        """Whether the epoch that has just ended is an earlier one than this pass covers."""
+        """Whether the epoch that has just ended is before the epoch of this pass."""
         return self._cursor.epoch <= self.epoch
 
     def cross(self) -> None:
@@ -125,7 +124,7 @@ class Passes:
                 scheduler.step()
 
     def epochs(self, count: int, end: Callable[[str], bool] = lambda by: True) -> Iterator[int]:
-        """See `Guard.epochs`. end: `Guard.finish`, when there is none left; False: training stands elsewhere since."""
+        """See `Guard.epochs`. end: `Guard.finish`, called after the last epoch; False: training has moved."""
         self._by_epochs = True
         try:
             while not self._finished:
@@ -158,11 +157,11 @@ class Passes:
         return not self._cursor.opened and self._cursor.batch > 0
 
     def _in_broken_epoch(self) -> bool:
-        """Whether the script broke off its last pass within an epoch that has an end."""
+        """Whether the script left its last pass inside an epoch."""
         return self._cursor.opened and self._cursor.offset > 0 and self._cursor.has_epochs and not self.interrupted
 
     def leave_broken_epoch(self, number: int | None = None) -> bool:
-        """A pass begins, or none follows. Whether the one before it was broken off: its epoch is over now."""
+        """A pass begins, or none follows. True: the pass before was left early; its epoch is over now."""
         broken = self._in_broken_epoch() and (number is None or number > self._cursor.epoch)
         if broken:
             self._cursor.end_epoch()

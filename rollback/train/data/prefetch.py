@@ -1,11 +1,11 @@
-"""Noticing a script that draws its next batch while the update of the one in hand is still open.
+"""Finds a script that draws its next batch before the update of the present one.
 
-nanoGPT does so by hand: forward, draw the next batch, backward, step. The guard takes what it has handed out before an
-update for what went into it; of such a script it would take the wrong batches for trained ones, and a run that resumes
-would be a batch off. There is no telling from outside which of the batches drawn ahead were used, so it is refused.
+nanoGPT does so: forward, draw the next batch, backward, step. For the guard, the batches that it handed out before an
+update went into that update. With such a script it would count the wrong batches as trained, and a resumed run would be
+a batch off. The guard cannot know which batches were used, so the script is refused.
 
-What tells it apart from a script that leaves out a batch, or draws all batches of an update first, is the order of the
-model's forward passes (with gradients), of backward, and of what is handed out:
+The order of forward passes (with gradients), backward and handed-out batches distinguishes such a script from one that
+leaves out a batch, or that draws all batches of an update first:
 
 | seen                                             | as in                                | ahead? |
 |--------------------------------------------------|--------------------------------------|--------|
@@ -27,26 +27,26 @@ from torch.optim import Optimizer
 from rollback.errors import UsageError
 from rollback.train.updates.hooks import weak_hook
 
-_WATCHED = 16  # updates; the structure of a loop does not change later
+_WATCHED = 16  # updates; later the loop does not change
 
 
 class PrefetchWatch:
-    """Watches one rank's script for its first updates. Does nothing where the model's forward cannot be seen.
+    """Watches one rank's script during its first updates. Does nothing where it cannot see the model's forward.
 
-    model: what the script calls. telltale: a parameter that every backward reaches, None where there is none.
+    model: the model as the script calls it. telltale: a parameter that every backward reaches; None: there is none.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, telltale: nn.Parameter | None) -> None:
         self._updates = 0
         self._forward = self._suspect = self._backward = False
         self._idle = True
-        """Whether there was no forward since the last batch was handed out."""
+        """Whether there was no forward after the last batch was handed out."""
         self._forward_in_update = False
-        """Whether there has been a forward in this update at all."""
+        """Whether there was a forward in this update."""
         self._between = 0
-        """Updates in a row before whose step a batch was handed out that nothing was done with."""
+        """Updates in a row with an unused batch that was handed out before their step."""
         self._ahead = False
-        # A hook inside what torch.compile has compiled in place would be compiled with it.
+        # A hook inside a module that torch.compile has compiled in place would be compiled too.
         compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._hooks: list[Any] = []
         if telltale is not None and not compiled:
@@ -57,7 +57,7 @@ class PrefetchWatch:
             ]
 
     def handed_out(self) -> None:
-        """A batch was handed out. Raises UsageError where that is known to be too early."""
+        """A batch was handed out. Raises UsageError where this was too early."""
         if self._ahead:
             raise UsageError(
                 "the script draws its next batch before optimizer.step() of the one before: the guard could not tell "

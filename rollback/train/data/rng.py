@@ -1,8 +1,8 @@
-"""The random states of a process: read, written, kept through a piece of work, and split in two.
+"""Reads, restores and splits the random states of a process.
 
-Four generators decide what a training process draws: Python's `random`, NumPy's global one, torch's CPU one and one
-for each CUDA device. `capture` gives them as a tree of JSON values and CPU tensors, which a checkpoint can hold.
-NumPy is optional: where nobody has imported it there is no NumPy state to keep.
+A training process draws from four kinds of generators: Python's `random`, NumPy's global one, torch's CPU one, and one
+for each CUDA device. `capture` returns their states as a tree of JSON values and CPU tensors for a checkpoint. NumPy is
+optional: a process that has not imported it has no NumPy state.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 class CpuStates(NamedTuple):
-    """The CPU random states as the libraries give them: quick to swap, no form to be written down in."""
+    """The CPU random states in the form of the libraries: quick to swap, not for a file."""
 
     python: tuple[Any, ...]
     numpy: tuple[Any, ...] | None
@@ -39,7 +39,7 @@ def capture(cuda: bool = True) -> dict[str, Any]:
 
 
 def restore(state: dict[str, Any]) -> None:
-    """Puts back what `capture` gave, in this process or another; CUDA states to the devices of the same number."""
+    """Restore the states from `capture`, in this process or another; CUDA states by device number."""
     _set_cpu_states(_from_tree(state))
     for device, cuda_state in enumerate(state["cuda"]):
         torch.cuda.set_rng_state(cuda_state, device)
@@ -47,7 +47,7 @@ def restore(state: dict[str, Any]) -> None:
 
 @contextmanager
 def preserved() -> Iterator[None]:
-    """Keeps the CPU random states: whatever is drawn or seeded inside, they are afterwards what they were before."""
+    """The CPU random states after the block are those before it, whatever is drawn or seeded inside."""
     before = cpu_states()
     try:
         yield
@@ -56,15 +56,15 @@ def preserved() -> Iterator[None]:
 
 
 def drawn_since(before: CpuStates) -> bool:
-    """Whether anything was drawn or seeded in this process since `cpu_states` gave this."""
+    """Whether this process has drawn or seeded anything since `before` was read."""
     return not _same(before, cpu_states())
 
 
 class RandomStream:
-    """CPU random states beside those of the process: what is drawn inside `with stream:` comes from the stream.
+    """CPU random states besides those of the process. Draws inside `with stream:` come from the stream.
 
-    The data have such a stream of their own where they are drawn while training goes on, so that batch b is the same
-    data whatever the model has drawn before it. Work that raises leaves the stream where it was.
+    Data that are drawn during training have their own stream, so that batch b is the same whatever the model has drawn
+    before. If the block raises, the stream stays as it was.
     """
 
     def __init__(self, states: CpuStates) -> None:
@@ -74,19 +74,19 @@ class RandomStream:
 
     @property
     def drawn_beside(self) -> bool:
-        """Whether the process has drawn or seeded anything of its own since work in the stream last ended."""
+        """Whether the process has drawn or seeded anything outside since the last block of the stream."""
         return self._left is not None and drawn_since(self._left)
 
     def copy(self) -> RandomStream:
-        """Another stream that stands where this one stands."""
+        """Another stream with the same state."""
         return RandomStream(self._states)
 
     @classmethod
     def take_over(cls) -> RandomStream:
-        """The process's own states become the stream; the process goes on from seeds drawn from a copy of them.
+        """A stream with the process's states. The process itself goes on with seeds drawn from a copy of them.
 
-        Whatever draws in the stream sees the numbers it would have seen without us, as long as nothing else drew,
-        and never the numbers that the process draws from now on.
+        Draws in the stream get the same numbers as without a guard, as long as nothing else draws. They never get the
+        numbers that the process draws from now on.
         """
         stream = cls(cpu_states())
         _reseed()
@@ -94,7 +94,7 @@ class RandomStream:
 
     @classmethod
     def split_off(cls) -> RandomStream:
-        """A stream with seeds drawn from a copy of the process's states, which stay as they are."""
+        """A stream with seeds drawn from a copy of the process's states. The process's states do not change."""
         with preserved():
             _reseed()
             return cls(cpu_states())
@@ -112,11 +112,11 @@ class RandomStream:
 
     @classmethod
     def of_process(cls) -> RandomStream:
-        """A copy of the process's states, for work that may turn out to have been done too early: see `hand_over`."""
+        """A copy of the process's states, for work that is done ahead: see `hand_over`."""
         return cls(cpu_states())
 
     def hand_over(self) -> None:
-        """The process goes on from where the stream is, as if it had done the stream's work itself."""
+        """Set the process's states to the stream's, as if the process had done the stream's work."""
         _set_cpu_states(self._states)
 
     def state_dict(self) -> dict[str, Any]:
@@ -129,7 +129,7 @@ class RandomStream:
 
 
 def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
-    """Other random states, in the form of `capture`: a pure function of these and of `key`. Draws nothing."""
+    """Other random states, in the form of `capture`: a pure function of `state` and `key`. Draws nothing."""
     if state["numpy"] is not None:
         importlib.import_module("numpy")  # seeding leaves out a library that nobody has imported yet
     with preserved():
@@ -142,7 +142,7 @@ def derived(state: dict[str, Any], key: str) -> dict[str, Any]:
 
 
 def digest_of(state: dict[str, Any], number: int) -> int:
-    """A hash of a number and the CPU states in what `capture` gave; 64 bits, never 0."""
+    """A hash of a number and of the CPU states in `state` (from `capture`): 64 bits, never 0."""
     return int(hashlib.sha256(f"{_sha256_of(state)}/{number}".encode()).hexdigest()[:16], 16) or 1
 
 
@@ -155,7 +155,7 @@ def _sha256_of(state: dict[str, Any]) -> str:
 
 
 def seed_all(key: str) -> None:
-    """Seeds the CPU random states as a pure function of `key`, the same in every process and on every platform."""
+    """Seed the CPU random states as a pure function of `key`, the same in every process and on every platform."""
     source = random.Random(key)
     random.seed(source.getrandbits(64))
     torch.default_generator.manual_seed(source.getrandbits(63))
@@ -165,7 +165,7 @@ def seed_all(key: str) -> None:
 
 
 def _reseed() -> None:
-    """Seeds each library from its own next numbers, so that one that was seeded alone is still reproducible."""
+    """Seed each library from its own next numbers, so that a library that was seeded alone stays reproducible."""
     random.seed(random.getrandbits(64))
     torch.default_generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
     if numpy := _numpy():
@@ -173,12 +173,12 @@ def _reseed() -> None:
 
 
 def _numpy() -> Any:
-    """The numpy module if this process has imported it: a module that nobody imported has drawn nothing."""
+    """The numpy module, if this process has imported it."""
     return sys.modules.get("numpy")
 
 
 def cpu_states() -> CpuStates:
-    """Those of this process, at this moment."""
+    """The present states of this process."""
     numpy = _numpy()
     return CpuStates(
         random.getstate(), numpy.random.get_state() if numpy else None, torch.default_generator.get_state()
@@ -222,7 +222,7 @@ def _to_tree(states: CpuStates) -> dict[str, Any]:
 
 
 def _int64(words: array[int]) -> torch.Tensor:
-    """As a tensor, without a look at each of them: a snapshot waits for this."""
+    """The words as a tensor, without a loop over them: a snapshot waits for this."""
     return torch.frombuffer(words, dtype=torch.int64)
 
 

@@ -1,8 +1,9 @@
-"""Passing over the batches of the skip list, and leaving a record of each; and the samples that are left out."""
+"""Skips the batches of the skip list, with a record of each; and knows the samples that are left out."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import xxhash
 
@@ -15,14 +16,12 @@ from rollback.train.run import AttachedRun
 
 
 class SkipList:
-    """The windows in force on this rank, and this rank's own record of what it passed over.
-
-    quarantine: which samples were left out from where on, in the order of the journal; the same on all ranks.
-    """
+    """The skip windows in force, and this rank's record of the batches that it skipped."""
 
     def __init__(self, run: AttachedRun) -> None:
         self.windows = merge_windows(run.history.skip_list)
         self.quarantine = list(run.history.quarantine)
+        """The samples that are left out, and from which batch on, as journalled; the same on all ranks."""
         self._path = run.paths.skip_record(run.ranks.rank)
         self._writer: LineWriter | None = None
         self._record = run.record
@@ -32,27 +31,27 @@ class SkipList:
         self.windows = merge_windows([*self.windows, window])
 
     def digest_before(self, batch: int) -> int:
-        """A hash of what was skipped and left out up to a batch; 0 where that is nothing."""
+        """A hash of what was skipped and left out before a batch; 0: nothing."""
         skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
         left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]
         return xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0
 
     def leave_out(self, fact: SampleQuarantine) -> None:
-        """From now on: `announce` tells the cursor. In the journal on return."""
+        """Leave samples out from now on. Journalled on return; `announce` tells the cursor."""
         self.quarantine.append(fact)
         self._record.note(fact, fact.in_words())
 
     def announce(self, cursor: Cursor) -> None:
-        """Tell the cursor what is left out, and what will be passed over, so that no worker reads it ahead."""
+        """Tell the cursor what is left out and what will be skipped, so that no worker reads it ahead."""
         cursor.leave_out([(fact.batch, frozenset(fact.samples)) for fact in self.quarantine])
         for window in self.windows:
             if window.last >= cursor.batch:
                 cursor.plan_skips(window.first, window.last)
 
     def pass_over(self, cursor: Cursor, step: int, timeline: int) -> None:
-        """Move the cursor behind the window it stands in, if any. Raises StopIteration at the epoch's end.
+        """Move the cursor to the end of the window it is in, if any. Raises StopIteration at the epoch's end.
 
-        Every batch is recorded with its data set indices; the record is on disk before training goes on.
+        Every batch is recorded with its data set indices. The record is on disk before training goes on.
         """
         window = next((w for w in self.windows if cursor.batch in w), None)
         if window is None:
@@ -62,22 +61,13 @@ class SkipList:
             while cursor.batch in window:
                 batch, epoch, offset = cursor.batch, cursor.epoch, cursor.offset
                 indices = cursor.skip()
-                self._note(
-                    SkippedBatch(
-                        batch=batch,
-                        epoch=epoch,
-                        offset=offset,
-                        indices=None if indices is None else list(indices),
-                        timeline=timeline,
-                    )
-                )
+                held = None if indices is None else list(indices)
+                line = SkippedBatch(batch=batch, epoch=epoch, offset=offset, indices=held, timeline=timeline)
+                self._guarded(partial(LineWriter.write, line=line.model_dump_json()))
         finally:
             if cursor.batch > first:
                 self._guarded(lambda writer: writer.flush(durable=True))
                 self._record.note(PassedOver(first=first, last=cursor.batch - 1, step=step, timeline=timeline))
-
-    def _note(self, skipped: SkippedBatch) -> None:
-        self._guarded(lambda writer: writer.write(skipped.model_dump_json()))
 
     def _guarded(self, act: Callable[[LineWriter], None]) -> None:
         try:

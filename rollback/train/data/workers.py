@@ -1,8 +1,7 @@
-"""Loader workers leave it to their rank to stop.
+"""Loader workers do not obey stop signals; their rank does.
 
-A scheduler may signal all processes of a job step, torchrun a rank's whole process group, and a terminal whoever is in
-the foreground. The rank then saves and stops; a worker that died of the signal would make the rank raise before
-it has saved.
+A scheduler may signal all processes of a job step, torchrun a rank's whole process group, and a terminal all foreground
+processes. The rank then saves and stops. A worker that died of the signal would make the rank raise before the save.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ _IGNORED = (signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 
 
 class LeavesStoppingToTheRank:
-    """A loader's `worker_init_fn`: makes the worker deaf to stop signals, then calls the user's own.
+    """A loader's `worker_init_fn`: makes the worker ignore stop signals, then calls the user's function.
 
-    The first SIGTERM is not obeyed while the rank lives; the second one is. Who starts such workers ends them by
+    While the rank lives, the worker ignores the first SIGTERM and obeys the second one. Such workers must be ended by
     `shut_down`: multiprocessing sends one SIGTERM at the rank's exit and then waits for ever.
     """
 
@@ -44,9 +43,9 @@ class LeavesStoppingToTheRank:
 
 
 def shut_down(reading: Iterator[Any] | None) -> None:
-    """End the workers of a loader's iterator, where it has any, whatever they are at.
+    """End the workers of a loader's iterator, if it has any, at once.
 
-    Its own way waits for a few seconds and then sends one SIGTERM, which the workers take to be meant for the rank.
+    The iterator's own method waits for a few seconds and then sends one SIGTERM, which the workers ignore.
     """
     shut_down_workers = getattr(reading, "_shutdown_workers", None)
     if shut_down_workers is None:
@@ -59,7 +58,7 @@ def shut_down(reading: Iterator[Any] | None) -> None:
 
 
 def leave_stopping_to_the_rank(loader: Any) -> None:
-    """Have the workers of a loader do so, where it is one that has workers."""
+    """Set this for a loader, if it has workers."""
     has_workers = isinstance(loader, DataLoader) and loader.num_workers > 0
     if has_workers and not isinstance(loader.worker_init_fn, LeavesStoppingToTheRank):
         loader.worker_init_fn = LeavesStoppingToTheRank(loader.worker_init_fn)

@@ -1,4 +1,4 @@
-"""The incidents of a run from call to outcome: which is the next, what was last done about one, which is still open."""
+"""The incidents of a run: the number of the next one, the last plan, and the incident that is still open."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Cases:
             self._conclude(case, _good_end(case), step)
 
     def called(self, incident: Incident, batches_per_step: int) -> None:
-        """Another incident is on record: perhaps the open one's trouble, come back."""
+        """Note that another incident was recorded. It may be a repeat of the open one."""
         previous, stream = self.last_plan, DataStream(batches_per_step)
         self._incidents.append(incident)
         self._suspects = suspects(self._incidents)
@@ -57,11 +57,11 @@ class Cases:
             self._conclude(self._open, "repeated" if back else _good_end(self._open), incident.detection_step)
 
     def plan(self, incident: Incident, held: list[PolicyCheckpoint], stream: DataStream) -> Planned:
-        """The answer, in the journal on return, and before it the samples that are left out from behind it on."""
+        """Plan the answer to an incident. On return the journal holds the left out samples, then the plan."""
         stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
         suspected = self._is_suspected(incident)
         plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
-        if plan.action in ("rollback", "retry"):
+        if plan.goes_back:
             self._leave_out(incident, max(plan.skip.last if plan.skip else 0, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
@@ -81,7 +81,7 @@ class Cases:
         batch: int,
         timeline: int,
     ) -> tuple[Incident, Planned]:
-        """An operator's incident, who wants to go back to `target`, and its plan; both in the journal on return."""
+        """Plan the rollback to `target` that an operator asked for. On return the journal holds incident and plan."""
         incident = Incident(
             incident=self.next_number(),
             verdict="requested",
@@ -106,7 +106,7 @@ class Cases:
         return incident, plan
 
     def carried_out(self, case: Case, step: int) -> None:
-        """A plan was carried out; `step` is where training stands now."""
+        """Note that a plan was carried out. Training is at `step` now."""
         assert case.plan is not None
         self._healthy = 0
         if case.incident.request is None:
@@ -127,7 +127,7 @@ class Cases:
         return any(incident.incident in explained for explained in self._suspects.values())
 
     def _leave_out(self, incident: Incident, batch: int) -> None:
-        """Leave the suspects out from `batch` on, which nobody has been handed yet in this timeline."""
+        """Leave the suspect samples out from `batch` on. No rank has been handed that batch in this timeline yet."""
         if self._skips is None or self._settings.quarantine == "off":
             return
         samples = quarantine_after(self._skips.quarantine, self._suspects)

@@ -1,4 +1,4 @@
-"""What a rank remembers of its last updates, and what it writes down of them when an incident is called.
+"""What a rank keeps of its last updates, and what it writes of them when an incident is called.
 
 An incident is called one step after it shows at the earliest, a spike `patience` steps after it began. By then the
 gradients are gone. So the rank keeps, for the last updates, the losses, the vector of gradient norms, and references to
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.facts.training import Incident
-from rollback.rundir import files
 from rollback.rundir.evidence import (
     BatchKept,
     Explosion,
@@ -34,6 +33,7 @@ from rollback.rundir.evidence import (
     StepSeen,
     write_evidence,
 )
+from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
 from rollback.train.events import RollbackApplied
@@ -132,14 +132,14 @@ class IncidentEvidence:
             step.parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
-        """An update is over; the batches kept since the last one were its own."""
+        """Note that an update is over. The batches kept since the last update belong to it."""
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
         self._trim()
 
     def suspect(self, onset: int | None) -> None:
-        """The sentinel is on watch and holds this step to be where it began; None: it is calm."""
+        """Note the step at which the sentinel suspects the trouble began; None: it suspects no step."""
         self._suspected = onset
 
     def rollback_applied(self, event: RollbackApplied) -> None:
@@ -153,7 +153,7 @@ class IncidentEvidence:
         return sorted(set().union(*(step.samples() for step in self._steps if step.step in steps)))
 
     def write(self, incident: Incident) -> None:
-        """Write down what this rank saw of an incident. A disk that refuses is told of once and stops nothing."""
+        """Write what this rank saw of an incident. A failed write is reported once and stops nothing."""
         steps = [step for step in self._steps if step.step >= incident.onset_step]
         try:
             files.make_directory(self._paths.incident(incident.incident))

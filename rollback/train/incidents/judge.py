@@ -2,8 +2,7 @@
 
     beat -> landing of the snapshot in flight -> verdict -> probation -> plan, if the verdict demands action
 
-All of it is a function of the reduced beat and of state that is itself the same on all ranks, so that no rank can come
-to another decision than its peers.
+All of it depends only on the reduced beat and on state that is the same on all ranks. So all ranks decide alike.
 """
 
 from __future__ import annotations
@@ -40,23 +39,23 @@ _MARKS = 4096  # steps whose batches are remembered; an onset further back is re
 
 @dataclass(frozen=True)
 class StepMark:
-    """A step and the batches that went into it. phase: announced by this rank.
-
-    batches_per_step: of a whole update, as far as known; batches: of this one, skipped ones in between not counted.
-    epoch_end: the batch behind the last one of its last batch's epoch; epoch_batches: how many that has; None where
-    epochs have no length.
-    """
+    """A step, and the batches that went into it."""
 
     step: int
     first_batch: int
     last_batch: int
     batches_per_step: int
+    """Batches of a whole update, as far as known."""
     hints: Hint
     phase: str | None = None
+    """The phase that this rank announced for this step."""
     habit: Habit | None = None
     batches: int = 1
+    """Batches of this update; skipped batches in between do not count."""
     epoch_end: int | None = None
+    """The batch after the last batch of the epoch; None: epochs have no length."""
     epoch_batches: int | None = None
+    """Batches of that epoch; None as above."""
 
     @property
     def over_the_end(self) -> bool:
@@ -180,7 +179,7 @@ class Judge:
         self._pulse.close()
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """The steps behind it have not been judged. Where a plan was carried out, its case goes on."""
+        """Forget the verdicts on the steps behind it. If a plan was carried out, its incident stays open."""
         if event.case is not None and event.case.plan is not None:
             self._cases.carried_out(event.case, event.step)
             self.timeline = event.case.plan.timeline
@@ -191,7 +190,7 @@ class Judge:
             self._marks.pop()
 
     def plan_without(self, name: str, reason: str, failed: Rewind) -> Decision | None:
-        """The planned checkpoint cannot be believed: it leaves the ring, and the plan is made anew."""
+        """Remove the planned checkpoint, which failed its check, from the ring, and plan again."""
         self._checkpoints.put_aside(name, reason)
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
@@ -255,7 +254,7 @@ class Judge:
         return begins
 
     def answer_state(self) -> Decision | None:
-        """If the last snapshot was dropped since something in it is not finite: what is done about it.
+        """Plan the answer if the last snapshot was dropped because something in it is not finite.
 
         It may have been so from the newest checkpoint on: those have been looked at.
         """
@@ -313,7 +312,7 @@ class Judge:
         return tuple(sorted(found)) if len(found) <= MOST else ()
 
     def _stream(self, mark: StepMark) -> DataStream:
-        """How the script cuts the data, by the updates that are remembered."""
+        """How the script divides the data into updates, from the updates that are kept."""
         per_step = statistics.mode([each.batches_per_step for each in self._marks][-_USUAL:])
         total = max(mark.epoch_end or 0, (self._max_steps or 0) * per_step)
         if any(each.over_the_end for each in self._marks):

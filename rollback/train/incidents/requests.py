@@ -14,7 +14,7 @@ from rollback.facts.history import fold
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
-from rollback.rundir.requests import Inbox, Request, read_request
+from rollback.rundir.requests import Inbox, Request, read_request, sound_requests
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied
@@ -75,13 +75,10 @@ class Requests:
         return None
 
     def note_stop(self, step: int) -> None:
-        """The ranks have stopped: because of a request or of a signal, whoever asked for it has it. Not collective."""
-        for name in list(self._inbox.open(now=True)) if self._inbox is not None else []:
-            try:
-                request = read_request(self._paths, name)
-            except (OSError, ValueError):
-                continue
-            if request.order == "stop" and request.launch in (None, self._launch):
+        """Note that the ranks have stopped, for a request or for a signal, and answer the request. Not collective."""
+        names = list(self._inbox.open(now=True)) if self._inbox is not None else []
+        for name, request in sound_requests(self._paths, names):
+            if request.stops(self._launch):
                 self._note_requested(name, request, step)
                 self.answer(name, True, f"stopped at step {step}; the same command goes on from there")
 
@@ -174,7 +171,7 @@ class Requests:
         self.answer(name, True, _left_out(fact))
 
     def _rewind(self, name: str, request: Request, step: int) -> Rewind | None:
-        """The plan, journalled; None where the request was refused."""
+        """Plan a rollback and journal the plan; None if the request was refused."""
         assert request.to is not None
         if request.to > step:
             self.answer(name, False, f"refused: the run has not come to step {request.to} yet, it is at step {step}")
@@ -208,7 +205,7 @@ class Requests:
         return None, min((point.step for point in self._checkpoints.as_held()), default=None)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """What was asked for has been done. Not collective."""
+        """Answer the request, which has been carried out. Not collective."""
         case = event.case
         if case is not None and case.plan is not None and case.incident.request is not None:
             checkpoint = f"{event.checkpoint}, {case.plan.reason}"

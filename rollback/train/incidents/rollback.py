@@ -1,4 +1,4 @@
-"""Going back to a checkpoint in process: the one way in which ranks carry out a plan without leaving."""
+"""Going back to a checkpoint within the process. The ranks carry out a plan in no other way without exiting."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ class Rewinder:
     def carry_out(self, decision: Rewind) -> Halt | None:
         """Restore what is planned; the plan is in the journal already.
 
-        A planned checkpoint that cannot be believed leaves the ring and the plan is made anew. Returns that new plan's
-        decision if it is not to go back: then nothing was restored.
+        A planned checkpoint that fails its check leaves the ring, and a new plan is made. Returns its
+        decision if that is not to go back: then nothing was restored.
         """
         began, reached = time.monotonic(), self._state.counters.step
         while True:
@@ -79,7 +79,7 @@ class Rewinder:
         return None
 
     def restore_again(self, cause: RollbackCause) -> None:
-        """The script has run code of its own since the restore. Undo what that did, without a word in the record."""
+        """Restore again, to undo what the script's own code did since the restore. The journal does not mention it."""
         source = self._source
         assert source is not None
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)

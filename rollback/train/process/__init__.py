@@ -1,1 +1,1 @@
-"""The rank as a process: its heartbeat, its failure record, being told to stop."""
+"""The rank as a process: its heartbeat, its failure record, its stop signals."""

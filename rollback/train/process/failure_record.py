@@ -1,4 +1,4 @@
-"""What a rank leaves behind when an exception ends it: see `rollback.rundir.failures`."""
+"""Writes the failure record of a rank when an exception ends it (`rollback.rundir.failures`)."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from rollback.train.data.cursor import Cursor
 
 _OURS = Path(__file__).parents[2]
 _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, threading) if module.__file__)]
-"""Frames in here do not tell one error from another: the last is Python's own library."""
+"""Frames in these folders do not distinguish errors. The last folder is Python's own library."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What a rank is doing, with the batch in hand; whole_step: the batches of its update, as far as known."""
+    """What a rank is doing, and where."""
 
     doing: str
     step: int
     batch: int
     whole_step: Window
+    """The batches of its update, as far as known."""
 
 
 class FailureRecorder:
-    """From now on an exception that nobody catches is written down before the hook that stood there prints it."""
+    """Records every exception that nobody catches, before the earlier hook prints it."""
 
     def __init__(
         self, path: Path, rank: int, attempt: int, standing: Callable[[], Standing], cursor: Cursor | None = None
@@ -53,7 +54,7 @@ class FailureRecorder:
         self._cursor = cursor
         self._pid = os.getpid()
         self.spoken = False
-        """Whether an exception that nobody caught has come by."""
+        """Whether there was an exception that nobody caught."""
         self._before = sys.excepthook
         sys.excepthook = self._on_error
 

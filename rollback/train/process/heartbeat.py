@@ -1,9 +1,9 @@
-"""Heartbeats: each rank says twice a second who it is, where it stands, and whether it moves.
+"""Heartbeats: twice a second each rank writes its identity, its position, and whether it moves.
 
-It says so in two places: on the supervisor's board, which is memory and by which it is judged
-(`rollback.supervisor.diagnosis.hang`), and in a small file in the run directory, for people and for the next start. A
-thread writes each, so that a rank that is busy is told from one that waits for ever
-(`rollback.train.process.movement`), and so that a disk that holds a write up holds up that one only.
+It writes to two places: the supervisor's board in memory, by which the supervisor judges hangs
+(`rollback.supervisor.diagnosis.hang`), and a small file in the run directory, for people and for the next start. Each
+place has a thread, so that a busy rank differs from a rank that waits for ever (`rollback.train.process.movement`), and
+so that a slow disk delays the file only.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from pathlib import Path
 
 from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
 from rollback.facts.training import Window
-from rollback.rundir import files
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
+from rollback.system import files
+from rollback.system.processes import start_of
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor import Cursor
@@ -33,8 +33,10 @@ _EVERY_SECONDS = 0.5
 
 
 class HeartbeatWriter:
-    """Writes this rank's heartbeat for as long as the process lives, its stacks when it is signalled to, and its last
-    words. Where one process trains several times, the next guard's take the place of the last one's."""
+    """Writes this rank's heartbeats while the process lives, its stacks on a signal, and its failure record.
+
+    Where one process trains several times, the writer of the next guard replaces that of the last guard.
+    """
 
     _present: HeartbeatWriter | None = None
 
@@ -56,7 +58,7 @@ class HeartbeatWriter:
         self._last_words = FailureRecorder(failure, ranks.rank, attempt, lambda: self.standing, cursor)
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
-            faulthandler.enable(file=2, all_threads=False)  # what breaks below Python then says on stderr where
+            faulthandler.enable(file=2, all_threads=False)  # then a crash in native code shows its place on stderr
         if HeartbeatWriter._present is not None:
             HeartbeatWriter._present._over.set()
         HeartbeatWriter._present = self
@@ -65,18 +67,18 @@ class HeartbeatWriter:
         threading.Thread(target=self._keep_file, name="rollback-heartbeat", daemon=True).start()
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
-        """Say what is being done. It is written within half a second, or on return with `now`."""
+        """Set what this rank is doing. It is written within half a second; with `now`, on return."""
         self.standing = Standing(doing, step, batch, Window(first=batch, last=batch))
         if now:
             self._moved = time.monotonic()
             self._write()
 
     def turn_to(self, doing: str) -> None:
-        """Something else is being done, where the rank stands."""
+        """Set what this rank is doing, at the same position."""
         self.show(doing, self.standing.step, self.standing.batch, now=True)
 
     def end(self) -> None:
-        """The guard is closed. Where an exception led to that, its last words still tell the batch in hand."""
+        """The guard is closed. A failure record can still name the batch in hand."""
         self._ended, self._moved = True, time.monotonic()
         self._write()
 
@@ -86,14 +88,14 @@ class HeartbeatWriter:
         return self._last_words.spoken
 
     def _leave(self) -> None:
-        """The interpreter ends. The thread goes on: it says so for as long as handlers of others run at the exit, and
-        falls silent when no Python code can run any more. Where the process is still there then, it is stuck."""
+        """The interpreter ends. The thread still writes heartbeats while other exit handlers run, and stops when no
+        Python code can run. A process that exists longer is stuck."""
         if HeartbeatWriter._present is self and os.getpid() == self._pid:
             self._leaving = self._ended and not self.raised
             self._write()
 
     def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
-        """A batch is read or trained on, in an update that began with batch `first`, or (None) begins with this one."""
+        """Set the batch that is read or trained on. first: the first batch of its update; None: this batch."""
         first = batch if first is None else first
         whole = Window.model_construct(first=first, last=max(batch, first + batches_per_step - 1))
         self.standing = Standing(doing, step, batch, whole)
@@ -115,7 +117,7 @@ class HeartbeatWriter:
     def _beat(self) -> Heartbeat:
         standing = self.standing
         doing = LEAVING if self._leaving else "ended" if self._ended else standing.doing
-        # Not into torch any more: a thread that comes back from C++ into an ending interpreter aborts the process.
+        # No call into torch: a thread that returns from C++ into an ending interpreter aborts the process.
         begun = None if self._ended else self._ranks.collectives_begun()
         return Heartbeat.model_construct(
             pid=self._pid, host=self._host, attempt=self._attempt, step=standing.step, batch=standing.batch,
@@ -124,7 +126,7 @@ class HeartbeatWriter:
 
     def _write_on_board(self) -> None:
         if self._cell is not None:
-            with self._cell_lock, contextlib.suppress(OSError, ValueError):  # then the file is believed
+            with self._cell_lock, contextlib.suppress(OSError, ValueError):  # then the file counts
                 self._cell.write(self._beat())
 
     def _write_file(self) -> None:
@@ -140,7 +142,7 @@ class HeartbeatWriter:
 
 
 def _cell_on_board(rank: int) -> HeartbeatCell | None:
-    """This rank's cell on the supervisor's board; None where there is none that can be had."""
+    """This rank's cell on the supervisor's board; None: it has none, or cannot be opened."""
     path, place = os.environ.get(ENV_HEARTBEATS, ""), os.environ.get("LOCAL_RANK", "0")
     try:
         return HeartbeatCell(path, rank, int(place)) if path else None
@@ -149,8 +151,8 @@ def _cell_on_board(rank: int) -> HeartbeatCell | None:
 
 
 def _dump_stacks_on_signal(path: Path) -> None:
-    """On STACKS_SIGNAL all threads' Python stacks are appended to a file: in C, so also while the interpreter lock is
-    held. Forked loader workers inherit that. A script that uses the signal itself, later, takes it over."""
+    """On STACKS_SIGNAL, append the Python stacks of all threads to a file. This works in C, also while the interpreter
+    lock is held. Forked loader workers inherit it. A script that uses the signal later replaces it."""
     try:
         files.make_directory(path.parent)
         file = os.fdopen(files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND), "ab", buffering=0)  # stays open

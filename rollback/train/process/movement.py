@@ -1,10 +1,9 @@
-"""Whether a thread's Python code moves, as another thread of the same process can tell.
+"""Whether a thread's Python code moves, seen from another thread of the same process.
 
-For the main thread the answer is exact: the interpreter is asked to make a call there (`Py_AddPendingCall`), which it
-does as soon as it executes Python code again, and not before. So evaluation, compilation and data loading move; a
-collective that does not return, a sleeping C call or a held interpreter lock does not. Looking at frames alone would
-often find a training or evaluation loop in the same long call twice in a row and take it for standing still. Other
-threads cannot be asked; of them the place in the code is compared.
+For the main thread the answer is exact: `Py_AddPendingCall` makes the interpreter call a function there as soon as it
+executes Python code again, and not before. So evaluation, compilation and data loading move; a collective that does not
+return, a sleeping C call or a held interpreter lock do not. Comparing frames alone would often find a loop in the same
+long call twice, and call it motionless. For other threads only the position in the code can be compared.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ _PENDING_CALL = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p)
 
 
 class Movement:
-    """Watches the thread that makes it. `seen` is called from another one, and never waits."""
+    """Watches the thread that makes it. Another thread calls `seen`, which does not wait."""
 
     def __init__(self) -> None:
         self._thread = threading.get_ident()
@@ -26,7 +25,7 @@ class Movement:
         self._place: tuple[int, int] | None = None
         self._answered = [True]
         self._call = _PENDING_CALL(_answer(self._answered))
-        # The interpreter may make the call while it shuts down, when nothing else holds it any more.
+        # The interpreter may make the call while it shuts down, when nothing else refers to it.
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._call))
 
     def seen(self) -> bool:
@@ -38,7 +37,7 @@ class Movement:
             return False
         self._answered[0] = False
         if ctypes.pythonapi.Py_AddPendingCall(self._call, None) != 0:
-            self._answered[0] = True  # the queue is full: it is asked again the next time
+            self._answered[0] = True  # the queue is full: try again at the next call
         return True
 
     def _present_place(self) -> tuple[int, int] | None:

@@ -1,4 +1,4 @@
-"""Being told to stop, and losing the supervisor."""
+"""Stop signals of a rank, and the loss of its supervisor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 
 from rollback.config import ENV_SUPERVISOR
-from rollback.rundir.processes import is_running
+from rollback.system.processes import is_running
 from rollback.train.comm.recorder import say
 
 _STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
@@ -20,17 +20,16 @@ _LOOK_EVERY = 1.0  # seconds; a lost supervisor is to be noticed within 5
 
 
 class StopRequest:
-    """Becomes true when this process is told to stop by a signal. That only raises a flag: all ranks stop together, by
-    pulse. The signals mean again what they meant before after `withdraw`.
+    """A flag that stop signals set. All ranks stop together, by the pulse. `withdraw` restores the old handlers.
 
-    | signal           | is taken as a stop                                                                      |
+    | signal           | is a stop signal                                                                        |
     |------------------|-----------------------------------------------------------------------------------------|
     | SIGTERM          | always; a handler that the script installed before is called too                        |
     | SIGINT           | where nobody handles it, but not at a prompt; the second one is a KeyboardInterrupt     |
-    | SIGHUP           | where nobody handles it; one that was ignored when we were started (nohup) stays ignored |
-    | SIGUSR1, SIGUSR2 | where nobody handles them, also under a supervisor, which has had them ignored till now |
+    | SIGHUP           | where nobody handles it; if it was ignored at the start (nohup), it stays ignored        |
+    | SIGUSR1, SIGUSR2 | where nobody handles them; also under a supervisor, where they were ignored until now   |
 
-    A script's own handlers of the others mean something else. Outside the main thread no handler can be installed.
+    A script's own handlers of these signals stay. Outside the main thread no handler can be installed.
     """
 
     def __init__(self) -> None:
@@ -47,7 +46,7 @@ class StopRequest:
                 signal.signal(number, self._note)
 
     def withdraw(self) -> None:
-        """Nobody looks at the flag any more: what is told to end must end. A handler installed since stays."""
+        """Restore the old handlers, since nobody reads the flag any more. A handler that was installed later stays."""
         if threading.current_thread() is threading.main_thread():
             for number in self._before:
                 self._give_back(number)
@@ -57,7 +56,7 @@ class StopRequest:
             signal.signal(number, self._before[number] or signal.SIG_DFL)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        if os.getpid() != self._pid:  # a process that was forked off the rank: it has no part in this
+        if os.getpid() != self._pid:  # a process that the rank has forked
             self._give_back(number)
             os.kill(os.getpid(), number)
             return
@@ -71,7 +70,7 @@ class StopRequest:
             self._leave_terminal()
 
     def _leave_terminal(self) -> None:
-        """It is gone: what the script still prints there would raise before it has saved."""
+        """The terminal is gone: a print of the script would raise before the save."""
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for fd in self._terminals:
             os.dup2(nowhere, fd)
@@ -79,7 +78,7 @@ class StopRequest:
 
 
 def _is_free(number: int, before: Any) -> bool:
-    """Whether nobody has said what a signal means. (None: a handler of somebody's C code.)"""
+    """Whether nobody handles a signal. before: its handler; None: a handler in C code."""
     if number == signal.SIGINT:
         return before is signal.default_int_handler and not hasattr(sys, "ps1")
     by_supervisor = before is signal.SIG_IGN and number != signal.SIGHUP and bool(os.environ.get(ENV_SUPERVISOR))
@@ -87,10 +86,10 @@ def _is_free(number: int, before: Any) -> bool:
 
 
 def end_with_supervisor() -> None:
-    """Watch the supervisor, where there is one, from a thread; end this process at once when it is gone.
+    """Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
 
-    A rank that outlived its supervisor would write the run directory beside the ranks of the next attempt. torchrun
-    puts ranks into sessions of their own, so neither a hang-up nor a killed parent reaches them by itself.
+    Such a rank would write the run directory at the same time as the ranks of the next attempt. torchrun puts ranks
+    into sessions of their own, so neither a hang-up nor the death of a parent ends them.
     """
     described = os.environ.get(ENV_SUPERVISOR, "")
     pid = described.partition(":")[0]

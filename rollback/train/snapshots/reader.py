@@ -23,7 +23,7 @@ from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
-from rollback.rundir.small_json import parse_json
+from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.tier_choice import cores_here

@@ -13,8 +13,8 @@ from rollback.checkpoints import slots, tiers
 from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
-from rollback.rundir.cgroups import granted_cores
 from rollback.rundir.paths import RunPaths
+from rollback.system.cgroups import granted_cores
 from rollback.train.comm.ranks import Ranks
 
 _PAGE = 4096

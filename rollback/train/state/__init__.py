@@ -1,1 +1,1 @@
-"""What is kept of a training, as trees and tensors, and how it is put back."""
+"""The state of training, as trees and tensors, and how it is restored."""

@@ -1,6 +1,6 @@
-"""Values of the script that are part of its training: a best loss so far, a count of tokens.
+"""Values of the script that belong to its training: the best loss so far, a count of tokens.
 
-They are each rank's own, as a variable of the script is: in a checkpoint every rank has those that it had.
+Each rank has its own values, as with any variable of the script. A checkpoint keeps those of every rank.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from rollback.errors import UsageError
 
 
 class KeptValues:
-    """Attributes that checkpoints keep: `kept.best`. Only the names given to `guard.keep` exist.
+    """Attributes that checkpoints keep: `kept.best`. Only names from `guard.keep` exist.
 
-    To set a value that cannot be kept raises UsageError; a tensor or an array of one number becomes that number.
+    Setting a value that cannot be kept raises UsageError. A tensor or an array of one number becomes that number.
     """
 
     def __init__(self, values: dict[str, Any]) -> None:
@@ -44,7 +44,7 @@ class KeptValues:
 
 
 class Memory:
-    """All that one rank's script has asked for, and what the last restored checkpoint had of it."""
+    """The kept values of one rank's script, and those of the last restored checkpoint."""
 
     def __init__(self) -> None:
         self._first: dict[str, Any] = {}
@@ -54,7 +54,7 @@ class Memory:
         self._kept = KeptValues(self._values)
 
     def add(self, first: Mapping[str, Any]) -> KeptValues:
-        """Keep more values from now on; `first` are those of a checkpoint that has none. See `Guard.keep`."""
+        """Keep more values from now on. first: used where the checkpoint has none. See `Guard.keep`."""
         for name in first:
             if name in self._first or name in self._objects:
                 raise UsageError(
@@ -72,7 +72,7 @@ class Memory:
         return self._kept
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps; with what an earlier one had and the script has not asked for yet."""
+        """The values for a checkpoint; also values of an earlier one that the script has not asked for yet."""
         held = {**self._values, **{name: item.state_dict() for name, item in self._objects.items()}}
         return {**self._restored, **{name: _plain(value, name) for name, value in held.items()}}
 
@@ -89,7 +89,7 @@ class Memory:
 
 
 def _tells_its_state(value: Any) -> bool:
-    """Whether it is an object that can be kept by what it says of itself; not one that holds more than plain values."""
+    """Whether an object can be kept by its state_dict. A state with more than plain values cannot."""
     if not (hasattr(value, "state_dict") and hasattr(value, "load_state_dict")):
         return False
     try:
@@ -100,7 +100,7 @@ def _tells_its_state(value: Any) -> bool:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """`value` of numbers, texts, lists, tuples and dicts alone. Raises UsageError where there is more in it."""
+    """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it."""
     if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
         value = value.item()
     if value is None or type(value) in (bool, int, float, str):

@@ -1,8 +1,8 @@
-"""What modules hold in tensors besides parameters: buffers, also those that no state_dict has, and plain attributes.
+"""Tensors of modules besides parameters: buffers, also those that no state_dict has, and plain attributes.
 
-Torch leaves buffers with `persistent=False` out of `state_dict()`. What a model gives may depend on them all the same
-(running statistics, caches), so a checkpoint keeps them beside the state_dict's entries. Plain attributes are nobody's:
-which of them is state and which is left over from a forward cannot be told, so they are named to the user and not kept.
+torch leaves buffers with `persistent=False` out of `state_dict()`. A model's output may depend on them (running
+statistics, caches), so a checkpoint keeps them too. For plain attributes nobody can know whether they are state or left
+from a forward. So they are not kept, and the user gets their names.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ _LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
 
 
 def all_of(module: nn.Module) -> set[str]:
-    """Names of all buffers, also where one tensor has several."""
+    """The names of all buffers. One tensor may have several."""
     return {name for name, _ in module.named_buffers(remove_duplicate=False)}
 
 
 def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tensor | None]:
-    """Buffers whose values are not in `state`, the module's state_dict, by name; None: registered, with no tensor yet.
+    """The buffers that are not in `state`, the module's state_dict, by name; None: registered without a tensor.
 
-    One that another buffer or parameter is the very same tensor as is that one's. What no checkpoint can keep (a sparse
-    tensor, say) is left out.
+    A tensor that is also another buffer or parameter is listed once. Tensors that no checkpoint can keep (sparse ones)
+    are left out.
     """
     found: dict[str, Tensor | None] = {}
     for name, owner, key in _registered(module):
@@ -48,10 +48,10 @@ def nonpersistent(module: nn.Module, state: Mapping[str, Any]) -> dict[str, Tens
 
 
 def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
-    """Give buffers the values of a checkpoint; the names of those that it has none for, which stay as they are.
+    """Give buffers the values of a checkpoint. Returns the names of buffers without a value, which do not change.
 
-    In place where the tensor that is there can take them, since others may hold on to it; else the buffer gets another
-    tensor: its shape has changed since, or there was none. What the module has no longer is passed over.
+    The values are copied into the present tensor, where possible, since other objects may refer to it. Else the buffer
+    gets another tensor: its shape has changed, or it had none. Names that the module does not have are ignored.
     """
     device = next((item.device for item in (*module.parameters(), *module.buffers())), torch.device("cpu"))
     for name, owner, key in _registered(module):
@@ -61,7 +61,7 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
         if value is None or present is None:
             owner._buffers[key] = value if value is None else value.to(device)
         elif memory_of(value) == memory_of(present):
-            continue  # it was read to where it belongs
+            continue  # the value was read into this very memory
         elif (present.dtype, present.shape) == (value.dtype, value.shape) and can_be_written(present):
             with torch.no_grad():
                 present.copy_(value)
@@ -72,9 +72,9 @@ def put(module: nn.Module, stored: Mapping[str, Tensor | None]) -> list[str]:
 
 
 def not_kept(module: nn.Module) -> list[str]:
-    """Names of what a module holds in tensors that no checkpoint keeps: plain attributes, buffers of odd kinds.
+    """Names of a module's tensors that no checkpoint keeps: plain attributes, buffers of unsupported kinds.
 
-    Views of what is kept are not among them.
+    Views of kept tensors are not among them.
     """
     state = (item for item in module.state_dict().values() if isinstance(item, Tensor))
     held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
@@ -84,12 +84,12 @@ def not_kept(module: nn.Module) -> list[str]:
 
 
 def can_be_written(item: Tensor) -> bool:
-    """Whether no two of its elements are one in memory, as after `expand`."""
+    """Whether all elements have their own memory, unlike after `expand`."""
     return not any(size > 1 and stride == 0 for size, stride in zip(item.shape, item.stride(), strict=True))
 
 
 def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
-    """All buffers, with those that have no tensor yet: the name, whose it is, and its name there."""
+    """All buffers, also those without a tensor: the full name, the owner, and the name in the owner."""
     for prefix, owner in module.named_modules():
         for key in owner._buffers:
             yield f"{prefix}.{key}" if prefix else key, owner, key

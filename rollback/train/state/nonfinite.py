@@ -1,8 +1,8 @@
-"""Values that are not finite in what a snapshot has copied: NaN in a running statistic, Inf in an optimizer's state.
+"""Finds non-finite values in snapshots: NaN in a running statistic, Inf in an optimizer's state.
 
-No loss need show them. Each rank looks at the copy of what it stores, in the thread that writes it, and tells the
-others in its letter. What was so when the run began is left alone for good: masks are infinite on purpose. So is an
-infinite value in a buffer that had no tensor before.
+The loss may not show them. Each rank checks its copy in the thread that writes it, and reports to the others in its
+letter. Values that were not finite when the run began are never reported, since masks are infinite on purpose. The same
+is true for an infinite value in a buffer that had no tensor before.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 
 NonFiniteKind = Literal["Inf", "NaN", "NaN and Inf"]
 
-_PIECE = 32_767  # elements; torch would spread one more over the cores, on which others compute
+_PIECE = 32_767  # elements; from one more on torch uses several cores, which others need
 _NARROW = {torch.float8_e5m2, torch.float8_e4m3fn}
 
 
@@ -33,12 +33,12 @@ class FiniteCheck:
         self._buffers: set[str] = set()
 
     def begin(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
-        """What of these tensors is not finite at the beginning of a run or an attempt, if that is not known yet."""
+        """The non-finite tensors at the beginning of a run or an attempt, if they are not known yet."""
         self._buffers.update(name for name in tensors if name.startswith("local/"))
         return self._kinds(tensors) if self.left_alone is None else {}
 
     def found(self, tensors: Mapping[str, Tensor]) -> dict[str, NonFiniteKind]:
-        """Tensors in which something is not finite that was before."""
+        """Tensors with non-finite values that were finite before."""
         kinds = self._kinds(tensors)
         own = {name for name in tensors if name.startswith("local/")}
         self.accept({name: kinds[name] for name in own - self._buffers if kinds.get(name) == "Inf"})
@@ -47,11 +47,11 @@ class FiniteCheck:
         return {name: kind for name, kind in kinds.items() if known.get(name) not in (kind, "NaN and Inf")}
 
     def accept(self, found: Mapping[str, NonFiniteKind]) -> None:
-        """Leave these alone from now on."""
+        """Do not report these any more."""
         self.left_alone = union([self.left_alone or {}, found])
 
     def account(self, found: Mapping[str, NonFiniteKind], ranks: Sequence[int], step: int, since: int) -> str:
-        """For people: what was found in the snapshot of `step` and not in that of `since`."""
+        """In words, what was found in the snapshot of `step` and not in that of `since`."""
         name, where = min(found), f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
         others = f" (and {len(found) - 1} other tensors)" if len(found) > 1 else ""
         return (
@@ -65,7 +65,7 @@ class FiniteCheck:
 
 
 def kind_in(item: Tensor) -> NonFiniteKind | None:
-    """What is in it that is not finite."""
+    """The kind of non-finite values in a tensor; None: all are finite."""
     if item.is_complex():
         item = torch.view_as_real(item.resolve_conj())
     if not item.is_floating_point() or not item.numel():
@@ -81,7 +81,7 @@ def kind_in(item: Tensor) -> NonFiniteKind | None:
 
 
 def union(all_found: Iterable[Mapping[str, NonFiniteKind]]) -> dict[str, NonFiniteKind]:
-    """All that several have found."""
+    """The findings of several ranks together."""
     together: dict[str, NonFiniteKind] = {}
     for found in all_found:
         for name, kind in found.items():

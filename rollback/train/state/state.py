@@ -1,9 +1,9 @@
-"""What a checkpoint of this job contains, taken apart into trees and tensors and put back into the live objects.
+"""The content of a checkpoint: the live objects as trees and tensors, and back.
 
-`shared` is the same on all ranks and stored once: parameters, optimizer, the other objects, the sentinel, the counters.
-`local` differs by rank and is stored by each: random states, cursor, values that the script has asked to be kept,
-and the model's buffers, since DDP lets those of the ranks drift apart between forwards and an exact resume needs each
-rank's own.
+`shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
+counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
+model's buffers. With DDP the buffers of the ranks may differ between forwards, and an exact resume needs each rank's
+own.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "loca
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Anything that can be handed to the guard: what it returns is kept, what was kept is loaded."""
+    """An object that the guard can keep: checkpoints have its state_dict, and a restore loads it."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
@@ -39,23 +39,26 @@ class Stateful(Protocol):
 
 @dataclass
 class Counters:
-    """Where training stands. step: completed updates. The learning rates are the last one and the highest so far.
-    epoch_left: behind an epoch, that the script has done there what it does between two."""
+    """Where training stands."""
 
     step: int = 0
+    """Completed updates."""
     batches_per_step: int = 1
     learning_rate: float | None = None
+    """The last one."""
     highest_rate: float | None = None
+    """The highest learning rate so far."""
     epoch_left: bool = False
+    """At an epoch's end: whether the script has already done its work between this epoch and the next."""
 
     def note_update(self, batches: int, *, last_of_epoch: bool) -> None:
-        """An update had so many batches. The last one of an epoch may have fewer than a whole one: what was left."""
+        """Note the number of batches of an update. The last update of an epoch may have fewer than a whole one."""
         self.batches_per_step = max(batches, self.batches_per_step) if last_of_epoch else batches
 
 
 @dataclass(frozen=True)
 class Image:
-    """A state taken apart: two JSON trees and the tensors they refer to, which are the live ones, not copies."""
+    """A state as two JSON trees and the tensors that they refer to: the live tensors, no copies."""
 
     shared: tree.Json
     local: tree.Json
@@ -80,20 +83,20 @@ class TrainingState:
         self.objects = dict(objects)
         modules = {name: unwrap(item) for name, item in self.objects.items() if isinstance(item, nn.Module)}
         self.modules: dict[str, nn.Module] = {"model": self.model, **modules}
-        """The model, and those of the other objects that are modules."""
+        """The model, and the other objects that are modules."""
         self.cursor = cursor
         self.sentinel = sentinel
         self.counters = Counters()
         self.memory = Memory()
         self.not_in_checkpoint: list[str] = []
-        """Buffers that the last `load` had no values for: they stay as they were."""
+        """Buffers without a value in the last `load`; they did not change."""
         others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
         self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
     def job(self, world_size: int) -> JobIdentity:
-        """What identifies this job, for run.json."""
+        """The identity of this job, for run.json."""
         state = self.model.state_dict()
         return JobIdentity(
             world_size=world_size,
@@ -111,7 +114,7 @@ class TrainingState:
         )
 
     def image(self) -> Image:
-        """Take the present state apart. Raises UsageError naming what a checkpoint cannot keep."""
+        """The image of the present state. Raises UsageError with the name of what a checkpoint cannot keep."""
         model, buffers = self.model.state_dict(), all_of(self.model)
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         shared = {
@@ -143,7 +146,7 @@ class TrainingState:
         return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors, self.finite)
 
     def _tensor_in_words(self, name: str) -> str:
-        """What a tensor of an image is, by its name there."""
+        """A tensor of an image in words, by its name there."""
         names = {id(item): name for name, item in self.model.named_parameters()}
         trained = [names.get(id(item), "?") for group in self.optimizer.param_groups for item in group["params"]]
         match name.split("/"):
@@ -158,18 +161,18 @@ class TrainingState:
         return repr(name)
 
     def not_kept(self) -> list[str]:
-        """Names of what the modules hold in tensors that no checkpoint keeps."""
+        """Names of the modules' tensors that no checkpoint keeps."""
         return self._names(lambda _, module: not_kept(module))
 
     def _names(self, of: Callable[[str, nn.Module], Iterable[str]]) -> list[str]:
-        """Names in all modules: those of the model as they are, the others' with their object's in front."""
+        """Names in all modules. Names outside the model begin with the name of their object."""
         return [
             name if owner == "model" else f"{owner}.{name}"
             for owner, module in self.modules.items() for name in of(owner, module)
         ]  # fmt: skip
 
     def check(self) -> None:
-        """Raises UsageError for what a checkpoint could not keep, or would not although the optimizer trains it."""
+        """Raise UsageError for what a checkpoint cannot keep, and for trained parameters that it would not keep."""
         image = self.image()
         kept = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
         memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
@@ -189,9 +192,9 @@ class TrainingState:
         )
 
     def live_tensors(self) -> dict[str, Tensor]:
-        """Tensors of the image that are the live objects' own: what is written into them is in the objects.
+        """The tensors of the image that belong to the live objects: a write to them changes the objects.
 
-        A state_dict may hand out copies, or what hooks make of its tensors; those are not among them.
+        A state_dict may return copies, or what hooks make of its tensors. These are not among them.
         """
         held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
         held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
@@ -201,11 +204,11 @@ class TrainingState:
         return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
 
     def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:
-        """Put a decoded state into the live objects, in place where they have tensors already.
+        """Load a decoded state into the live objects, into their present tensors where possible.
 
-        The tensors must be those of `live_tensors`, or not be shared with anything else: an optimizer keeps those it is
-        given. Gradients are dropped, since they belong to an update that will not happen. Random states come last,
-        after all that might draw.
+        The tensors must be those of `live_tensors`, or must have no other user: an optimizer keeps the tensors that it
+        gets. Gradients are dropped, since their update will not happen. Random states come last, after everything that
+        may draw.
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
@@ -232,11 +235,11 @@ class TrainingState:
 
     @property
     def batch_in_hand(self) -> bool:
-        """Whether a batch has been handed out since the cursor was last put somewhere."""
+        """Whether a batch has been handed out since the last load."""
         return self.cursor.batch > self._loaded_at
 
     def note_learning_rate(self) -> Hint:
-        """Remember the learning rate of the step that has ended, and what the sentinel should know of its change."""
+        """Note the learning rate of the step that has ended. Returns the sentinel's hint about its change."""
         counters = self.counters
         if (given := self.optimizer.param_groups[0].get("lr")) is None:
             return Hint.NONE  # an optimizer that finds its step by itself
@@ -247,12 +250,12 @@ class TrainingState:
         return hint
 
     def restore_random_states(self) -> None:
-        """Put the random states back to where the last `load` put them."""
+        """Restore the random states of the last `load`."""
         rng.restore(self._random)
 
 
 def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> None:
-    """Raise RunDoesNotFit where the optimizer got a parameter group since, or has not got it yet."""
+    """Raise RunDoesNotFit where the optimizer has other parameter groups than the checkpoint."""
     then, now = (
         [len(group["params"]) for group in groups] for groups in (stored["param_groups"], optimizer.param_groups)
     )
@@ -266,7 +269,7 @@ def _require_same_groups(stored: Mapping[str, Any], optimizer: torch.optim.Optim
 
 
 def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
-    """Whether a model's state that is to be loaded is in its tensors already."""
+    """Whether a model's tensors already hold the state to load."""
     return loaded.keys() == present.keys() and all(
         isinstance(item, Tensor) and isinstance(present[name], Tensor) and memory_of(item) == memory_of(present[name])
         for name, item in loaded.items()
@@ -274,7 +277,7 @@ def _is_in_place(loaded: Mapping[str, Any], present: Mapping[str, Any]) -> bool:
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """The module whose names a checkpoint uses: without DDP's `module.` and torch.compile's `_orig_mod.`."""
+    """The module inside DDP and torch.compile. A checkpoint uses its names. Raises UsageError for a sharded model."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module
@@ -291,7 +294,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def _sharded_part(model: nn.Module) -> str | None:
-    """The first part of a model of which each rank has a share only. By names, so that nothing is imported for it."""
+    """The first sharded part of a model. Classes are found by name, so that nothing is imported."""
     for name, module in model.named_modules():
         if {"FullyShardedDataParallel", "FSDPModule"} & _classes_of(module):
             return f"FSDP has {f'its module {name!r}' if name else 'all of it'}"
@@ -306,7 +309,7 @@ def _classes_of(item: object) -> set[str]:
 
 
 def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
-    """Which rank stores each shared tensor: about the same number of bytes for each, the same answer on all ranks."""
+    """The rank that stores each shared tensor: about the same number of bytes for each rank; the same on all ranks."""
     load = [0] * world_size
     owner: dict[str, int] = {}
     for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):

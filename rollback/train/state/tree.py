@@ -1,7 +1,7 @@
-"""States as trees: JSON texts with references to named tensors, as docs/format.md defines them. No pickle.
+"""States as trees: JSON with references to named tensors, as docs/format.md defines them. No pickle.
 
-`encode` takes what `state_dict()` methods return; `decode` gives an equal value back. What has no faithful JSON form is
-refused by `encode`, with its path, when the guard is made rather than at the first snapshot.
+`encode` takes the result of a `state_dict()`; `decode` returns an equal value. `encode` refuses a value without an
+exact JSON form, with its path, when the guard is made and not at the first snapshot.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch.nn.parameter import is_lazy
 from rollback.checkpoints import contents
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.errors import UsageError
+from rollback.rundir.records import json_number
 
 Json = Any
 
@@ -28,9 +29,9 @@ DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.it
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
-    """The JSON tree of `value`; tensors met on the way are put into `tensors` under their paths, not copied.
+    """The JSON tree of `value`. Its tensors go into `tensors` under their paths, without a copy.
 
-    Raises UsageError naming the path of what cannot be kept.
+    Raises UsageError with the path of a value that cannot be kept.
     """
     match value:
         case None | bool() | str():
@@ -38,7 +39,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         case int():
             return int(value)
         case float():
-            return float(value) if math.isfinite(value) else {"$float": _special(float(value))}
+            return float(value) if math.isfinite(value) else {"$float": json_number(float(value))}
         case Tensor():
             return {"$tensor": _put(value, path, tensors)}
         case np.ndarray():
@@ -62,7 +63,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
 
 
 def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str, Tensor]) -> Json:
-    """As `encode`, of named tensors; those that are one and the same in memory are stored once, for the first name."""
+    """As `encode`, for named tensors. A tensor with several names is stored once, under the first name."""
     stored: dict[object, Json] = {}
     items = []
     for key, item in value.items():
@@ -74,7 +75,7 @@ def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str
 
 
 def memory_of(item: Tensor) -> tuple[Any, ...]:
-    """What two tensors have in common that are one and the same in memory."""
+    """A value that is equal for two tensors if they are the same memory."""
     return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
 
 
@@ -98,7 +99,7 @@ def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]
 
 
 def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The value of a JSON tree; `tensor(name)` fetches tensors. Raises CheckpointDamaged at an unknown tag."""
+    """The value of a JSON tree. tensor: returns a tensor by name. Raises CheckpointDamaged at an unknown tag."""
     return contents.decode(tree, tensor, lambda name: tensor(name).numpy())
 
 
@@ -132,10 +133,6 @@ def _from_numpy(array: np.ndarray[Any, Any], path: str) -> Tensor:
             f"the array {path!r} has dtype {array.dtype}, which a checkpoint cannot keep",
             hint="convert it to a number type of this machine's byte order",
         ) from error
-
-
-def _special(value: float) -> str:
-    return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
 
 
 def escape(key: str) -> str:

@@ -1,12 +1,11 @@
-"""Going on with another number of ranks: what a rank takes over from a checkpoint that had fewer ranks, or more.
+"""Goes on with another number of ranks: what a rank takes from a checkpoint that had fewer or more ranks.
 
-What all ranks have in common they read as ever. Of what was each rank's own, rank r takes that of rank r modulo the
-number of ranks then: buffers, random states and cursor. A rank that has no rank of its number to follow would draw what
-its source draws, so its random states are derived from those and from its number. What ranks beyond the present
-number kept for themselves (buffers that DDP had let drift apart, their random states) is not taken over.
+The shared part is read as usual. Of the local parts (buffers, random states, cursor), rank r takes that of rank r
+modulo the number of ranks then. Without a rank of its number it would draw the same as its source, so its random states
+are derived from the source's and from its number. Local parts of ranks beyond the present number are not used.
 
-Where each is in the data is the same number on all ranks. That it means the same samples is checked by
-`rollback.rundir.identity` (as many samples a batch as before) and by the cursor (in the same order).
+The position in the data is the same number on all ranks. `rollback.rundir.identity` checks that a batch has as many
+samples as before, and the cursor checks the order.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ from rollback.train.data import rng
 
 
 def source_of(rank: int, ranks_then: int) -> int:
-    """The rank of the checkpoint whose own state a rank takes over."""
+    """The rank of the checkpoint whose local part a rank takes."""
     return rank % ranks_then
 
 
 def adopt(local: Mapping[str, Any], rank: int, ranks_then: int) -> dict[str, Any]:
-    """The `local` part of a checkpoint as `rank` takes it over; as it is where there was such a rank.
+    """The `local` part of a checkpoint for `rank`; unchanged if the checkpoint has a rank of this number.
 
-    The cursor is that of a map-style loader: with any other, another number of ranks is refused.
+    The cursor is that of a map-style loader; other loaders refuse another number of ranks.
     """
     if rank < ranks_then:
         return dict(local)

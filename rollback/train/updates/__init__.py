@@ -1,1 +1,1 @@
-"""What the script does to gradients and optimizer: hooks, norms, habits, advice."""
+"""The script's updates: optimizer hooks, gradient norms, habits, advice."""

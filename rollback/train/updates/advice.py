@@ -1,7 +1,7 @@
-"""Likely mistakes in the script, seen from inside. An advice is said once for each run and is never an incident.
+"""Advice about likely mistakes in the script. An advice is given once in each run, and is never an incident.
 
-No advice is better than a wrong one: each of these waits until the same thing has been seen in several updates, and
-keeps silent where it could have an innocent reason.
+No advice is better than a wrong one. So each of them waits until several updates show the same, and is not given where
+another reason is possible.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ _SAME = 0.01  # clipping gives the same norm every time; this is its tolerance
 
 
 def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[tuple[str, str]]:
-    """(code, text) of what is to be said of the script's loops; see `Passes`."""
+    """Advice about the script's loops: code and text. See `Passes`."""
     if uncounted:
         yield PLAIN_EPOCH_LOOP
     if own_epoch is not None and own_epoch >= _LATE:
@@ -136,7 +136,7 @@ def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[
 
 
 class Advisor:
-    """What is to be said of a run, from what is seen of its updates. Fed with every judged step, on every rank."""
+    """Finds advice for a run from its updates. It gets every judged step, on every rank."""
 
     def __init__(self, model: nn.Module, optimizer: object) -> None:
         self._transformer = any(_is_attention(module) for module in model.modules())
@@ -149,7 +149,7 @@ class Advisor:
         self._unwritten = self._spikes = self._unobserved = 0
 
     def judge(self, habit: Habit, beat: Beat, verdict: Verdict) -> list[tuple[str, str]]:
-        """(code, text) of what is to be said now; saying it once only is the caller's part."""
+        """The advice now: code and text. The caller gives each advice only once."""
         return [
             *self._of_losses(beat),
             *self._of_order(habit),
@@ -219,7 +219,7 @@ class Advisor:
 
 
 def _is_one_limit(seen: deque[tuple[float, float]]) -> bool:
-    """Whether the norms varied and what the optimizer got of them did not: that is clipping, not a factor."""
+    """Whether the norms varied and the optimizer's did not: that is clipping, not a factor."""
     norms, given = [norm for norm, _ in seen], [kept for _, kept in seen]
     return max(given) <= min(given) * (1 + _SAME) and max(norms) > min(norms) * (1 + 2 * _SAME)
 

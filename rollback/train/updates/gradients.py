@@ -1,16 +1,16 @@
-"""Gradient norms, tensor by tensor: measured where backward ends and looked at again where the optimizer begins.
+"""Gradient norms of all tensors, measured at the end of backward and compared when the optimizer begins.
 
-Clipping comes in between, and it wipes out the traces: one NaN in the total norm makes every gradient NaN, an infinite
-norm makes every one zero. So the norms are taken right after backward, and what the optimizer is given is only
-compared with them: if it is the same tensors scaled by one factor, a single small tensor (the *telltale*) tells that
-factor. Only if they were changed in some other way are they measured once more. Nothing waits for the device.
+Clipping comes between the two and destroys the evidence: one NaN in the total norm makes every gradient NaN, and an
+infinite norm makes every gradient zero. So the norms are measured right after backward, and the optimizer's gradients
+are only compared with them. If these are the same tensors times one factor, a single small tensor (the *telltale*)
+shows the factor. If they were changed in another way, they are measured again. Nothing waits for the device.
 
     backward   hook of the telltale's accumulation -> at the end of backward, before DDP averages: the telltale's norm
                -> after DDP has averaged: all norms, unscaled
     pre-step   hook of the optimizer -> unchanged, scaled, or measured again
 
-Norms are accumulated in double precision where that is free (CUDA); on the CPU, where it costs twenty times as much,
-only once single precision has overflowed, which can be seen there without waiting.
+On CUDA norms are accumulated in double precision, which costs nothing there. On the CPU it costs twenty times as much,
+so it is used only after single precision has overflowed, which can be seen there without waiting.
 """
 
 from __future__ import annotations
@@ -29,26 +29,22 @@ _TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Norms of one update's gradients, unscaled, on their device.
-
-    parameters: those that had a gradient. each: their norms. total: what the norm over all is in the gradients' own
-    type, Inf where it overflows. kept: factor by which the optimizer's gradients are smaller than these (clipping);
-    None if they had to be measured again. own: norm of the telltale on this rank alone; None if not seen.
-    """
+    """Norms of the gradients of one update, unscaled, on their device."""
 
     parameters: list[nn.Parameter]
+    """The parameters that had a gradient."""
     each: Tensor
+    """The norm of each of these."""
     total: Tensor
+    """The norm over all, in the gradients' own type; Inf where it overflows."""
     kept: Tensor | None
+    """The factor by which the optimizer's gradients are smaller (clipping); None: they had to be measured again."""
     own: Tensor | None
+    """The norm of the telltale on this rank alone; None: it was not seen."""
 
 
 class Gradients:
-    """The gradients of one rank's update in progress. Nothing here is collective.
-
-    seen: the norms at the end of the update's last backward, None if there was none or it was not `expect`ed.
-    written: whether the gradients were changed since, as `look` found; None where that is not known.
-    """
+    """The gradients of one rank's update in progress. Nothing here is collective."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
         self._optimizer = optimizer
@@ -59,7 +55,9 @@ class Gradients:
         self._awaited = True
         self._own: Tensor | None = None
         self.seen: GradientNorms | None = None
+        """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
         self.written: bool | None = None
+        """Whether `look` found the gradients changed since then; None: not known."""
         self._marks: list[tuple[int, int]] = []
         self._found: list[tuple[int, int]] = []
         if self.telltale is not None:
@@ -68,17 +66,17 @@ class Gradients:
 
     @property
     def scale(self) -> Tensor | None:
-        """The factor that GradScaler puts on the loss, on its device; None without one."""
+        """The factor of GradScaler, on its device; None: there is no scaler."""
         # get_scale() would wait for the device.
         scale = getattr(self._scaler, "_scale", None)
         return scale if isinstance(scale, Tensor) else None
 
     def expect(self, awaited: bool) -> None:
-        """Whether the backward to come is the update's last one; of the others nothing is measured."""
+        """Set whether the next backward is the update's last one. Only that one is measured."""
         self._awaited, self._queued = awaited, False
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        """See whether the gradients are still as backward left them. Call before they are used; `before_step` does."""
+        """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
         parameters, gradients = self._with_gradients()
         self._found = [_mark(gradient) for gradient in gradients]
         self.written = None if self.seen is None else self._found != self._marks
@@ -91,7 +89,7 @@ class Gradients:
 
     @torch.no_grad()
     def before_step(self) -> GradientNorms | None:
-        """The norms of what the optimizer is about to apply. Call from its pre-step hook; None if there is nothing."""
+        """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
         parameters, gradients = self.look()
         if not gradients:
             return None
@@ -107,9 +105,9 @@ class Gradients:
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
-        # What was zero is zero still, or broken.
+        # What was zero is still zero, or not finite.
         kept = torch.where(before > 0, after / before, 1.0 + after)
-        # A factor above one, or none, is no clipping but somebody's fault.
+        # A factor above one, or NaN, is no clipping but an error.
         total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype)
         return replace(seen, total=total, kept=kept)
 
@@ -123,7 +121,7 @@ class Gradients:
         telltale = self.telltale
         if telltale is not None and telltale.grad is not None and telltale.grad._base is None:
             self._own = torch.linalg.vector_norm(_dense(telltale.grad))
-        # Else gradient_as_bucket_view is on, and the averaging is going on in this very memory.
+        # Else gradient_as_bucket_view is on, and this memory is being averaged now.
         _at_end_of_backward(self._after_averaging)
 
     @torch.no_grad()
@@ -135,7 +133,7 @@ class Gradients:
         self._marks = [_mark(gradient) for gradient in gradients]
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
-        """Whether these are the gradients that backward left, untouched or each written to equally often."""
+        """Whether these are backward's gradients, unchanged or each written to equally often."""
         if not self.written:
             return True
         if len(gradients) != len(self._marks) or any(gradient._base is not None for gradient in gradients):
@@ -157,7 +155,7 @@ class Gradients:
 
 
 def _choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
-    """A small parameter near the model's input: whatever breaks in backward behind it arrives there."""
+    """A small parameter near the model's input: a fault anywhere in backward reaches it."""
     trained = [p for p in parameters if p.requires_grad]
     small = (p for p in trained if p.numel() <= _TELLTALE_SIZE)
     return next(small, min(trained, key=lambda p: p.numel(), default=None))
@@ -172,7 +170,7 @@ def _at_end_of_backward(act: Any) -> None:
 
 
 def _mark(gradient: Tensor) -> tuple[int, int]:
-    """What changes when a gradient is replaced or written to."""
+    """A value that changes when a gradient is replaced or written to."""
     return gradient.data_ptr(), gradient._version
 
 
@@ -182,7 +180,7 @@ def _dense(gradient: Tensor | None) -> Tensor:
 
 
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Norm of each tensor and of all, divided by `scale`."""
+    """The norm of each tensor, and of all together, divided by `scale`."""
     device = gradients[0].device
     on_host = device.type == "cpu"  # where small operations cost more than their numbers
     each = norm_of_each(gradients)
@@ -198,8 +196,8 @@ def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Ten
 
 
 def norm_of_each(tensors: list[Tensor]) -> Tensor:
-    """On the device of the first. A device measures in double precision. The host, which would convert every tensor for
-    that, a copy of twice its size, does so only for those whose squares overflow in single precision."""
+    """The norms, on the device of the first tensor. A device uses double precision. The host would need a copy of twice
+    the size for that, so it uses double precision only where squares overflow in single precision."""
     if tensors[0].device.type != "cpu":
         return _each(tensors, torch.float64)
     each = _each(tensors, torch.float32)

@@ -1,7 +1,7 @@
-"""How the script goes about an update: what it does with the gradients and when. Noticed by hooks, for advice only.
+"""Habits of the script: what it does with the gradients of an update, and when. Found by hooks, for advice only.
 
-Everything is read off the host: versions of tensors, flags, the order of calls. What cannot be told for certain stays
-None. See `rollback.train.updates.advice` for what is made of it.
+Everything is read on the host: versions of tensors, flags, the order of calls. What is uncertain stays None.
+`rollback.train.updates.advice` uses the result.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microsecon
 
 @dataclass(frozen=True)
 class Habit:
-    """What was noticed of one update on this rank.
-
-    batches: how many it had. written: the gradients were written to between backward and step. while_scaled: so they
-    were, and the gradient scaler's factor was still in them. late: they were made smaller after the step that used
-    them. undivided: no batch's loss was divided, in a real accumulation. always_averaged: DDP averaged after every
-    batch. None: not known.
-    """
+    """What was noticed of one update on this rank. None means not known."""
 
     batches: int
+    """Number of batches."""
     written: bool | None = None
+    """Whether the script wrote to the gradients between backward and step."""
     while_scaled: bool | None = None
+    """Whether it did so while the gradient scaler's factor was still in them."""
     late: bool | None = None
+    """Whether it made them smaller after the step that used them."""
     undivided: bool | None = None
+    """Whether no batch's loss was divided, in a real accumulation."""
     always_averaged: bool | None = None
+    """Whether DDP averaged after every batch."""
 
 
 @dataclass
 class _Noticed:
-    """What has been noticed of the update in progress. Additions: backwards that added to the one before."""
+    """What has been noticed of the update in progress."""
 
     written: bool | None = None
     while_scaled: bool | None = None
@@ -49,6 +49,7 @@ class _Noticed:
     stepped: tuple[Tensor, int, Tensor] | None = None
     last: tuple[int, int] | None = None
     additions: int = 0
+    """Backwards that added to the gradients of the one before."""
     undivided: list[bool] = field(default_factory=list)
     averaged: int = 0
     unaveraged: int = 0
@@ -57,8 +58,8 @@ class _Noticed:
 class Habits:
     """Watches one rank's script.
 
-    model: what the script calls, for DDP's part; None: not known. telltale: the small parameter whose gradient is
-    looked at (`gradients`); without one nothing is noticed.
+    model: the model as the script calls it, for DDP; None: not known. telltale: see `gradients`; without one nothing is
+    noticed.
     """
 
     def __init__(
@@ -83,7 +84,7 @@ class Habits:
             self._watch_unscaling(scaler, optimizer)
 
     def before_step(self, written: bool | None) -> None:
-        """The optimizer, or the scaler for it, is about to begin; `written` as in `Habit`. Told by `Updates`."""
+        """The optimizer, or its scaler, is about to begin. `Updates` calls it. written: as in `Habit`."""
         now = self._now
         if now.written is None:
             now.written = written
@@ -121,12 +122,12 @@ class Habits:
         gradient = self._telltale.grad if self._telltale is not None else None
         if gradient is not None and gradient.layout == torch.strided and self._late_looks > 0:
             self._late_looks -= 1
-            # A tensor this small may be held: zero_grad usually lets go of the gradients before we look.
+            # The tensor is small enough to keep: zero_grad usually frees the gradients before we look.
             self._now.stepped = gradient, gradient._version, torch.linalg.vector_norm(gradient)
 
     @property
     def _scaling(self) -> bool:
-        """Whether there is a gradient scaler, and it is on."""
+        """Whether there is an enabled gradient scaler."""
         return getattr(self._scaler, "_scale", None) is not None
 
     def _before_forward(self, module: nn.Module, args: Any) -> None:
@@ -146,7 +147,7 @@ class Habits:
         scaler.unscale_ = unscale_
 
     def _loss_is_undivided(self) -> bool | None:
-        """Whether the loss being differentiated is neither divided nor multiplied by anything but the scaler."""
+        """Whether the present loss is divided or multiplied by nothing, apart from the scaler."""
         root = _root_of_backward(self._thread)
         if root is None or root.grad_fn is None or root.numel() != 1:
             return None
@@ -160,7 +161,7 @@ class Habits:
 
 @torch.no_grad()
 def _was_late(stepped: tuple[Tensor, int, Tensor] | None) -> bool | None:
-    """Whether the gradient of a step that is done was made smaller since. Not zero, which zero_grad does."""
+    """Whether the gradient became smaller after its step. Zero does not count, since zero_grad does that."""
     if stepped is None:
         return None
     gradient, version, used = stepped
@@ -171,9 +172,9 @@ def _was_late(stepped: tuple[Tensor, int, Tensor] | None) -> bool | None:
 
 
 def _root_of_backward(thread: int) -> Tensor | None:
-    """The tensor whose `backward()` is running in the thread that trains, if it can be told.
+    """The tensor whose `backward()` runs in the training thread, if it can be found.
 
-    Autograd keeps no way back from a graph to what was differentiated, but the call is on that thread's stack.
+    Autograd has no reference from a graph to its root, but the call is on that thread's stack.
     """
     code = getattr(getattr(torch.autograd.graph, "_engine_run_backward", None), "__code__", None)
     frame = sys._current_frames().get(thread)
@@ -186,7 +187,7 @@ def _root_of_backward(thread: int) -> Tensor | None:
 
 
 def _weighs(root: Any) -> bool:
-    """Whether a product or quotient is among the scalars that a loss is put together from."""
+    """Whether a loss is made with a product or quotient of scalars."""
     waiting, seen = [root], 0
     while waiting and seen < 64:
         node = waiting.pop()
@@ -200,7 +201,7 @@ def _weighs(root: Any) -> bool:
 
 
 def _ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
-    """The DDP module, also behind torch.compile."""
+    """The DDP module, also inside torch.compile."""
     while not isinstance(model, DistributedDataParallel):
         inner = getattr(model, "_orig_mod", None)
         if not isinstance(inner, nn.Module):

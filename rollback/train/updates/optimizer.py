@@ -1,4 +1,4 @@
-"""Noticing optimizer updates: that one happened, that a gradient scaler dropped one, and how large its gradient was."""
+"""Notices optimizer updates: made ones, those that a gradient scaler dropped, and their gradient norms."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from rollback.train.updates.hooks import weak_hook
 
 
 class Updates:
-    """What happened between two step ends. Hooks the optimizer, and `step` of a GradScaler if one is handed over.
-
-    gradients: norms of the update's gradients (`GradientNorms`), None before the optimizer has begun or where there
-    are none. found_inf: of a fused optimizer, which is called also where the scaler drops the update: more than zero if
-    it did; stays on the device.
-    """
+    """The updates between two step ends. It hooks the optimizer, and `step` of a GradScaler, if there is one."""
 
     def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
         self.happened = False
         self.attempted = False
         self.gradients: GradientNorms | None = None
+        """Norms of the update's gradients; None: the optimizer has not begun, or there are no gradients."""
         self.found_inf: Tensor | None = None
+        """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
         self._optimizer, self._model = optimizer, model
         self._sensed = Gradients(optimizer, scaler)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
@@ -46,15 +43,15 @@ class Updates:
 
     @property
     def grad_norm(self) -> Tensor | None:
-        """Norm of the gradient that was applied, before clipping; None where the scaler dropped the update."""
+        """The norm of the applied gradient before clipping; None: the scaler dropped the update."""
         return self.gradients.total if self.gradients is not None and self.happened else None
 
     def end_step(self, batches: int) -> Habit:
-        """How the script went about the update, which had so many batches. Once for each."""
+        """What was noticed of the update. batches: its number of batches. Call it once for each update."""
         return self._habits.end_step(batches)
 
     def gauges(self) -> Gauges:
-        """What goes on the pulse of this update."""
+        """The gauges of this update, for the pulse."""
         norms = self.gradients
         return Gauges(
             scale=self._sensed.scale,
@@ -64,7 +61,7 @@ class Updates:
         )
 
     def expect_backward(self, last: bool) -> None:
-        """A batch is handed out; `last`: it is thought to be the update's last one. Raises UsageError inside `join`."""
+        """A batch is handed out. last: probably the update's last one. Raises UsageError inside `join`."""
         require_even_inputs(self._model, self._optimizer)
         self._sensed.expect(last)
 
@@ -87,7 +84,7 @@ class Updates:
                 self.attempted = True
                 self._sensed.look()
                 self._habits.before_step(self._sensed.written)
-                # Where the scaler drops the update, the optimizer's own hook is not reached.
+                # If the scaler drops the update, the optimizer's own hook is not called.
                 self.gradients = self._sensed.seen
             return original(optimizer, *args, **kwargs)
 
@@ -95,7 +92,7 @@ class Updates:
 
 
 def require_even_inputs(*joinable: object) -> None:
-    """Raise UsageError inside of torch's `join`, in which a rank without batches answers the others' collectives."""
+    """Raise UsageError inside torch's `join`, where a rank without batches answers the collectives of others."""
     if any(getattr(getattr(item, "_join_config", None), "enable", False) for item in joinable):
         raise UsageError(
             "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a rank "

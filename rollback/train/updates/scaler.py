@@ -1,4 +1,4 @@
-"""A gradient scaler whose dropped updates do not stop. One now and then is how it works; this is about the others."""
+"""Finds a gradient scaler that drops too many updates. A few dropped updates are normal."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ from collections import deque
 from rollback.sentinel import Kind, Verdict
 
 DROPPED = 20
-"""Dropped updates among the last `WINDOW` that are too many. Each halves the scale: from 65536, its usual start, 16 in
-a row lead down to 1, below which gradients that float16 cannot hold would have to be larger than itself can."""
+"""This many dropped updates among the last `WINDOW` are too many. Each halves the scale: from 65536, the usual first
+value, 16 in a row lead to 1. Below 1 a gradient would have to be larger than float16 allows."""
 WINDOW = 100
 FLOOR = 1.0
-"""Scale from which on it counts; while it is higher the scaler may still be finding its level."""
+"""The scale below which it counts. A larger scale may still be adjusting."""
 
 
 class ScaleWatch:
-    """Counts dropped updates. A function of reduced values, so that all ranks say the same. Forgotten on a restore."""
+    """Counts dropped updates. It uses reduced values only, so all ranks get the same. A restore resets it."""
 
     def __init__(self) -> None:
         self._dropped: deque[int] = deque()
         self._scales: deque[float] = deque(maxlen=DROPPED)
 
     def update(self, step: int, dropped: bool, scale: float | None) -> Verdict | None:
-        """A verdict if the scale has collapsed, once for each collapse. scale: after the update; None: not known."""
+        """A verdict, once for each collapse of the scale. scale: after the update; None: not known."""
         while self._dropped and self._dropped[0] <= step - WINDOW:
             self._dropped.popleft()
         if scale is not None:
@@ -44,6 +44,6 @@ class ScaleWatch:
         return Verdict(Kind.NONFINITE, step, onset, "scaler-collapse", "grad_norm", value, threshold, text, window)
 
     def restart(self) -> None:
-        """Count anew."""
+        """Reset the count."""
         self._dropped.clear()
         self._scales.clear()

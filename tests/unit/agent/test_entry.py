@@ -22,7 +22,7 @@ from rollback.cli.command_line import flags_of, spell_out
 from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.supervisor.diagnosis.outcome import Failures
-from rollback.supervisor.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
+from rollback.supervisor.torchrun.flags import FLAGS, RENDEZVOUS, Flag, names_a_rendezvous, read_flags
 
 
 def columns(flags: Iterable[Flag]) -> dict[str, tuple[bool, str | None, bool]]:

@@ -19,7 +19,7 @@ from rollback.checkpoints.hashing import hash_of
 from rollback.checkpoints.layout import ITEM_SIZE, PADDING, lay_out
 from rollback.checkpoints.shard import ShardPiece, ShardReader, Written, write_shard
 from rollback.errors import CheckpointDamaged
-from rollback.rundir import durable
+from rollback.system import durable
 
 NUMPY = {
     "BOOL": np.bool_, "U8": np.uint8, "I8": np.int8, "I16": np.int16, "U16": np.uint16, "F16": np.float16,

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
-from rollback.rundir import cgroups
+from rollback.system import cgroups
 
 GiB = 1 << 30
 

@@ -20,7 +20,7 @@ from rollback.facts.training import SkipAdded, Window
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import LaunchOrder, Result
-from rollback.supervisor.flags import FLAGS
+from rollback.supervisor.torchrun.flags import FLAGS
 from rollback.terminal.messages import printable
 
 

@@ -26,9 +26,9 @@ from rollback.facts.training import Answered, Drained, Finished, Window
 from rollback.inspect.status.status import read_status
 from rollback.rundir import requests
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, write_heartbeat
 from rollback.rundir.requests import Inbox, Request, names, read_request
+from rollback.system.processes import start_of
 
 
 def live(run: RecordedRun) -> None:

@@ -28,7 +28,6 @@ from rollback.doctor.storage import (
     look_at_disk,
     look_at_ring,
     measure,
-    mount_of,
 )
 from rollback.errors import UsageError
 
@@ -115,22 +114,6 @@ def test_torch_is_judged_by_what_it_says_of_itself() -> None:
 def test_what_is_not_known_is_not_guessed() -> None:
     assert judge_save(None, GIB, 60.0, "disk") is None
     assert judge_save(GIB, None, 60.0, "disk") is None
-
-
-MOUNTS = """\
-22 1 8:1 / / rw,relatime shared:1 - ext4 /dev/sda1 rw
-30 22 0:25 / /mnt/with\\040space rw shared:2 - nfs4 server:/export rw
-31 22 0:26 / /mnt rw - xfs /dev/sdb rw
-32 31 0:27 / /mnt rw - tmpfs over rw
-not a mount
-"""
-
-
-def test_a_path_is_on_the_last_mount_of_the_longest_point() -> None:
-    assert mount_of(Path("/home/x"), MOUNTS).kind == "ext4"
-    assert mount_of(Path("/mnt/with space/runs"), MOUNTS).source == "server:/export"
-    assert mount_of(Path("/mnt/other"), MOUNTS).kind == "tmpfs"
-    assert mount_of(Path("/mnts"), MOUNTS).kind == "ext4"
 
 
 @pytest.mark.parametrize(

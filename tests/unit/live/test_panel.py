@@ -38,8 +38,8 @@ from rollback.live.telling import line_of
 from rollback.live.view import View
 from rollback.live.watch import standing, watch_lines
 from rollback.rundir.lock import RunLock
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, LineWriter, Metric, metric_line, write_heartbeat
+from rollback.system.processes import start_of
 from rollback.terminal.braille import draw
 from rollback.terminal.canvas import Canvas
 from rollback.terminal.curve import CAPACITY, Bucket, Curve, extent

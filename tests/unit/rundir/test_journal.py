@@ -15,9 +15,10 @@ import pytest
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.facts.training import Fact, Finished, PassedOver, Trouble
-from rollback.rundir import durable, seal
 from rollback.rundir import journal as journal_module
+from rollback.rundir import seal
 from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal, require_sealed
+from rollback.system import durable
 
 FACTS: list[Fact] = [
     PassedOver(first=4, last=9, step=2, timeline=1),

@@ -25,10 +25,10 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, after_unguarded
-from rollback.supervisor.command import LaunchedJob, rank_environment, torchrun_command
 from rollback.supervisor.diagnosis.evidence import got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, torchrun_command
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")

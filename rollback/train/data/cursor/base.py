@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence, Set
+from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 from rollback.errors import RunDoesNotFit
 from rollback.train.data import rng
 from rollback.train.data.cursor.epochs import EpochSetters
 
+_T = TypeVar("_T")
 Indices = tuple[int, ...] | None
 """The dataset indices of one batch on this rank, in order; None where the loader has none."""
 
@@ -94,28 +95,14 @@ class Cursor(ABC):
 
         If reading the batch raises, the position stays before it: it can be read again or passed over.
         """
-        self._check_open()
-        try:
-            data = self._fetch()
-        except StopIteration:
-            self._end_epoch()
-            raise
-        self._advance()
-        return data
+        return self._move_on(self._fetch)
 
     def skip(self) -> Indices:
         """Passes over the batch at the position and tells which dataset indices this rank would have read.
 
         Reads no data where the data set is map-style. StopIteration at the epoch's end, as `next`.
         """
-        self._check_open()
-        try:
-            indices = self._pass_over()
-        except StopIteration:
-            self._end_epoch()
-            raise
-        self._advance()
-        return indices
+        return self._move_on(self._pass_over)
 
     @property
     def reads_ahead(self) -> bool:
@@ -252,10 +239,18 @@ class Cursor(ABC):
         if not self.opened:
             raise RuntimeError("no epoch is open: call open_epoch() first")
 
-    def _advance(self) -> None:
+    def _move_on(self, over: Callable[[], _T]) -> _T:
+        """Fetch the batch at the position, or pass over it."""
+        self._check_open()
+        try:
+            found = over()
+        except StopIteration:
+            self._end_epoch()
+            raise
         self._sought = None
         self.offset += 1
         self.batch += 1
+        return found
 
     def _end_epoch(self) -> None:
         self._sought = None

@@ -22,8 +22,8 @@ from rollback.inspect.status import status as status_module
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, write_heartbeat
+from rollback.system.processes import start_of
 
 C0, C1 = "c000000-s00000000", "c000001-s00000020"
 

@@ -10,10 +10,11 @@ import pytest
 from rich.console import Console
 
 from recorded_run import RecordedRun
-from rollback.facts.training import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled
+from rollback.facts.training import AttemptEnded, AttemptStarted, Finished, RunEnded, Signalled, Window
 from rollback.inspect.why.stacks import groups, ranges
 from rollback.inspect.why.text import print_account
 from rollback.inspect.why.why import ProcessStacks, read_account
+from rollback.rundir.failures import FailureRecord, write_failure
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 FORKED = """  File "/opt/rollback/agent/fork_server.py", line 209 in _run
@@ -129,3 +130,20 @@ def test_processes_of_all_nodes_are_shown(run: RecordedRun) -> None:
         )  # fmt: skip
         write_processes(run.paths.processes(1, node), [seen])
     assert [item.rank for item in read_account(run.paths.root).processes] == [0, 2]
+
+
+def failure(rank: int, seconds: float, error: str, message: str) -> FailureRecord:
+    return FailureRecord(
+        rank=rank, pid=rank, host="node1", attempt=1, at="", seconds=seconds, step=5, batch=5,
+        whole_step=Window(first=5, last=5), doing="training", error=error, message=message, traceback="",
+        frames=[], fingerprint=str(rank),
+    )  # fmt: skip
+
+
+def test_without_a_supervisors_word_the_rank_to_name_is_not_the_one_that_noticed_it_first(run: RecordedRun) -> None:
+    records = [failure(0, 1.0, "RuntimeError", "Connection closed by peer"), failure(1, 2.0, "ValueError", "bad")]
+    for record in records:
+        write_failure(run.paths.failure(1, record.rank), record)
+    account = read_account(run.paths.root)
+    assert account.cause == "rank 1 raised ValueError (no supervisor was there to judge)"
+    assert [record.rank for record in account.failures] == [1, 0]

@@ -9,8 +9,9 @@ import pytest
 
 from rollback.facts.supervisor import Why
 from rollback.facts.training import Hung, Stopped, Window
+from rollback.rundir.failure_class import merely_noticed
 from rollback.rundir.failures import FailureRecord
-from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, merely_noticed, why_of
+from rollback.supervisor.diagnosis.first_cause import RankEnd, cause, first_cause, why_of
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint=None, account="saved")

@@ -17,7 +17,7 @@ from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_pla
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
-from rollback.supervisor.nodes.membership import file_system_of, membership, place_among_nodes
+from rollback.supervisor.nodes.membership import membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     NodeReport,
     Orders,
@@ -247,8 +247,3 @@ def test_nobody_is_the_same_node_twice(tmp_path: Path) -> None:
         with membership(paths, place_among_nodes({"nnodes": "2", "node-rank": "0"})):
             pass
     assert not paths.nodes.exists()
-
-
-def test_the_type_of_a_file_system_is_known() -> None:
-    assert file_system_of("/proc/self") == "proc"
-    assert file_system_of("/no/such/thing") != "proc"

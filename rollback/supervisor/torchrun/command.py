@@ -1,4 +1,4 @@
-"""What torchrun is called with, and what the ranks find in their environment. Pure."""
+"""The command line of torchrun, and the environment of the ranks. Pure."""
 
 from __future__ import annotations
 
@@ -18,28 +18,28 @@ from rollback.config import (
     Settings,
 )
 from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
-from rollback.supervisor.flags import names_a_rendezvous
+from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
 LARGE_COPIES = {"GLIBC_TUNABLES": "glibc.cpu.x86_non_temporal_threshold=0x200000"}
-"""glibc copies past the caches from this size on (2 MiB), half as fast again as through them. By itself it begins at a
-share of the cache that the processor claims to have, which is hundreds of megabytes in many virtual machines."""
+"""From this size on (2 MiB) glibc copies without the caches, which is 1.5 times as fast. Its default is a share of the
+cache size that the processor reports: hundreds of megabytes in many virtual machines."""
 
 
 @dataclass(frozen=True)
 class LaunchedJob:
-    """What the user asked to be run.
-
-    flags: torchrun's flags by name, a text for those that take a value, True for switches that are on; also those that
-    torchrun's environment variables stand for. script: a path, or what --module and --no-python make of it. arguments:
-    the script's own. other_flags: those that only the installed torchrun knows, as words of its command line.
-    secret_args: options of the script whose values are written nowhere.
-    """
+    """The job that the user wants to run."""
 
     flags: Mapping[str, str | bool]
+    """torchrun's flags by name: a text for a flag that takes a value, True for a switch that is on. Flags that come
+    from torchrun's environment variables are among them."""
     script: str
+    """A path, or what --module and --no-python make of it."""
     arguments: Sequence[str]
+    """The script's own arguments."""
     other_flags: Sequence[str] = ()
+    """Flags that only the installed torchrun knows, as words of its command line."""
     secret_args: Sequence[str] = ()
+    """Options of the script whose values are written nowhere."""
 
     @property
     def max_restarts(self) -> int:
@@ -48,16 +48,16 @@ class LaunchedJob:
 
 
 def torchrun_command(job: LaunchedJob, nodes: int | None = None) -> list[str]:
-    """The command line of an attempt. nodes: how many take part in it, where the job leaves that open.
+    """The command line of an attempt. nodes: the number of nodes in it, where the job allows a range.
 
-    The number of restarts is there for the ranks to read: torchrun never restarts them itself. Two parties that restart
-    the same job hide attempts from each other's budget.
+    torchrun passes the number of restarts on to the ranks and never restarts them itself: the supervisor's budget must
+    count all attempts.
     """
     flags = {"max-restarts": "0", **job.flags}
     if nodes is not None:
         flags["nnodes"] = str(nodes)
     if not names_a_rendezvous(flags):
-        flags["standalone"] = True  # a free port instead of a fixed one: two jobs on one host do not meet
+        flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
     return [sys.executable, "-m", MODULE, *options, *job.other_flags, job.script, *job.arguments]
 
@@ -73,11 +73,11 @@ def rank_environment(
     preload: bool = False,
     heartbeats: str = "",
 ) -> dict[str, str]:
-    """The environment of torchrun and, through it, of every rank.
+    """The environment of torchrun, which passes it on to all ranks.
 
-    supervisor: as `name_process` names it. run: made absolute, since a script may change its working directory.
+    run: becomes absolute, since a script may change its working directory. supervisor: its name from `name_process`.
     instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch. heartbeats:
-    where the board for them is; nothing for none.
+    the path of the heartbeat board; empty: there is none.
     """
     return {
         **LARGE_COPIES,
@@ -94,7 +94,7 @@ def rank_environment(
 
 
 def threads_of_ranks(job: LaunchedJob, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun adds to the environment of several ranks on a node; what is preloaded must find it there."""
+    """What torchrun adds to the environment of several ranks on a node. A preloaded process needs it earlier."""
     ranks = str(job.flags.get("nproc-per-node", ""))
     several = ranks.isdigit() and int(ranks) > 1
     return {"OMP_NUM_THREADS": "1"} if several and "OMP_NUM_THREADS" not in environment else {}

@@ -1,12 +1,11 @@
-"""What the ranks print: into files for each attempt and rank, and from the first rank of this node to the terminal.
+"""The output of the ranks: goes into a file for each attempt and rank. The first rank of this node is also shown.
 
-As long as the script is not known to have a guard, all ranks are shown, as under torchrun.
+While the script is not known to have a guard, all ranks are shown, as under torchrun.
 
-A thread empties the pipes that torchrun's process made for its ranks (`rollback.agent.streams`). It waits for nothing
-but output: not for a disk that is full, whose loss it counts, nor for a terminal, which is the audience's to see to.
+A thread reads the pipes that torchrun's process makes for its ranks (`rollback.agent.streams`). It waits for output
+only. It counts what a full disk loses, and leaves the terminal to the audience.
 
-Where the user says what is to become of the output (`--tee`, `--redirects`, `--log-dir` and the like), torchrun does as
-it does by itself, and nothing here interferes.
+Where the user's flags decide about the output (`--tee`, `--redirects`, `--log-dir` and others), torchrun handles it.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ from pathlib import Path
 from typing import Literal, Protocol
 
 from rollback.instructions import LOGS_SPECS
-from rollback.rundir import files
-from rollback.rundir.durable import write_all
-from rollback.supervisor.command import LaunchedJob
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.system import files
+from rollback.system.durable import write_all
 
 Stream = Literal["out", "err"]
 
-# Flags that say what is to become of the output. `run-path` is one: what torchrun then starts cannot write to a pipe.
+# Flags that decide about the output. `run-path` is one of them: what torchrun then starts cannot write to a pipe.
 _OUTPUT_FLAGS = (
     "log-dir", "redirects", "tee", "local-ranks-filter", "duplicate-stdout-filters", "duplicate-stderr-filters",
     "logs-specs", "run-path",
@@ -42,76 +41,80 @@ _CHUNK = 1 << 16
 _PIPE_SIZE = 1 << 20
 _LAST_WORDS = 4096
 _TRACEBACK = b"Traceback (most recent call last)"
-HELD_FOR = 20.0  # seconds; a rank that does not end after its exception has it shown all the same
+HELD_FOR = 20.0  # seconds; then the exception of a rank that does not end is shown
 _HELD_AT_MOST = 1 << 20
-# Output is kept whole, for ever. When it has grown to this it is said, and again at each doubling.
+# All output is kept. The supervisor reports this size, and each doubling of it.
 GROWN = 1 << 30
-# Before it is known that there is a run to keep it in, no more than this, all in all: a script without a guard may
-# print for weeks.
+# The most that is kept before there is a run directory: a script without a guard may print for weeks.
 _BEFORE_IT_IS_KEPT = 64 << 20
 
 
 def user_decides(job: LaunchedJob) -> bool:
-    """Whether flags say what is to become of the output."""
+    """Whether the user's flags decide about the output."""
     return any(job.flags.get(name) for name in _OUTPUT_FLAGS)
 
 
 class Audience(Protocol):
-    """The person at the terminal. No method waits, and each may be called from any thread.
-
-    captures: all output of the job goes through `show`, also what torchrun would write to our own streams.
-    """
+    """The person at the terminal. No method waits. All methods may be called from any thread."""
 
     @property
-    def captures(self) -> bool: ...
+    def captures(self) -> bool:
+        """Whether all output of the job goes through `show`, torchrun's own included."""
 
     def say(self, text: str) -> None:
-        """A line, or an account of several, from the supervisor."""
+        """Show a line of the supervisor, or several."""
 
     def show(self, stream: Stream, data: bytes) -> None:
-        """A piece of what the job printed."""
+        """Show a piece of the job's output."""
 
 
 @dataclass
 class _Source:
-    """One stream of one process, and the file that keeps it. `rank` is None for torchrun's own."""
+    """One stream of one process, and the file that keeps it."""
 
     fd: int
     name: str
     stream: Stream
     rank: int | None
+    """None: torchrun's own stream."""
     last: bytes = b""
+    """The end of the stream."""
     lost: int = 0
+    """Bytes that could not be kept."""
 
 
 @dataclass
 class AttemptOutput:
-    """How torchrun is to be started: its flags, and the descriptors for its own output (None: ours)."""
+    """How to start torchrun: its flags, and the descriptors for its own output."""
 
     job: LaunchedJob
     stdout: int | None = None
+    """None: the supervisor's own."""
     stderr: int | None = None
+    """None: the supervisor's own."""
 
 
 @dataclass
 class Output:
     """The output of one launch, over all its attempts.
 
-    Until `keep` is called, files are made in `private`: a job that its ranks refuse, or that has no guard, leaves no
-    trace in the run directory. folder_of: where the files of an attempt belong. guarded: whether the script is known to
-    have a guard.
+    Until `keep` is called, the files are made in `private`: a job that its ranks refuse, or that has no guard,
+    leaves no trace in the run directory.
 
-    The exception that ends the first rank often only follows from another rank's death. From its traceback on, what
-    that rank writes to stderr is held until `release`, so that the account of who failed first can come first.
-    is_ending: whether a rank of an attempt has written down the exception that ends it, which it does before it prints
-    it; asked where a traceback comes by, since a script may print one and go on.
+    The exception that ends the first rank often only follows from another rank's death. So the supervisor holds
+    what that rank writes to stderr, from the traceback on, until `release`: the account of who failed first is
+    shown first.
     """
 
     private: Path
     folder_of: Callable[[int], Path]
+    """The folder for the files of an attempt."""
     audience: Audience
     guarded: Callable[[], bool] = lambda: True
+    """Whether the script is known to have a guard."""
     is_ending: Callable[[int, int], bool] = lambda attempt, rank: False
+    """Whether a rank of an attempt has recorded the exception that ends it. A rank records it before it prints it.
+    Asked when a traceback is printed, since a script may print one and go on."""
     _held: bytes = b""
     _held_since: float = 0.0
     _attempt: int = 0
@@ -125,7 +128,7 @@ class Output:
 
     @contextmanager
     def of_attempt(self, attempt: int, job: LaunchedJob) -> Iterator[AttemptOutput]:
-        """Take in the output of an attempt while this is entered; leave it when all its processes are gone."""
+        """Read the output of an attempt inside the `with` block. All processes must be gone at its end."""
         self.release()
         self._attempt, self._sources = attempt, []
         by_user = user_decides(job)
@@ -159,7 +162,7 @@ class Output:
                     self.audience.say(f"{source.lost} bytes of output at the end of {name} could not be kept")
 
     def keep(self) -> None:
-        """From now on files are made in the run directory; those made so far are moved there."""
+        """From now on the files are in the run directory. Existing files are moved there."""
         with self._lock:
             if self._kept:
                 return
@@ -176,11 +179,11 @@ class Output:
 
     @property
     def held_of(self) -> int | None:
-        """The rank whose exception is held; None where nothing is."""
+        """The rank whose exception is held; None: none is."""
         return self._first_rank() if self._held else None
 
     def release(self, introduction: str | None = None) -> None:
-        """Show what is held, if anything, behind a line that introduces it."""
+        """Show the held output, if there is any, after a line that introduces it."""
         held, self._held = self._held, b""
         if held and introduction:
             self.audience.say(introduction)
@@ -188,7 +191,7 @@ class Output:
             self.audience.show("err", held)
 
     def last_words(self, rank: int) -> str | None:
-        """The end of what a rank wrote to stderr in the last attempt, unless that was shown or there is none."""
+        """The end of a rank's stderr in the last attempt; None: it was shown, or is empty."""
         source = next((s for s in self._sources if s.rank == rank and s.stream == "err"), None)
         if source is None or self._is_shown(source) or not source.last.strip():
             return None
@@ -202,23 +205,23 @@ class Output:
         return source.rank in (None, self._first_rank()) or not self.guarded()
 
     def _first_rank(self) -> int | None:
-        """The lowest one of this host: while there is a guard, the only one that is shown."""
+        """The lowest rank of this host: with a guard, the only rank that is shown."""
         return min((source.rank for source in self._sources if source.rank is not None), default=None)
 
     def _own_pipe(self, stream: Stream) -> int:
-        """A pipe for torchrun itself: the end to write to."""
+        """Make a pipe for torchrun's own output. Returns the end to write to."""
         reading, writing = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(reading, False)
         self._sources.append(_Source(reading, f"{_TORCHRUN}.{stream}", stream, None))
         return writing
 
     def _pump(self, pipes: Path, over: threading.Event) -> None:
-        """Until the attempt is over and every pipe is empty, pass on what comes."""
+        """Handle the output until the attempt is over and all pipes are empty."""
         with selectors.DefaultSelector() as selector:
             for source in self._sources:
                 selector.register(source.fd, selectors.EVENT_READ, source)
             while True:
-                last_time = over.is_set()  # looked at before reading: what was written until then is read below
+                last_time = over.is_set()  # read before the pipes: everything written before is read below
                 for source in self._new_ranks(pipes):
                     selector.register(source.fd, selectors.EVENT_READ, source)
                 ready = selector.select(0 if last_time else _LOOK_EVERY)
@@ -250,7 +253,7 @@ class Output:
             yield source
 
     def _take(self, source: _Source) -> bool:
-        """Pass on a piece of a stream. False where it has ended."""
+        """Handle a piece of a stream. False: the stream has ended."""
         try:
             data = os.read(source.fd, _CHUNK)
         except BlockingIOError:
@@ -307,7 +310,7 @@ class Output:
 
     @contextmanager
     def _counting(self, doing: str) -> Iterator[None]:
-        """Where the disk refuses, say so once and go on."""
+        """Report an error of the disk once, and go on."""
         try:
             yield
         except OSError as error:

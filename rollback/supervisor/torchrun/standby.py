@@ -1,8 +1,8 @@
-"""The torchrun process of the next attempt, started ahead: it has imported what it and its ranks need, and waits.
+"""The torchrun process of the next attempt. It is started ahead, imports what it and its ranks need, and waits.
 
-It costs memory (a few hundred MiB that its ranks later share) and, once per attempt, a few seconds of a processor at
-low priority. It holds no port, no device and no lock, and never touches the run directory. It ends when the
-supervisor does: the other end of its socket is closed then.
+It needs memory (a few hundred MiB, which its ranks share later) and, once in each attempt, a few seconds of processor
+time at low priority. It holds no port, no device and no lock, and does not touch the run directory. It ends with the
+supervisor, when the other end of its socket is closed.
 """
 
 from __future__ import annotations
@@ -32,21 +32,21 @@ class Spare:
 
     @property
     def waiting(self) -> list[psutil.Process]:
-        """The process that waits, if any: it belongs to no attempt yet."""
+        """The waiting process, if there is one. It belongs to no attempt yet."""
         if self._process is None or self._process.poll() is not None:
             return []
         return [psutil.Process(self._process.pid)]
 
     @property
     def ready(self) -> bool:
-        """Whether it has imported what it will need."""
+        """Whether the process has completed its imports."""
         if not self._ready and self._socket is not None and self.waiting:
             with contextlib.suppress(BlockingIOError, ConnectionError):
                 self._ready = bool(self._socket.recv(16, socket.MSG_DONTWAIT))
         return self._ready
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Start it, unless it waits already. environment: of the present attempt; the order brings its own."""
+        """Start the process, unless one waits. environment: the present attempt's; `take` gives the final one."""
         if self.waiting:
             return
         self.drop()
@@ -66,9 +66,9 @@ class Spare:
     def take(
         self, command: Sequence[str], environment: Mapping[str, str], stdout: int | None, stderr: int | None
     ) -> subprocess.Popen[bytes] | None:
-        """Have the waiting process run `command`, as `processes.start` would. None where none waits, imports done.
+        """Run `command` in the waiting process, as `processes.start` would. None: no process is ready.
 
-        One that is still at its imports is ended: at its low priority it may need longer than a new one.
+        A process that still imports is ended: at its low priority it may need longer than a new process.
         """
         process, connection = self._process, self._socket
         if not self.waiting or process is None or connection is None or list(command[:3]) != _LAUNCHER:
@@ -88,7 +88,7 @@ class Spare:
         return process
 
     def drop(self) -> None:
-        """End it. Nothing is lost but the start that it was ahead."""
+        """End the waiting process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

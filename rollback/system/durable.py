@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from rollback.rundir import files
+from rollback.system import files
 
 _BLOCK = 1 << 16
 
@@ -61,7 +61,7 @@ def append_line(fd: int, line: bytes) -> None:
 
 
 def open_regular(path: Path) -> BinaryIO:
-    """Open a file for reading, under the rules of `rollback.rundir.files`.
+    """Open a file for reading, under the rules of `rollback.system.files`.
 
     Raises OSError where it cannot be opened, ValueError where it may not be trusted.
     """
@@ -90,16 +90,10 @@ def end_of_lines(file: BinaryIO) -> int:
     return 0
 
 
-def read_small_file(path: Path, limit: int, start: int = 0) -> bytes:
-    """Content of a regular file of at most `limit` bytes, from byte `start` on.
-
-    Raises as `open_regular`, and ValueError if the file is larger, or ends before `start`.
-    """
+def read_small_file(path: Path, limit: int) -> bytes:
+    """Content of a regular file of at most `limit` bytes. Raises as `open_regular`, and ValueError if it is larger."""
     with open_regular(path) as file:
         size = os.fstat(file.fileno()).st_size
         if size > limit:
             raise ValueError(f"{path} has {size} bytes; at most {limit} are believed")
-        if size < start:
-            raise ValueError(f"{path} has {size} bytes, and had at least {start}")
-        file.seek(start)
         return file.read(limit + 1)

@@ -19,15 +19,15 @@ from rollback.checkpoints import ring, slots, tiers
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished
-from rollback.rundir import files
-from rollback.rundir.durable import open_regular, write_file
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
 from rollback.rundir.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
-from rollback.rundir.processes import start_of
 from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, write_heartbeat
 from rollback.supervisor.claim import Claim
-from rollback.supervisor.processes import leftovers, living_ranks
+from rollback.supervisor.torchrun.processes import leftovers, living_ranks
+from rollback.system import files
+from rollback.system.durable import open_regular, write_file
+from rollback.system.processes import start_of
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.drill import _FullDisk
 

@@ -14,9 +14,9 @@ import pytest
 
 from rollback.live import screen as screen_module
 from rollback.live.screen import Screen
-from rollback.supervisor import output as output_module
-from rollback.supervisor.command import LaunchedJob
-from rollback.supervisor.output import Output, Stream, user_decides
+from rollback.supervisor.torchrun import output as output_module
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.output import Output, Stream, user_decides
 from rollback.terminal.messages import line_for
 
 JOB = LaunchedJob({}, "train.py", [])

@@ -14,10 +14,10 @@ from rollback.config import Settings
 from rollback.errors import UsageError
 from rollback.facts.training import AttemptStarted
 from rollback.ring.url.store import require_no_credentials, require_url
-from rollback.supervisor.command import LaunchedJob
 from rollback.supervisor.complete import fingerprint
-from rollback.supervisor.redaction import new_salt, redacted
-from rollback.supervisor.start_conditions import conditions_of, differences
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.redaction import new_salt, redacted
+from rollback.supervisor.torchrun.start_conditions import conditions_of, differences
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
 from rollback.supervisor.claim import Claim
-from rollback.supervisor.output import Output
+from rollback.supervisor.torchrun.output import Output
 paths = RunPaths(Path(sys.argv[1]))
 claim = Claim(paths)
 Journal(paths.train_journal, 1).append(Finished(step=1, batch=1))

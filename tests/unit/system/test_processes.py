@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from rollback.rundir import processes
-from rollback.rundir.processes import is_running, name_process, runs, start_of, state_of, ticks_computed
+from rollback.system import processes
+from rollback.system.processes import is_running, name_process, runs, start_of, state_of, ticks_computed
 
 ME = os.getpid()
 

@@ -1,4 +1,4 @@
-"""Attempts on this host: torchrun is started, and every process of it is gone before anything else happens."""
+"""Attempts on this host. When an attempt ends, every process of it is gone before anything else happens."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ from rollback.config import ENV_HOST, Settings, guard_mark
 from rollback.instructions import Instructions
 from rollback.rundir.heartbeat_board import HeartbeatBoard, board_if_possible
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import name_process, state_of, ticks_computed
 from rollback.rundir.records import Heartbeat, read_heartbeats
-from rollback.supervisor.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.diagnosis.evidence import left_on_host
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
-from rollback.supervisor.output import Audience, Output
-from rollback.supervisor.processes import (
+from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
+from rollback.supervisor.torchrun.output import Audience, Output
+from rollback.supervisor.torchrun.processes import (
     THIS_HOST,
     become_subreaper,
     dead_ranks,
@@ -39,17 +38,18 @@ from rollback.supervisor.processes import (
     send,
     start,
 )
-from rollback.supervisor.standby import Spare
-from rollback.supervisor.start_conditions import conditions_of
+from rollback.supervisor.torchrun.standby import Spare
+from rollback.supervisor.torchrun.start_conditions import conditions_of
+from rollback.system.processes import name_process, state_of, ticks_computed
 
-# After an attempt: what is still there has lost its peers and has nothing to save.
+# After an attempt: remaining ranks have lost their peers and have nothing to save.
 _PATIENCE = 2.0
 # Ranks of a killed supervisor find out by themselves that it is gone, which takes them a few seconds.
 _PATIENCE_WITH_LEFTOVERS = 5.0
 
 
 class Running:
-    """A torchrun on this host, and the ranks that it started here."""
+    """torchrun on this host, and the ranks that it started here."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class Running:
         self.pid = torchrun.pid
 
     def poll(self) -> int | None:
-        """Torchrun's status, None while it runs."""
+        """torchrun's status; None while it runs."""
         return self._torchrun.poll()
 
     def tell_ranks_to_stop(self, signals: Iterable[signal.Signals], *, guarded: bool) -> bool:
-        """Have each rank on this host stop that has not been told; False where there is none yet that could be told.
+        """Tell each rank on this host to stop, once. False: no rank exists yet.
 
-        Ranks that have a guard get SIGTERM. Of a script that has none so far, all get the signals that came, as from
-        torchrun. torchrun itself heeds no SIGTERM: it learns that a rank that ends now does so because it was told.
+        Ranks with a guard get SIGTERM. Ranks of a script without a guard get all signals that came, as from torchrun.
+        torchrun itself does not obey SIGTERM; it learns that ranks which end now were told to stop.
         """
         told = {(rank, signal.SIGTERM) for rank in living_ranks(self.beats(), self._paths).values()}
         if not guarded:
@@ -95,26 +95,27 @@ class Running:
         return bool(self._told)
 
     def beats(self) -> dict[int, Heartbeat]:
-        """The heartbeats of this attempt: those of this host's ranks from memory, others from the run directory."""
+        """The heartbeats of this attempt: of this host's ranks from memory, of others from the run directory."""
         beats = read_heartbeats(self._paths.ranks) | self.beats_in_memory()
         return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
 
     def beats_in_memory(self) -> dict[int, Heartbeat]:
-        """Those that no disk can hold back."""
+        """The heartbeats on the board, which needs no disk."""
         beats = self._board.read() if self._board is not None else {}
         return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
 
     def computing(self) -> set[int]:
-        """Ranks on this host, as `look` has found them, that have computed since the last call."""
+        """The ranks of this host (as `look` found them) that have used the processor since the last call."""
         before = self._computed
         ticks = {rank: ticks_computed(pid) for rank, pid in self._pids.items()}
         self._computed = {rank: count for rank, count in ticks.items() if count is not None}
         return {rank for rank, count in self._computed.items() if count > before.get(rank, count)}
 
     def look(self) -> dict[int, str]:
-        """The states of this host's ranks as in /proc (`T`: stopped), by rank; remembered for `left`.
+        """The states of this host's ranks as in /proc (`T`: stopped), by rank. They are kept for `left`.
 
-        `GONE` is that of one that has died. That is not remembered: who was killed because it was stopped was stopped.
+        A rank that has died has the state `GONE`. This state is not kept: a stopped rank that was killed counts as
+        stopped.
         """
         beats = self.beats()
         ranks = living_ranks(beats, self._paths)
@@ -125,30 +126,30 @@ class Running:
         return dict.fromkeys(dead_ranks(beats), GONE) | found
 
     def take_stacks(self) -> tuple[int, ...]:
-        """Have this host's ranks write their stacks: those that did. Raises OSError."""
+        """Make this host's ranks write their stacks. Returns the ranks that did. Raises OSError."""
         return take_stacks(self._paths, self.attempt, living_ranks(self.beats(), self._paths), self._node)
 
     def kill(self, *, hopeless: bool = False) -> int:
-        """End torchrun at once; its status. The ranks end with the attempt, without being asked to if `hopeless`."""
+        """End torchrun at once. Returns its status. The ranks end with the attempt, without SIGTERM if `hopeless`."""
         self.hopeless = hopeless
         self._torchrun.kill()
         return self._torchrun.wait()
 
     def stopped(self) -> tuple[int, ...]:
-        """Ranks that were SIGSTOPped when last looked at."""
+        """The ranks that were SIGSTOPped when they were last looked at."""
         return tuple(sorted(rank for rank, state in self._states.items() if state in ("T", "t")))
 
     def oom_kills(self) -> int:
-        """How often the kernel's OOM killer has struck where this host's ranks live."""
+        """How often the kernel's OOM killer struck in the memory cgroups of this host's ranks."""
         return self._memory.kills()
 
 
 class Host:
     """Runs attempts here, one at a time.
 
-    private: a directory where ranks and torchrun leave word, not in the run. audience: who sees what the ranks print.
-    grace: seconds that ranks have to stop when told to. preload: ranks are forked from a process that has imported
-    torch, and the next attempt's is kept ready. node: this one's name where there are many. `close` it.
+    private: a directory outside the run for messages of ranks and torchrun. audience: gets the output of the ranks.
+    grace: seconds that the ranks have to stop. preload: ranks are forked from a process that has imported torch, and
+    the next attempt's process waits. node: the name of this node, where there are many. Call `close` at the end.
     """
 
     def __init__(
@@ -186,22 +187,22 @@ class Host:
 
     @property
     def guarded(self) -> bool:
-        """Whether the script is known to have a guard: one was made here, the run directory holds a run, or what was
-        asked for concerns a guard."""
+        """Whether the script is known to have a guard: it has made one here, the run directory holds a run, or the
+        order is about a guard."""
         self._guarded = self._guarded or guard_mark(self._refusal).exists() or os.path.exists(self._paths.identity)
         return self._guarded
 
     def end_leftovers(self, say: Callable[[str], None]) -> None:
-        """End what attempts of a killed supervisor left on this host. Call it while holding the run directory."""
+        """End the processes that a killed supervisor left on this host. Call it while holding the run directory."""
         if remains := leftovers(self._paths):
             say(f"ending {len(remains)} processes that an earlier supervisor left behind")
             end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
 
     @contextmanager
     def attempt(self, number: int, nodes: int | None = None) -> Iterator[Running]:
-        """Torchrun runs within; behind it, every process that it started on this host is gone.
+        """torchrun runs inside the `with` block; after it, every process that torchrun started on this host is gone.
 
-        nodes: how many take part, where the job leaves that open. Raises RollbackError where one cannot be ended.
+        nodes: the number of nodes, where the job allows a range. Raises RollbackError where a process cannot be ended.
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
@@ -238,23 +239,23 @@ class Host:
                 reap()
 
     def conditions(self, salt: str) -> dict[str, Any]:
-        """With what attempts are started at this moment: fields of `AttemptStarted`. salt: of the run."""
+        """The conditions of a start now: fields of `AttemptStarted`. salt: the run's."""
         return conditions_of(self._job, self._environment, salt)
 
     def keep_spare(self) -> None:
-        """See to it that the next attempt's torchrun waits, its imports done. Call it once this one trains."""
+        """Keep a torchrun process for the next attempt ready, its imports done. Call it once this attempt trains."""
         if self._preload:
             self._spare.prepare(self._rank_environment)
 
     def close(self) -> None:
-        """No other attempt will follow."""
+        """The last attempt is over."""
         self.output.release()
         self._spare.drop()
         if self._board is not None:
             self._board.close()
 
     def left(self, status: int, running: Running) -> Left:
-        """What the attempt that has just ended here with torchrun's `status` left behind."""
+        """What the attempt that has just ended left on this host. status: torchrun's."""
         return left_on_host(
             status,
             refusal=self._refusal,

@@ -1,7 +1,7 @@
-"""What looks like a secret in a command line or a variable is written nowhere.
+"""Removes what looks like a secret from command lines and environment variables before they are written.
 
-Whether it is the same as at another start can be told all the same: by a digest of 16 bits, made slowly with a salt of
-the run's. So few bits fit to very many values; they tell two apart, and do not tell what they were made of.
+A digest of 16 bits, with the run's salt and a slow hash, shows whether a secret is the same as at another start. Very
+many values have the same 16 bits, so the digest does not reveal the secret.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def new_salt() -> str:
 
 
 def redacted(arguments: Sequence[str], names: Collection[str] = (), salt: str | None = None) -> tuple[str, ...]:
-    """A command line without the values that look like secrets, or are those of options that `names` names.
+    """A command line without values that look like secrets, and without the values of the options `names`.
 
-    salt: of the run; what stands for a value then tells it from others.
+    salt: the run's. With it each value is replaced by its digest.
     """
     return tuple(_redacted(arguments, {_plain(name) for name in names}, salt))
 
@@ -61,7 +61,7 @@ def _plain(name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether an option or a variable of that name holds a secret."""
+    """Whether the name of an option or a variable looks like that of a secret."""
     words = [word.lower() for word in _WORDS.findall(name)]
     return bool(words) and (words[-1] in _SECRET_AT_THE_END or not _SECRET_ANYWHERE.isdisjoint(words))
 
@@ -73,7 +73,7 @@ def without_secrets(value: str, salt: str | None = None) -> str:
 
 
 def without_digests(value: str) -> str:
-    """As if it had been made without a salt."""
+    """The value as it would be without a salt."""
     return _DIGEST.sub(_HIDDEN, value)
 
 

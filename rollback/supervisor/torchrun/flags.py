@@ -1,8 +1,8 @@
 """torchrun's command line as a table, so that reading it costs no import of torch.
 
-Each row is one flag of `torch.distributed.run`; a test compares the table with torchrun's own parser. A flag that only
-the installed torchrun knows is asked of that parser (`rollback.cli.command_line`); one that it does not know yet, or no
-more, it refuses itself.
+Each row is one flag of `torch.distributed.run`; a test compares the table with torchrun's own parser. For a flag that
+is not in the table, `rollback.cli.command_line` asks the parser of the installed torchrun. A flag of the table that the
+installed torchrun does not have, torchrun refuses.
 """
 
 from __future__ import annotations
@@ -15,16 +15,15 @@ from rollback.errors import UsageError
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of torchrun. `metavar` is None for a switch, which takes no value.
-
-    has_variable: whether torchrun takes its value from an environment variable where the flag is not given.
-    """
+    """A flag of torchrun."""
 
     name: str
     metavar: str | None
+    """None: a switch, which takes no value."""
     help: str
     short: str | None = None
     has_variable: bool = True
+    """Whether torchrun reads an environment variable where the flag is not given."""
 
     @property
     def option(self) -> str:
@@ -77,13 +76,15 @@ FLAGS: tuple[Flag, ...] = (
     Flag("virtual-local-rank", None, "LOCAL_RANK is 0 on every rank, each sees its own device only"),
 )
 
-# A flag that says where the ranks meet; torchrun is told to choose a free port where none of them is given.
+# Flags that define a rendezvous. Without any of them torchrun chooses a free port.
 RENDEZVOUS = ("rdzv-backend", "rdzv-endpoint", "rdzv-id", "master-addr", "master-port")
 
 
 def read_flags(given: Mapping[str, object], environment: Mapping[str, str]) -> dict[str, str | bool]:
-    """torchrun's flags in force, by name: those given (by parameter), else what their variables say, as torchrun reads
-    them. Switches that are off are left out. Raises UsageError for the variable of a switch that is not a number.
+    """torchrun's flags by name: from the command line, else from their environment variables, as torchrun reads them.
+
+    given: values by parameter. Switches that are off are left out. Raises UsageError where the variable of a switch is
+    not a number.
     """
     found: dict[str, str | bool] = {}
     for flag in FLAGS:
@@ -109,9 +110,9 @@ def _from_variable(flag: Flag, environment: Mapping[str, str]) -> str | bool | N
 
 
 def in_full(name: str) -> str:
-    """The name of the flag that `name`, without dashes, abbreviates; `name` itself where it is none.
+    """The full name of an abbreviated flag, without dashes; `name` itself where it is no abbreviation.
 
-    Raises UsageError where it abbreviates several.
+    Raises UsageError where it could be several flags.
     """
     matches = [flag.name for flag in FLAGS if flag.name.startswith(name)]
     if name in matches or not matches:
@@ -122,5 +123,5 @@ def in_full(name: str) -> str:
 
 
 def names_a_rendezvous(flags: Mapping[str, str | bool]) -> bool:
-    """Whether flags, by name, say where the ranks meet, or speak of many nodes."""
+    """Whether flags (by name) define a rendezvous or many nodes."""
     return flags.get("nnodes", "1") not in ("1", "1:1") or any(flags.get(name) for name in RENDEZVOUS)

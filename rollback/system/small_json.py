@@ -11,28 +11,28 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from rollback.rundir.durable import read_small_file
+from rollback.system.durable import read_small_file
 
 SIZE = 16 << 20
-DEPTH = 64
+_DEPTH = 64
 _VALUES = 2_000_000
 _OBJECTS = 400_000  # one takes as much memory as several other values
 _Model = TypeVar("_Model", bound=BaseModel)
 
 
-def parse_json(data: bytes | str, *, depth: int = DEPTH) -> Any:
+def parse_json(data: bytes | str) -> Any:
     """Parse a text. Raises ValueError where it is no JSON, or exceeds the bounds."""
     require_modest(data)
     try:
         body = json.loads(data)
     except RecursionError:
-        raise ValueError(f"it is nested deeper than {depth} levels") from None
+        raise ValueError(f"it is nested deeper than {_DEPTH} levels") from None
     level = [body]
-    for _ in range(depth):
+    for _ in range(_DEPTH):
         level = [inner for item in level if type(item) in (dict, list) for inner in _members(item)]
         if not level:
             return body
-    raise ValueError(f"it is nested deeper than {depth} levels")
+    raise ValueError(f"it is nested deeper than {_DEPTH} levels")
 
 
 def _members(item: Any) -> Any:
@@ -65,6 +65,12 @@ def sound_model(path: Path, model: type[_Model], limit: int) -> _Model | None:
         return read_model(path, model, limit)
     except (OSError, ValueError):
         return None
+
+
+def sound_models(directory: Path, pattern: str, model: type[_Model], limit: int) -> dict[str, _Model]:
+    """Of the files in a directory whose names match, those that can be believed, by name. It need not exist."""
+    paths = sorted(directory.glob(pattern)) if directory.is_dir() else []
+    return {path.name: found for path in paths if (found := sound_model(path, model, limit)) is not None}
 
 
 def read_model(path: Path, model: type[_Model], limit: int) -> _Model:

@@ -1,8 +1,8 @@
-"""Starting torchrun, finding every process of an attempt, and seeing to it that none is left.
+"""Starts torchrun, finds every process of an attempt, and ends all of them.
 
-Two attempts must never write one run directory, so the next one starts only after every process of the last is gone.
-Ranks have sessions of their own, and their loader workers may outlive them, so neither a process group nor torchrun's
-own bookkeeping covers them all. A subreaper does: what loses its parent below us becomes our child.
+Two attempts must never write one run directory, so the next attempt starts only after every process of the last one is
+gone. Ranks have sessions of their own, and loader workers may outlive them, so neither a process group nor torchrun's
+own list has all processes. A subreaper has: an orphan below this process becomes its child.
 """
 
 from __future__ import annotations
@@ -21,33 +21,33 @@ from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError
 from rollback.instructions import FORK_SERVER
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.processes import is_running, runs
 from rollback.rundir.records import LEAVING, Heartbeat
+from rollback.system.processes import is_running, runs
 
 THIS_HOST = socket.gethostname()
-"""As it was called when this process started; its ranks are told (`ENV_HOST`)."""
+"""The name of this host when this process started. The ranks get it by `ENV_HOST`."""
 
 _PR_SET_CHILD_SUBREAPER = 36
 _UNKILLABLE_AFTER = 30.0
 
 
 def become_subreaper() -> None:
-    """Orphans among our descendants become our children, where `descendants` finds them, instead of init's."""
+    """From now on orphans among our descendants become our children, where `descendants` finds them."""
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start(
     command: Sequence[str], environment: Mapping[str, str], stdout: int | None = None, stderr: int | None = None
 ) -> subprocess.Popen[bytes]:
-    """Start torchrun in a session of its own: a Ctrl-C in the terminal is ours to pass on.
+    """Start torchrun in a session of its own, so that a Ctrl-C in the terminal reaches only this process.
 
-    stdout, stderr: descriptors that it writes to; by default ours.
+    stdout, stderr: descriptors for its output (default: ours).
     """
     return subprocess.Popen(command, env=environment, start_new_session=True, stdout=stdout, stderr=stderr)
 
 
 def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Process]:
-    """All living processes below this one. `apart_from`: those that were there before us (`exec` keeps children)."""
+    """All living descendants. apart_from: processes that existed before this program (`exec` keeps children)."""
     known = set(apart_from)
     return [
         process for process in psutil.Process().children(recursive=True) if process not in known and _is_alive(process)
@@ -55,9 +55,9 @@ def descendants(apart_from: Iterable[psutil.Process] = ()) -> list[psutil.Proces
 
 
 def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, psutil.Process]:
-    """The ranks with these heartbeats that were started by this process, by rank.
+    """The processes of the ranks with these heartbeats that this process started, by rank.
 
-    A heartbeat may be a file that others have written: which process it names is believed of our own descendants only.
+    Somebody else may have written a heartbeat file, so only our own descendants count.
     """
     found = {rank: _process_of(beat) for rank, beat in beats.items()}
     return {
@@ -66,7 +66,7 @@ def living_ranks(beats: Mapping[int, Heartbeat], paths: RunPaths) -> dict[int, p
 
 
 def ranks_of(torchrun: int) -> list[psutil.Process]:
-    """The living ranks that the process with this pid has started: its children, but for the one that forks them."""
+    """The living ranks of the torchrun with this pid: its children without the fork server."""
     try:
         return [
             child for child in psutil.Process(torchrun).children() if child.name() != FORK_SERVER and _is_alive(child)
@@ -76,7 +76,7 @@ def ranks_of(torchrun: int) -> list[psutil.Process]:
 
 
 def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:
-    """Of the ranks with these heartbeats, those that ran here and are gone without having said that they end."""
+    """The ranks with these heartbeats that ran here and are gone without a word about their end."""
     return [
         rank
         for rank, beat in beats.items()
@@ -87,8 +87,8 @@ def dead_ranks(beats: Mapping[int, Heartbeat]) -> list[int]:
 def leftovers(paths: RunPaths) -> list[psutil.Process]:
     """Living processes of earlier attempts, whose supervisor was killed. Call it while holding the run directory.
 
-    A process is one if its environment, which only those who start it write, says that a supervisor that is gone
-    started it for this run directory. What files in the run directory say of processes does not count.
+    The environment of such a process says that a supervisor which is gone started it for this run directory. Only the
+    process's starter can write its environment. Files in the run directory do not count.
     """
     own = {process.pid for process in [psutil.Process(), *psutil.Process().parents()]}
     found = []
@@ -104,9 +104,9 @@ def leftovers(paths: RunPaths) -> list[psutil.Process]:
 
 
 def _is_of_this_launch(process: psutil.Process, paths: RunPaths) -> bool:
-    """Whether a process descends from this one by way of one that was started for this run directory.
+    """Whether a process is our descendant and was started for this run directory.
 
-    A program that gives itself a title overwrites its environment in /proc, so that of any between the two will do.
+    A program that sets its title overwrites its environment in /proc, so any process between the two may have the mark.
     """
     try:
         line = [process, *process.parents()]
@@ -120,7 +120,7 @@ def _is_of_this_launch(process: psutil.Process, paths: RunPaths) -> bool:
 
 
 def _mark_of(process: psutil.Process) -> tuple[str | None, str]:
-    """For which run directory a process was started, and the pid of the supervisor that did."""
+    """The run directory that a process was started for, and the pid of the supervisor that started it."""
     try:
         environment = process.environ()
     except (psutil.Error, OSError):
@@ -146,7 +146,7 @@ def _is_alive(process: psutil.Process) -> bool:
 
 
 def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
-    """Signal processes; those that have just ended are passed over."""
+    """Signal processes. Processes that have ended are ignored."""
     for process in processes:
         try:
             process.send_signal(signum)
@@ -155,10 +155,10 @@ def send(processes: Iterable[psutil.Process], signum: signal.Signals) -> None:
 
 
 def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> None:
-    """Return once `find` finds no process any more: SIGTERM, `patience` seconds, SIGKILL until none is left.
+    """End all processes that `find` finds: SIGTERM, `patience` seconds, then SIGKILL until none is left.
 
-    Raises RollbackError naming a process that cannot be killed (in an uninterruptible system call, mostly because a
-    device or a network file system does not answer).
+    Raises RollbackError with the processes that cannot be killed. They are in an uninterruptible system call, mostly
+    because a device or a network file system does not answer.
     """
     processes = find()
     send(processes, signal.SIGTERM)
@@ -177,8 +177,8 @@ def end_all(find: Callable[[], list[psutil.Process]], *, patience: float) -> Non
 
 
 def reap() -> None:
-    """Collect orphans that became our children and have ended. Call it when no `Popen` of ours is still to be waited
-    for: it would lose its status."""
+    """Collect ended orphans that became our children. Call it when no `Popen` of ours runs: it would lose its
+    status."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

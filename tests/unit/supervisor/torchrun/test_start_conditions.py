@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from rollback.facts.training import AttemptStarted
-from rollback.supervisor.command import LaunchedJob
-from rollback.supervisor.start_conditions import conditions_of, differences, redacted
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.start_conditions import conditions_of, differences, redacted
 
 
 def start(

@@ -118,17 +118,17 @@ def make_new_directory(path: Path) -> None:
         os.mkdir(path.name, made_for(0o7, _umask()), dir_fd=fd)
 
 
-def open_file(path: Path, flags: int, mode: int | None = None) -> int:
-    """A descriptor of a regular file. mode: of a new file (default: as `file_mode`)."""
+def open_file(path: Path, flags: int) -> int:
+    """A descriptor of a regular file. A new one gets the mode of `file_mode`."""
     writes = bool(flags & _WRITING)
     truncates, flags = flags & os.O_TRUNC, flags & ~os.O_TRUNC
     flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
-    mode = mode if mode is not None or not flags & os.O_CREAT else file_mode()
+    mode = file_mode() if flags & os.O_CREAT else 0
     if writes:
         sys.audit(WRITES, str(path))
     with directory(path.parent) as folder:
         try:
-            fd = os.open(path.name, flags, mode or 0, dir_fd=folder)
+            fd = os.open(path.name, flags, mode, dir_fd=folder)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise NotAFileOfOurs(errno.ELOOP, "it is a symbolic link", str(path)) from None
@@ -156,6 +156,14 @@ def _require_ours(status: os.stat_result, folder: os.stat_result, path: Path, *,
         fault = "it has another name elsewhere (a hard link)"
     if fault:
         raise NotAFileOfOurs(errno.EINVAL, fault, str(path))
+
+
+def size_of(path: Path) -> int:
+    """Size of a file; 0 where there is none, or none that can be looked at."""
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def require_ours(path: Path) -> None:

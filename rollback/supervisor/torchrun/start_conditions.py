@@ -1,6 +1,6 @@
-"""What an attempt is started with, as far as it may change what is trained: so that a start with something else shows.
+"""The conditions of a start that may change what is trained, and how they differ from those of the last start.
 
-Of the environment only what is known to matter is kept. What looks like a secret is kept nowhere (`redaction`).
+Only environment variables that are known to matter are recorded. Secrets are recorded nowhere (`redaction`).
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from rollback.facts.training import AttemptStarted
-from rollback.supervisor.command import LaunchedJob
-from rollback.supervisor.redaction import is_secret, redacted, without_digests, without_secrets
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.redaction import is_secret, redacted, without_digests, without_secrets
 
 _MATTERS = re.compile(
     r"(CUDA|HIP|ROCR)_VISIBLE_DEVICES|CUDA_(DEVICE_ORDER|LAUNCH_BLOCKING)|(OMP|MKL)_NUM_THREADS|PYTHONHASHSEED"
@@ -26,7 +26,7 @@ _LARGEST = 64 << 20  # bytes of a script
 
 
 def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | None = None) -> dict[str, Any]:
-    """The fields of `AttemptStarted` that tell them. environment: the supervisor's own. salt: of the run."""
+    """Fields of `AttemptStarted`. environment: the supervisor's. salt: the run's."""
     return {
         "script": _digest(job),
         "arguments": redacted(job.arguments, job.secret_args, salt),
@@ -40,7 +40,7 @@ def conditions_of(job: LaunchedJob, environment: Mapping[str, str], salt: str | 
 
 
 def _digest(job: LaunchedJob) -> str | None:
-    """Of the content of the script; None where there is no file of it, or none that can be read."""
+    """A hash of the script's content; None where it has no readable file."""
     try:
         path = _path_of(job)
         if path is None or not path.is_file() or path.stat().st_size > _LARGEST:
@@ -61,7 +61,7 @@ def _path_of(job: LaunchedJob) -> Path | None:
 
 
 def differences(before: AttemptStarted | None, now: AttemptStarted) -> tuple[str, ...]:
-    """What is not as at the start before, in words. Nothing where that one is not on record, or not with conditions."""
+    """The differences from the start before, in words. Nothing where that start has no conditions on record."""
     if before is None or before.arguments is None or now.arguments is None:
         return ()
     same_salt = before.salt == now.salt
@@ -83,7 +83,7 @@ def _changed(before: Mapping[str, str], now: Mapping[str, str], label: str, abse
 
 
 def _by_name(arguments: Sequence[str]) -> dict[str, str]:
-    """The values of a command line by option, else by place; of an option that comes twice all of them."""
+    """The values of a command line by option, else by position. An option that comes twice has all its values."""
     found: dict[str, list[str]] = {}
     option: str | None = None
     for argument in arguments:

@@ -1,0 +1,34 @@
+"""Which file system a path is on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True)
+class Mount:
+    """A file system."""
+
+    point: str
+    kind: str
+    """Its type: `ext4`, `nfs4`, ..."""
+    source: str
+    """Its device or server."""
+
+
+def mount_of(path: Path, table: str | None = None) -> Mount:
+    """The file system of a path, whose links are resolved; of the type `unknown` where that cannot be told.
+
+    table: the text of /proc/self/mountinfo. The last mount on a point is the one in force.
+    """
+    best = Mount("/", "unknown", "unknown")
+    for line in (Path("/proc/self/mountinfo").read_text() if table is None else table).splitlines():
+        before, separator, after = line.partition(" - ")
+        fields, rest = before.split(), after.split()
+        if not separator or len(fields) < 5 or len(rest) < 2:
+            continue
+        point = fields[4].encode().decode("unicode_escape")
+        if path.is_relative_to(point) and len(point) >= len(best.point):
+            best = Mount(point, rest[0], rest[1])
+    return best
