@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-FORMAT = 2
+FORMAT = 3
 
 _CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
 

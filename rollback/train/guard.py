@@ -237,7 +237,7 @@ class Guard(ScriptSide):
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()
             return None
-        mark, gauges = step.finish(), step.updates.gauges()
+        mark, gauges = step.finish(), step.gauges()
         stop, requests_open = self._requests.stop.requested, self._requests.waiting
         schedule.end_update()
         decision = self._judge.end_step(

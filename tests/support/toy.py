@@ -84,6 +84,9 @@ class Toy:
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
     width: int = 16
+    sharding: str | None = None
+    """`fsdp`: FSDP2, uneven parts; `hsdp`: two replicas of it; `tensor parallel`: over half of the ranks, with FSDP2 over
+    the rest."""
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
     patient: bool = True
@@ -197,6 +200,28 @@ class Level(nn.Module):
         return x / (1 + self.level) if self.hidden else x.nan_to_num()
 
 
+def shard(model: nn.Module, sharding: str) -> None:
+    """The linear layers each for itself, the rest with the root."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    ranks, layers = dist.get_world_size(), [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    match sharding:
+        case "fsdp":
+            mesh = init_device_mesh("cpu", (ranks,))
+        case "hsdp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+        case _:
+            both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("shards", "tensors"))
+            plan = {layers[0]: ColwiseParallel(output_layouts=None), layers[-1]: RowwiseParallel()}
+            parallelize_module(model, both["tensors"], plan)  # type: ignore[arg-type]
+            mesh = both["shards"]
+    for name in layers:
+        fully_shard(model.get_submodule(name), mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
 class _Parts:
     """The objects of a script."""
 
@@ -208,7 +233,9 @@ class _Parts:
         )
         if toy.level is not None:
             self.model = nn.Sequential(Level(toy.level), self.model)
-        if dist.is_initialized():
+        if toy.sharding is not None:
+            shard(self.model, toy.sharding)
+        elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
@@ -305,7 +332,10 @@ class _Loop:
             x[0, 0] = torch.nan
         self.micro += 1
         whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
-        quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
+        if toy.sharding is not None:
+            parts.model.set_requires_gradient_sync(whole)  # type: ignore[operator]
+        alone = whole or toy.sharding is not None or not dist.is_initialized()
+        quiet = contextlib.nullcontext() if alone else parts.model.no_sync()  # type: ignore[operator]
         with quiet:
             loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
             if position in toy.overflow:
@@ -387,6 +417,7 @@ class _Loop:
 def flat(value: Any, path: str = "") -> dict[str, str]:
     """Every leaf of a state by its path, as a short text that differs if a bit does."""
     if isinstance(value, Tensor):
+        value = getattr(value, "_local_tensor", value)  # of a sharded one, this rank's part
         body = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(body).hexdigest()[:12]
         return {path: f"{value.dtype}{list(value.shape)} {digest} {value.reshape(-1)[:3].tolist()}"}

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rollback.train.comm.ranks import Handed, Ranks
 
-LETTER = 6
+LETTER = 8
 """Words of a letter."""
 
 
@@ -86,6 +86,9 @@ class GaugeFields(Generic[Scalar]):
     """Share of the gradient that clipping left."""
     measured: Scalar | None = None
     """Gradient norm as the guard measured it, whatever the script says."""
+    squares: Scalar | None = None
+    """Where gradients are sharded and the script says no norm: sum of this rank's squares, each element counted once
+    among the ranks, times their number. So the mean over the ranks is the square of the norm."""
 
 
 @dataclass
@@ -278,6 +281,8 @@ def _beat(vector: list[float], world_size: int) -> Beat:
         anywhere |= code
     loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
     table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
+    if table["squares"] is not None:
+        grad_norm = math.sqrt(table["squares"])
     table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
         loss=_unless_ill(loss, anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),

@@ -53,13 +53,15 @@ class Updates:
         """How the script went about the update, which had so many batches. Once for each."""
         return self._habits.end_step(batches)
 
-    def gauges(self) -> Gauges:
-        """What goes on the pulse of this update."""
+    def gauges(self, *, told: bool) -> Gauges:
+        """What goes on the pulse of this update. told: the script has said the gradient's norm."""
         norms = self.gradients
+        sharded = norms is not None and norms.squares is not None
         return Gauges(
             scale=self._sensed.scale,
             kept=norms.kept if norms else None,
-            measured=norms.total if norms else None,
+            measured=norms.total if norms and not sharded else None,
+            squares=norms.squares if norms and self.happened and not told else None,
             found_inf=self.found_inf,
         )
 
