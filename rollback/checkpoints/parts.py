@@ -1,7 +1,7 @@
 """Sharded tensors: each rank has a part, and each shard says where the parts in it lie in the whole tensor.
 
-A part is a box: an offset and a shape. Which box a rank has is what its framework has chosen; a reader need not know the
-rule. Several ranks may have the same box (replicas). Nothing here knows torch.
+A part is a box: an offset and a shape. What splits the tensor chooses the boxes; a reader need not know its rule.
+Several ranks may have the same box (replicas). Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -51,6 +51,11 @@ class Part:
 
     shape: Shape
     box: Box
+
+
+def whole(shape: Shape) -> Part:
+    """All of a tensor."""
+    return Part(shape, Box((0,) * len(shape), shape))
 
 
 def write_parts(parts: Mapping[str, Part]) -> str:

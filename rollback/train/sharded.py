@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints.parts import Box, Part
+from rollback.checkpoints.parts import Box, Part, whole
 from rollback.errors import UsageError
 
 
@@ -33,8 +33,10 @@ def whole_of(item: Tensor) -> Tensor:
 
 
 def part_of(item: Any, name: str) -> Part:
-    """Where this rank's part of the sharded tensor `name` lies in the whole. Raises UsageError where that is not one
-    box of it."""
+    """Where this rank's part of the tensor `name` lies in the whole, which it is where that is not sharded. Raises
+    UsageError where it is not one box of it."""
+    if not is_sharded(item):
+        return whole(tuple(item.shape))
     if any(placement.is_partial() for placement in item.placements):
         raise UsageError(
             f"the tensor {name!r} is a DTensor whose parts are summands ({item.placements}), not parts of it",

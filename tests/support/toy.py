@@ -85,8 +85,7 @@ class Toy:
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
     width: int = 16
     sharding: str | None = None
-    """`fsdp`: FSDP2, uneven parts; `hsdp`: two replicas of it; `tensor parallel`: over half of the ranks, with FSDP2 over
-    the rest."""
+    """`fsdp`: FSDP2; `hsdp`: two replicas of it; `tensor parallel`: over half the ranks, and FSDP2 over the rest."""
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
     patient: bool = True
@@ -165,7 +164,7 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
             model=parts.model, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
             scaler=parts.scaler, max_steps=toy.max_steps, run=run, **settings,
         )  # fmt: skip
-    seed(100 + rank)
+    seed(100 + (0 if toy.sharding == "tensor parallel" else rank))
     trained = _Loop(toy, parts, guard, rank, hook, log)
     try:
         trained.run()
@@ -204,6 +203,7 @@ def shard(model: nn.Module, sharding: str) -> None:
     """The linear layers each for itself, the rest with the root."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     ranks, layers = dist.get_world_size(), [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
@@ -214,8 +214,11 @@ def shard(model: nn.Module, sharding: str) -> None:
             mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
         case _:
             both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("shards", "tensors"))
-            plan = {layers[0]: ColwiseParallel(output_layouts=None), layers[-1]: RowwiseParallel()}
-            parallelize_module(model, both["tensors"], plan)  # type: ignore[arg-type]
+            plan = {
+                layers[0]: ColwiseParallel(output_layouts=Replicate()),
+                layers[-1]: RowwiseParallel(input_layouts=Replicate()),
+            }
+            parallelize_module(model, both["tensors"], plan)
             mesh = both["shards"]
     for name in layers:
         fully_shard(model.get_submodule(name), mesh=mesh)
@@ -245,7 +248,8 @@ class _Parts:
         self.sampler: DistributedSampler[Any] | None = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1
-            self.sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
+            same = ranks // 2 if toy.sharding == "tensor parallel" else 1  # so many ranks in a row share one batch
+            self.sampler = DistributedSampler(data, num_replicas=ranks // same, rank=rank // same)
         self.loader = self._loader(toy, data)
 
     def _loader(self, toy: Toy, data: Samples) -> Any:
@@ -417,7 +421,7 @@ class _Loop:
 def flat(value: Any, path: str = "") -> dict[str, str]:
     """Every leaf of a state by its path, as a short text that differs if a bit does."""
     if isinstance(value, Tensor):
-        value = getattr(value, "_local_tensor", value)  # of a sharded one, this rank's part
+        value = getattr(value, "full_tensor", lambda: value)()  # of a sharded one, from all ranks
         body = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(body).hexdigest()[:12]
         return {path: f"{value.dtype}{list(value.shape)} {digest} {value.reshape(-1)[:3].tolist()}"}

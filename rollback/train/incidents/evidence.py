@@ -38,8 +38,8 @@ from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
 from rollback.train.events import RollbackApplied
 from rollback.train.run import AttachedRun
-from rollback.train.state import tree
 from rollback.train.sharded import detached
+from rollback.train.state import tree
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
 
 _STEPS = 64  # remembered; of each a few hundred numbers

@@ -21,15 +21,15 @@ from torch import Tensor
 from rollback.checkpoints.contents import Stored, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.parts import Box, Part, cover
+from rollback.checkpoints.parts import Box, Part, cover, whole
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
+from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
-from rollback.train.sharded import local_of, part_of, sharded_like
 from rollback.train.state.state import TrainingState
 from rollback.train.state.world_size import adopt, source_of
 
@@ -67,14 +67,26 @@ class Whole:
         return self.shards[source_of(self._rank, len(self.shards))]
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
-        live, sharded = state.live_tensors(), state.sharded_tensors()
+        live, find = state.live_tensors(), state.places()
 
-        def part(key: str) -> Tensor:
-            like, stored = sharded(key), sorted(self._parts[key], key=lambda item: item[1].shard is not self._own)
-            return sharded_like(reads.want_part(stored, part_of(like, key), live.get(key), local_of(like)), like)
+        def part(key: str, like: Tensor, stored: Sequence[tuple[Part, Stored]]) -> Tensor:
+            own_first = sorted(stored, key=lambda item: item[1].shard is not self._own)
+            read = reads.want_part(own_first, part_of(like, key), live.get(key), local_of(like))
+            return sharded_like(read, like) if is_sharded(like) else read
+
+        def plain(shard: ShardReader, key: str) -> Tensor:
+            like, shape = find(key), shard.entries[key].shape
+            if like is not None and is_sharded(like) and tuple(like.shape) == shape:  # it was not, then
+                return part(key, like, [(whole(shape), Stored(shard, key))])
+            return reads.want(shard, key, live.get(key))
+
+        def sharded(key: str) -> Tensor:
+            if (like := find(key)) is None:
+                raise CheckpointDamaged(f"the checkpoint has the sharded tensor {key!r}; this job has no such tensor")
+            return part(key, like, self._parts[key])
 
         with _reading(ranks) as reads:
-            shared, local = self._decode(lambda shard, key: reads.want(shard, key, live.get(key)), part)
+            shared, local = self._decode(plain, sharded)
         state.load(shared, adopt(local, self._rank, len(self.shards)))
         return None
 
@@ -151,7 +163,7 @@ class Parted:
         return None
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
-        live, sharded = state.live_tensors(), state.sharded_tensors()
+        live, find = state.live_tensors(), state.places()
         found: dict[str, Tensor] = {}
         parts: dict[str, Tensor] = {}
         local: Any = None
@@ -162,8 +174,8 @@ class Parted:
                     if self._owner[key] == ranks.rank:
                         found[key] = reads.want(self._shard, key, live.get(key))
                 for key, ((part, _),) in self._parts.items():
-                    like = sharded(key)
-                    if part != part_of(like, key):
+                    like = find(key)
+                    if like is None or part != part_of(like, key):
                         raise CheckpointDamaged(
                             f"this rank had another part of {key!r}: the ranks share it otherwise now"
                         )

@@ -21,11 +21,11 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
+from rollback.train.sharded import detached, is_sharded, part_of, refuse_unsupported
 from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
 from rollback.train.state.nonfinite import FiniteCheck
-from rollback.train.sharded import detached, is_sharded, part_of, refuse_unsupported
 from rollback.train.state.tree import memory_of
 
 _IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
@@ -163,26 +163,19 @@ class TrainingState:
             local[name] = detached(shared.pop(name))
         return parts
 
-    def sharded_tensors(self) -> Callable[[str], Tensor]:
-        """Finds the sharded tensor of the live objects that a checkpoint has by some name; for an optimizer's state, which
-        need not be there yet, the parameter whose state it is. Raises CheckpointDamaged where there is none."""
+    def places(self) -> Callable[[str], Tensor | None]:
+        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
+        state, which need not be there yet: the parameter whose state it is."""
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         tensors: dict[str, Tensor] = {}
         tree.encode({"model": self.model.state_dict(), "objects": objects}, "shared", tensors)
-        trained = [item for group in self.optimizer.param_groups for item in group["params"]]
+        trained: list[nn.Parameter] = [item for group in self.optimizer.param_groups for item in group["params"]]
 
-        def find(name: str) -> Tensor:
-            found: Tensor | None
+        def find(name: str) -> Tensor | None:
             match name.split("/"):
                 case ["shared", "optimizer", "state", index, *_] if index.isdecimal() and int(index) < len(trained):
-                    found = trained[int(index)]
-                case _:
-                    found = tensors.get(name)
-            if found is None or not is_sharded(found):
-                raise CheckpointDamaged(
-                    f"the checkpoint has {name!r} sharded; this job has nothing sharded by that name"
-                )
-            return found
+                    return trained[int(index)]
+            return tensors.get(name)
 
         return find
 
