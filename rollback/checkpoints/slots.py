@@ -27,7 +27,7 @@ from rollback.checkpoints.region import Region
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
 from rollback.rundir import files
 from rollback.rundir.durable import write_file
-from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, shard_name
 from rollback.rundir.small_json import read_json
 
 DEFAULT_BASE = Path("/dev/shm")
@@ -100,7 +100,7 @@ def owner_of(slots: SlotPaths) -> Path | None:
     """The run directory whose tier it is; None where that is not written down, or not to be believed."""
     try:
         body = read_json(slots.owner, _OWNER_LIMIT)
-        return Path(body["run"]) if body["format"] == FORMAT else None
+        return Path(body["run"]) if body["format"] in FORMATS else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 
