@@ -76,8 +76,8 @@ def _part(name: str, item: Any, shapes: Mapping[str, Shape]) -> Part:
     if name not in shapes or not isinstance(item, dict) or item.keys() != {"shape", "at"}:
         raise ValueError(f"the part {name!r} is not described, or not there")
     whole, at, shape = item["shape"], item["at"], shapes[name]
-    numbers = [number for side in (whole, at) if isinstance(side, list) for number in side]
-    if not all(type(number) is int and number >= 0 for number in numbers) or len(numbers) != 2 * len(shape):
+    sides = [side for side in (whole, at) if isinstance(side, list) and len(side) == len(shape)]
+    if len(sides) < 2 or not all(type(number) is int and number >= 0 for side in sides for number in side):
         raise ValueError(f"the part {name!r} has no place in a tensor of its kind")
     if any(start + length > total for start, length, total in zip(at, shape, whole, strict=True)):
         raise ValueError(f"the part {name!r} of {shape} at {at} is outside of its tensor of {whole}")

@@ -228,7 +228,7 @@ def shard(model: nn.Module, sharding: str) -> None:
     if "recomputed" in sharding:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
     for name in layers:
-        of_layer = {"mp_policy": narrow} if "mixed" in sharding else {}
+        of_layer: dict[str, Any] = {"mp_policy": narrow} if "mixed" in sharding else {}
         fully_shard(model.get_submodule(name), **options, **of_layer)
     fully_shard(model, **options)
 
