@@ -9,52 +9,67 @@ import base64
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
-from rollback.checkpoints.layout import TensorEntry
+import numpy as np
+
+from rollback.checkpoints.layout import ITEM_SIZE, TensorEntry
+from rollback.checkpoints.parts import Box, Part, cover, read_parts
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 
-_PARTS = {
+_KEYS = {
     "shared": ("model", "optimizer", "objects", "sentinel", "counters"),
     "local": ("buffers", "nonpersistent_buffers", "random", "cursor", "kept", "nonfinite"),
 }
 _WITHOUT: Mapping[str, Any] = {"kept": {}, "nonpersistent_buffers": {}, "nonfinite": {}}
-"""What a checkpoint means that lacks a part: those that once there were not."""
+"""What a checkpoint means that lacks a key: those that once there were not."""
 
 
-def decode(tree: Any, tensor: Callable[[str], Any], array: Callable[[str], Any]) -> Any:
-    """The value of a JSON tree; `tensor(name)` and `array(name)` make what stands for tensors and NumPy arrays.
+@dataclass(frozen=True)
+class Decoding:
+    """What stands for tensors, NumPy arrays and sharded tensors in a decoded tree, made from their names."""
+
+    tensor: Callable[[str], Any]
+    array: Callable[[str], Any]
+    sharded: Callable[[str], Any]
+
+
+def decode(tree: Any, made: Decoding) -> Any:
+    """The value of a JSON tree.
 
     Raises CheckpointDamaged at an unknown tag; what the body of a tag cannot be made into raises ValueError, TypeError
-    or whatever `tensor` and `array` raise.
+    or whatever `made` raises.
     """
     if isinstance(tree, list):
-        return [decode(item, tensor, array) for item in tree]
+        return [decode(item, made) for item in tree]
     if not isinstance(tree, dict):
         return tree
     if len(tree) == 1 and (tag := next(iter(tree))).startswith("$"):
-        return _decode_tag(tag, tree[tag], tensor, array)
-    return {key: decode(item, tensor, array) for key, item in tree.items()}
+        return _decode_tag(tag, tree[tag], made)
+    return {key: decode(item, made) for key, item in tree.items()}
 
 
-def _decode_tag(tag: str, body: Any, tensor: Callable[[str], Any], array: Callable[[str], Any]) -> Any:
+def _decode_tag(tag: str, body: Any, made: Decoding) -> Any:
     match tag:
         case "$tensor":
-            return tensor(body)
+            return made.tensor(body)
         case "$array":
-            return array(body)
+            return made.array(body)
+        case "$sharded":
+            return made.sharded(body)
         case "$float":
             return float(body)
         case "$bytes":
             return base64.b64decode(body)
         case "$tuple":
-            return tuple(decode(item, tensor, array) for item in body)
+            return tuple(decode(item, made) for item in body)
         case "$map":
-            return {decode(key, tensor, array): decode(item, tensor, array) for key, item in body}
+            return {decode(key, made): decode(item, made) for key, item in body}
         case "$counter":
-            return Counter({decode(key, tensor, array): decode(item, tensor, array) for key, item in body})
+            return Counter({decode(key, made): decode(item, made) for key, item in body})
         case _:
             raise CheckpointDamaged(f"a state tree has the unknown tag {tag!r}")
 
@@ -77,6 +92,30 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class StoredParts:
+    """A sharded tensor: parts that are the whole of it together, each where it lies."""
+
+    parts: Sequence[tuple[Part, Stored]]
+
+    @property
+    def entry(self) -> TensorEntry:
+        """Of the whole tensor. It lies nowhere as a whole, so `start` means nothing."""
+        (part, stored), *_ = self.parts
+        dtype, shape = stored.entry.dtype, part.shape
+        return TensorEntry(dtype, shape, 0, prod(shape) * ITEM_SIZE[dtype])
+
+    @property
+    def data(self) -> memoryview:
+        """The bytes of the whole tensor, read anew each time, while the shards are open."""
+        entry = self.entry
+        whole = np.empty((*entry.shape, ITEM_SIZE[entry.dtype]), np.uint8)
+        for part, stored in self.parts:
+            read = np.frombuffer(stored.data, np.uint8).reshape(*part.box.shape, -1)
+            whole[part.box.inside(Box((0,) * len(part.shape), part.shape))] = read
+        return whole.reshape(-1).data
+
+
+@dataclass(frozen=True)
 class Contents:
     """Decoded trees. `shared` is the same on all ranks; `local` has one for each, in rank order."""
 
@@ -94,20 +133,44 @@ def read_contents(shards: Sequence[ShardReader]) -> Contents:
     Raises CheckpointDamaged where a tree is missing, is no such tree, or refers to a tensor that no shard has.
     """
     everywhere = {name: shard for shard in shards for name in shard.entries}
-    shared = _read_tree(shards[0], "shared", everywhere)
+    try:
+        parts = parts_by_name(shards)
+        sharded = {name: _whole(name, found) for name, found in parts.items()}
+    except ValueError as error:
+        raise CheckpointDamaged(f"the sharded tensors of the checkpoint do not fit together: {error}") from error
+    shared = _read_tree(shards[0], "shared", everywhere, sharded)
     # The names of local tensors are the same in every shard, so they are looked up in the rank's own.
-    local = [_read_tree(shard, "local", dict.fromkeys(shard.entries, shard)) for shard in shards]
+    local = [_read_tree(shard, "local", dict.fromkeys(shard.entries, shard), {}) for shard in shards]
     return Contents(shared, local)
 
 
-def require_parts(value: Any, which: str) -> None:
+def parts_by_name(shards: Sequence[ShardReader]) -> dict[str, list[tuple[Part, Stored]]]:
+    """All parts of each sharded tensor, replicas among them. Raises ValueError where a shard describes none that is."""
+    found: dict[str, list[tuple[Part, Stored]]] = {}
+    for shard in shards:
+        shapes = {name: entry.shape for name, entry in shard.entries.items()}
+        for name, part in read_parts(shard.metadata, shapes).items():
+            found.setdefault(name, []).append((part, Stored(shard, name)))
+    return found
+
+
+def _whole(name: str, found: Sequence[tuple[Part, Stored]]) -> StoredParts:
+    if len({stored.entry.dtype for _, stored in found}) > 1:
+        raise ValueError(f"the parts of {name!r} differ in their type")
+    chosen = [found[number] for number in cover(name, [part for part, _ in found])]
+    return StoredParts(chosen or found[:1])
+
+
+def require_keys(value: Any, which: str) -> None:
     """Raise CheckpointDamaged unless a decoded tree (`shared` or `local`) has all that a restore takes from it."""
-    for part in _PARTS[which]:
-        if not isinstance(value, dict) or not isinstance(value.get(part, _WITHOUT.get(part)), dict):
-            raise CheckpointDamaged(f"the tree {which!r} has no {part!r}")
+    for key in _KEYS[which]:
+        if not isinstance(value, dict) or not isinstance(value.get(key, _WITHOUT.get(key)), dict):
+            raise CheckpointDamaged(f"the tree {which!r} has no {key!r}")
 
 
-def _read_tree(shard: ShardReader, which: str, source: Mapping[str, ShardReader]) -> Mapping[str, Any]:
+def _read_tree(
+    shard: ShardReader, which: str, source: Mapping[str, ShardReader], sharded: Mapping[str, StoredParts]
+) -> Mapping[str, Any]:
     def fetch(name: str) -> Stored:
         if name not in source:
             raise CheckpointDamaged(f"the tree {which!r} of {shard.path} refers to {name!r}, which no shard holds")
@@ -116,8 +179,8 @@ def _read_tree(shard: ShardReader, which: str, source: Mapping[str, ShardReader]
     if which not in shard.metadata:
         raise CheckpointDamaged(f"the shard {shard.path} has no tree {which!r}")
     try:
-        value = decode(parse_json(shard.metadata[which]), fetch, fetch)
-    except (ValueError, TypeError, RecursionError) as error:
+        value = decode(parse_json(shard.metadata[which]), Decoding(fetch, fetch, sharded.__getitem__))
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CheckpointDamaged(f"the tree {which!r} of {shard.path} cannot be read: {error}") from error
-    require_parts(value, which)
+    require_keys(value, which)
     return dict(value)

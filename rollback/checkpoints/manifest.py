@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from rollback.checkpoints.shard import Written
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import seal
-from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, shard_name
 from rollback.system.durable import read_small_file
 from rollback.system.small_json import parse_json
 
@@ -110,8 +110,8 @@ def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
         manifest = Manifest.model_validate(body)
     except ValueError as error:
         raise CheckpointDamaged(f"the manifest {where} is damaged: {str(error).splitlines()[0]}") from error
-    if manifest.format != FORMAT:
-        raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {FORMAT}")
+    if manifest.format not in FORMATS:
+        raise CheckpointDamaged(f"the manifest {where} has format {manifest.format}; this version reads {READS}")
     if name not in (None, manifest.name) or manifest.name != CheckpointName.of(manifest.seq, manifest.step):
         raise CheckpointDamaged(f"the manifest {where} is that of another checkpoint, {manifest.name!r}")
     # Counted first: a stated world size of a billion must not be spelt out.

@@ -143,13 +143,14 @@ class ShardReader:
         self.read_into(name, memory)
         return memory
 
-    def read_into(self, name: str, memory: memoryview) -> None:
-        """Read a tensor into memory of exactly its size. Raises CheckpointUnreadable where the disk fails."""
+    def read_into(self, name: str, memory: memoryview, start: int | None = None) -> None:
+        """Read a tensor into memory of exactly its size; with `start`, only as much of it as the memory has room for,
+        from that byte on. Raises CheckpointUnreadable where the disk fails."""
         entry = self.entries[name]
-        if memory.nbytes != entry.nbytes:
+        if memory.nbytes != entry.nbytes and (start is None or start + memory.nbytes > entry.nbytes):
             raise ValueError(f"{entry.nbytes} bytes into {memory.nbytes}")
-        if entry.nbytes:
-            self._fill(memory.cast("B"), entry.start)
+        if memory.nbytes:
+            self._fill(memory.cast("B"), entry.start + (start or 0))
 
     def close(self) -> None:
         if self._fd >= 0:

@@ -25,7 +25,7 @@ from pathlib import Path
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.region import Region
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
-from rollback.rundir.paths import FORMAT, MANIFEST, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
@@ -100,7 +100,7 @@ def owner_of(slots: SlotPaths) -> Path | None:
     """The run directory whose tier it is; None where that is not written down, or not to be believed."""
     try:
         body = read_json(slots.owner, _OWNER_LIMIT)
-        return Path(body["run"]) if body["format"] == FORMAT else None
+        return Path(body["run"]) if body["format"] in FORMATS else None
     except (OSError, ValueError, TypeError, KeyError):
         return None
 

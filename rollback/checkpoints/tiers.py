@@ -20,7 +20,7 @@ from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.facts.training import Tier
 from rollback.rundir.identity import read_identity
-from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.paths import FORMAT, FORMATS, RunPaths
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
@@ -159,7 +159,7 @@ def fast_tier_of(paths: RunPaths) -> SlotPaths | None:
     name is, closed to others, and with this run directory's own `tier.json`."""
     try:
         body = read_json(paths.fast_pointer, _POINTER_LIMIT)
-        tier = SlotPaths(Path(body["directory"])) if body["format"] == FORMAT else None
+        tier = SlotPaths(Path(body["directory"])) if body["format"] in FORMATS else None
         identity = read_identity(paths)
         if tier is None or identity is None or tier != slots.tier_of(tier.root.parent.parent, identity.run_id):
             return None

@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Accepted
 from rollback.rundir import seal
-from rollback.rundir.paths import FORMAT, RunPaths
+from rollback.rundir.paths import FORMAT, FORMATS, READS, RunPaths
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
 
@@ -60,9 +60,9 @@ def read_identity(paths: RunPaths) -> Identity | None:
     path = paths.identity
     try:
         body = read_json(path)
-        if isinstance(body, dict) and body.get("format") != FORMAT:
+        if isinstance(body, dict) and body.get("format") not in FORMATS:
             raise RunDoesNotFit(
-                f"{path} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
+                f"{path} has format {body.get('format')!r}; this version of rollback reads {READS}",
                 hint="use the version of rollback that wrote it, or another run directory",
             )
         identity = Identity.model_validate(body)

@@ -9,7 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-FORMAT = 2
+FORMAT = 3
+"""What is written."""
+FORMATS = (2, 3)
+"""What is read: in 2 there are no sharded tensors."""
+READS = f"formats {' and '.join(map(str, FORMATS))}"
 
 _CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
 

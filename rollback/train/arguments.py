@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from rollback.config import Settings, settings_from
 from rollback.errors import UsageError
 from rollback.sentinel import Sentinel
+from rollback.train.sharded import whole_of
 from rollback.train.state.state import Stateful
 
 
@@ -108,4 +109,4 @@ def scalar(value: Tensor | float, what: str) -> Tensor:
             f"guard.observe got a {what} {kind}; it takes one real number",
             hint=f"reduce it first, for example {what}.mean()",
         )
-    return value.detach().reshape(())
+    return whole_of(value).detach().reshape(())

@@ -51,10 +51,10 @@ class Guard(ScriptSide):
     All ranks must make the guard at the same point, after `init_process_group` and after wrapping the model in DDP,
     and must iterate over it alike. docs/guard.md says more.
 
-    model: a module, plain or in DistributedDataParallel. optimizer: its torch optimizer. loader: a DataLoader, a
-    Stateful loader, a callable or an iterable (see `rollback.train.data.cursor`). Pass any other object with
-    `state_dict` and `load_state_dict` by a name of its own (scheduler, scaler, ema, ...): the guard keeps and restores
-    it too. It must be the same on all ranks.
+    model: a module, plain, in DistributedDataParallel, or sharded by fully_shard or parallelize_module. optimizer: its
+    torch optimizer. loader: a DataLoader, a Stateful loader, a callable or an iterable (see
+    `rollback.train.data.cursor`). Pass any other object with `state_dict` and `load_state_dict` by a name of its own
+    (scheduler, scaler, ema, ...): the guard keeps and restores it too. It must be the same on all ranks.
 
     max_steps: end the iteration after this many optimizer updates; default: at the end of the data. run: the run
     directory (default `runs/<script name>`; `rollback launch --run` takes precedence). All settings of
@@ -238,7 +238,7 @@ class Guard(ScriptSide):
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()
             return None
-        mark, gauges = step.finish(), step.updates.gauges()
+        mark, gauges = step.finish(), step.gauges()
         stop, requests_open = self._requests.stop.requested, self._requests.waiting
         schedule.end_update()
         decision = self._judge.end_step(

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from rollback.sentinel import Hint
 from rollback.train.arguments import scalar
+from rollback.train.comm.pulse import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
@@ -125,6 +126,10 @@ class StepInProgress:
     def grad_norm(self) -> Tensor | None:
         """The observed gradient norm, else the measured one."""
         return self.updates.grad_norm if self._grad_norm is None else self._grad_norm
+
+    def gauges(self) -> Gauges:
+        """What else goes on the pulse."""
+        return self.updates.gauges(told=self._grad_norm is not None)
 
     def next(self) -> None:
         """Count the step. The next step is in progress."""

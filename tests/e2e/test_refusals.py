@@ -330,20 +330,20 @@ def test_a_number_of_epochs_that_is_none(tmp_path: Path, count: Any) -> None:
     guard.close()
 
 
-def test_a_model_that_is_sharded_inside_is_refused_on_all_ranks_at_once(tmp_path: Path) -> None:
+def test_what_is_sharded_otherwise_than_into_parts_is_refused_on_all_ranks_at_once(tmp_path: Path) -> None:
     """Its state_dict() exchanges tensors: whoever asked for it before looking would wait for ranks that do not."""
     job = Path(__file__).parent / "jobs" / "sharded.py"
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", str(job)]
     done = run_warm(command, cwd=tmp_path, timeout=180, stdout=subprocess.PIPE, check=True)
     told = {line for line in done.stdout.splitlines() if line.startswith("rank ")}
-    shards = {
-        "first": "FSDP has its module '1'",
-        "second": "FSDP has its module '1'",
-        "parallel": "'1.weight' is a DTensor",
+    models = {
+        "first": "the model is sharded by FSDP1 (its module '1'), whose flat parameters the guard does not keep",
+        "engine": "the model is an engine of DeepSpeed (its module '1'), which keeps its parameters and optimizer to "
+        "itself",
+        "summands": "the tensor 'shared/model/1.weight' is a DTensor whose parts are summands ((Partial(sum),)), not "
+        "parts of it",
+        "buffer": "the tensor 'local/buffers/1.level' is a DTensor, and each rank keeps its own: parts of it would be "
+        "lost",
     }
-    assert told == {
-        f"rank {rank}, {name}: the model is sharded: {part}; the guard keeps replicated models only"
-        for rank in (0, 1)
-        for name, part in shards.items()
-    }
+    assert told == {f"rank {rank}, {name}: {message}" for rank in (0, 1) for name, message in models.items()}
     assert not (tmp_path / "runs").exists()

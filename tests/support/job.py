@@ -30,6 +30,7 @@ from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
+from rollback.train.sharded import detached
 from rollback.train.snapshots import pipeline
 
 
@@ -65,7 +66,7 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
         if scenario.get("flip") == [rank, position] and guard is not None:
-            weight = next(guard._state.model.parameters()).data
+            weight = detached(next(guard._state.model.parameters()))
             weight.view(torch.int32)[0, 0] ^= 1
         for ask in asked:
             ask(guard, position)

@@ -84,6 +84,10 @@ class Toy:
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
     width: int = 16
+    sharding: str | None = None
+    """`fsdp`: FSDP2, with `, mixed` in bfloat16, with `, gathered` not sharded again behind the forward, with `,
+    recomputed` without stored activations; `hsdp`: two replicas of it; `tensor parallel`: over half the ranks, FSDP2
+    over the rest."""
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
     patient: bool = True
@@ -162,7 +166,7 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
             model=parts.model, optimizer=parts.optimizer, loader=parts.loader, scheduler=parts.scheduler,
             scaler=parts.scaler, max_steps=toy.max_steps, run=run, **settings,
         )  # fmt: skip
-    seed(100 + rank)
+    seed(100 + (0 if toy.sharding == "tensor parallel" else rank))
     trained = _Loop(toy, parts, guard, rank, hook, log)
     try:
         trained.run()
@@ -197,6 +201,38 @@ class Level(nn.Module):
         return x / (1 + self.level) if self.hidden else x.nan_to_num()
 
 
+def shard(model: nn.Module, sharding: str) -> None:
+    """The linear layers each for itself, the rest with the root."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    ranks, layers = dist.get_world_size(), [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
+    match sharding:
+        case "fsdp" | "fsdp, mixed" | "fsdp, gathered" | "fsdp, recomputed":
+            mesh = init_device_mesh("cpu", (ranks,))
+        case "hsdp":
+            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+        case _:
+            both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("shards", "tensors"))
+            plan = {
+                layers[0]: ColwiseParallel(output_layouts=Replicate()),
+                layers[-1]: RowwiseParallel(input_layouts=Replicate()),
+            }
+            parallelize_module(model, both["tensors"], plan)
+            mesh = both["shards"]
+    narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "gathered" not in sharding}
+    if "recomputed" in sharding:
+        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+    for name in layers:
+        of_layer: dict[str, Any] = {"mp_policy": narrow} if "mixed" in sharding else {}
+        fully_shard(model.get_submodule(name), **options, **of_layer)
+    fully_shard(model, **options)
+
+
 class _Parts:
     """The objects of a script."""
 
@@ -208,7 +244,9 @@ class _Parts:
         )
         if toy.level is not None:
             self.model = nn.Sequential(Level(toy.level), self.model)
-        if dist.is_initialized():
+        if toy.sharding is not None:
+            shard(self.model, toy.sharding)
+        elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
@@ -218,7 +256,8 @@ class _Parts:
         self.sampler: DistributedSampler[Any] | None = None
         if toy.sampler == "distributed":
             ranks = dist.get_world_size() if dist.is_initialized() else 1
-            self.sampler = DistributedSampler(data, num_replicas=ranks, rank=rank)
+            same = ranks // 2 if toy.sharding == "tensor parallel" else 1  # so many ranks in a row share one batch
+            self.sampler = DistributedSampler(data, num_replicas=ranks // same, rank=rank // same)
         self.loader = self._loader(toy, data)
 
     def _loader(self, toy: Toy, data: Samples) -> Any:
@@ -305,7 +344,10 @@ class _Loop:
             x[0, 0] = torch.nan
         self.micro += 1
         whole = self.micro % toy.accumulate == 0 or (toy.by_epoch and self.micro == len(parts.loader))
-        quiet = contextlib.nullcontext() if whole or not dist.is_initialized() else parts.model.no_sync()  # type: ignore[operator]
+        if toy.sharding is not None:
+            parts.model.set_requires_gradient_sync(whole)  # type: ignore[operator]
+        alone = whole or toy.sharding is not None or not dist.is_initialized()
+        quiet = contextlib.nullcontext() if alone else parts.model.no_sync()  # type: ignore[operator]
         with quiet:
             loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
             if position in toy.overflow:
@@ -387,6 +429,7 @@ class _Loop:
 def flat(value: Any, path: str = "") -> dict[str, str]:
     """Every leaf of a state by its path, as a short text that differs if a bit does."""
     if isinstance(value, Tensor):
+        value = getattr(value, "full_tensor", lambda: value)()  # of a sharded one, from all ranks
         body = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(body).hexdigest()[:12]
         return {path: f"{value.dtype}{list(value.shape)} {digest} {value.reshape(-1)[:3].tolist()}"}

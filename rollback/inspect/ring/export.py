@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.contents import Contents, Stored, read_contents
+from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.tiers import held, locate
@@ -60,16 +60,16 @@ def export(run: Path | ReadableRun, word: str | None, output: Path, *, force: bo
                 hint="`rollback ring verify` tells which checkpoints are intact",
             ) from error
         state = contents.model(rank=0)
-        stored = {key: value for key, value in state.items() if isinstance(value, Stored)}
+        stored = {key: value for key, value in state.items() if isinstance(value, Stored | StoredParts)}
         pieces = [
-            ShardPiece(key, item.entry.dtype, item.entry.shape, partial(item.shard.data, item.name))
+            ShardPiece(key, item.entry.dtype, item.entry.shape, partial(getattr, item, "data"))
             for key, item in stored.items()
         ]
         metadata = {"format": "pt", "checkpoint": name, "step": str(manifest.step), "batch": str(manifest.batch)}
         if identity:
             metadata["run_id"] = identity.run_id
         size = write_shard(temporary, pieces, metadata).size
-    left_out = [key for key, value in state.items() if not isinstance(value, Stored)]
+    left_out = [key for key in state if key not in stored]
     notice = None
     if word is None and listing.final is not None and chosen != FINAL:
         notice = f"the last step of the run was not judged healthy; its final state is {listing.final} (`{FINAL}`)"

@@ -15,7 +15,7 @@ from typing import Any
 
 from pydantic import Field
 
-from rollback.checkpoints.contents import Contents, Stored, read_contents
+from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
@@ -178,7 +178,7 @@ def misfits(manifest: Manifest, contents: Contents, job: JobIdentity) -> list[st
 
 def _model_misfits(state: dict[str, Any], job: JobIdentity) -> Iterator[str]:
     wanted = {name: f"{dtype}{shape}" for name, dtype, shape in job.model}
-    held = {name: value.entry for name, value in state.items() if isinstance(value, Stored)}
+    held = {name: value.entry for name, value in state.items() if isinstance(value, Stored | StoredParts)}
     for name, kind in wanted.items():
         if name not in held:
             yield f"the model's tensor {name!r} is missing"

@@ -14,7 +14,7 @@ from pydantic import BaseModel, Field, ValidationError, field_validator
 
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
-from rollback.rundir.paths import FORMAT, MANIFEST, CheckpointName, RunPaths
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths
 from rollback.system.small_json import parse_json
 
 PIECE = 4 << 20
@@ -161,9 +161,9 @@ def _parse(data: bytes, url: str) -> Index:
     stated = body.pop("check", None)
     if stated != _check(body):
         raise ValueError("its check value does not match its content")
-    if body.get("format") != FORMAT:
+    if body.get("format") not in FORMATS:
         raise RunDoesNotFit(
-            f"the ring {url} has format {body.get('format')!r}; this version of rollback reads format {FORMAT}",
+            f"the ring {url} has format {body.get('format')!r}; this version of rollback reads {READS}",
             hint="use the version of rollback that wrote it, or another URL",
         )
     return Index.model_validate(body)

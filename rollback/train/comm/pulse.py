@@ -29,7 +29,7 @@ from torch import Tensor
 
 from rollback.train.comm.ranks import Handed, Ranks
 
-LETTER = 6
+LETTER = 8
 """Numbers of a letter."""
 
 
@@ -88,6 +88,9 @@ class GaugeFields(Generic[Scalar]):
     """Share of the gradient that clipping left."""
     measured: Scalar | None = None
     """The gradient norm that the guard measured."""
+    squares: Scalar | None = None
+    """Of sharded gradients, where the script reports no norm: the sum of this rank's squares, times the number of
+    ranks, with replicas weighted so that each element counts once. The mean over the ranks is the norm's square."""
 
 
 @dataclass
@@ -280,6 +283,8 @@ def _beat(vector: list[float], world_size: int) -> Beat:
         anywhere |= code
     loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
     table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
+    if table["squares"] is not None:
+        grad_norm = math.sqrt(table["squares"])
     table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
         loss=_unless_ill(loss, anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),

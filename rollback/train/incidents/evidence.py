@@ -38,6 +38,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
 from rollback.train.events import RollbackApplied
 from rollback.train.run import AttachedRun
+from rollback.train.sharded import detached
 from rollback.train.state import tree
 from rollback.train.updates.gradients import GradientNorms, norm_of_each
 
@@ -233,7 +234,7 @@ class IncidentEvidence:
 
     def _weights(self) -> Norms:
         parameters = list(self._model.parameters())
-        norms = norm_of_each([p.detach() for p in parameters]).tolist() if parameters else []
+        norms = norm_of_each([detached(p) for p in parameters]).tolist() if parameters else []
         names = [self._names.get(id(p), "?") for p in parameters]
         return self._norms(names, norms, [p.dtype for p in parameters])
 

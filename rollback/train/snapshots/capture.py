@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,7 @@ import xxhash
 from torch import Tensor
 
 from rollback.checkpoints.layout import Kind, Layout, TensorEntry
+from rollback.checkpoints.parts import METADATA, Part, write_parts
 from rollback.checkpoints.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots import drift
@@ -37,13 +38,15 @@ _STILL = (PARAMETERS, "shared/optimizer/state/")
 class Share:
     """What one rank stores of an image.
 
-    replicas: all parameters by the rank that stores them, where there are ranks to compare them with.
+    replicas: all parameters by the rank that stores them, where there are ranks to compare them with. parts: this
+    rank's parts of the sharded ones among the parameters, where they lie.
     """
 
     rank: int
     tensors: Mapping[str, Tensor]
     replicas: Mapping[int, Mapping[str, Tensor]]
     metadata: Mapping[str, str]
+    parts: Mapping[str, Part] = field(default_factory=dict)
     finite: FiniteCheck | None = None
 
     def kinds(self) -> dict[str, Kind]:
@@ -56,11 +59,14 @@ def share_of(image: Image, ranks: Ranks) -> Share:
     metadata = {"local": json.dumps(image.local)}
     if ranks.first:
         metadata["shared"] = json.dumps(image.shared)
+    if image.parts:
+        metadata[METADATA] = write_parts(image.parts)
     replicas: dict[int, dict[str, Tensor]] = {}
     for name, item in image.shared_tensors.items():
         if name.startswith(PARAMETERS) and ranks.world_size > 1:
             replicas.setdefault(owner[name], {})[name] = item
-    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, image.finite)
+    parts = {name: part for name, part in image.parts.items() if name.startswith(PARAMETERS)}
+    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, parts, image.finite)
 
 
 class Capture:
@@ -125,6 +131,18 @@ class Capture:
         together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
         on_device = int(self._device_digest) if self._device_digest is not None else 0
         return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
+
+    def part_digest(self) -> tuple[int, int]:
+        """Of this rank's parts of sharded parameters: a digest of where they lie, and one of what they hold; 0 and 0
+        where there are none. After `finish`."""
+        if not self._share.parts:
+            return 0, 0
+        held = xxhash.xxh3_64()
+        for name in sorted(self._share.parts):
+            entry = self._layout.entries[name]
+            held.update(self._region.view[entry.start : entry.end])
+        place = xxhash.xxh3_64_intdigest(write_parts(dict(sorted(self._share.parts.items()))).encode())
+        return drift.fold(place), drift.fold(held.intdigest())
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
         """Tensors in the copy that hold what is not finite, and did not before. After `finish`."""

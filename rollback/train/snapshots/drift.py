@@ -28,6 +28,24 @@ def differing(digests: Sequence[int]) -> tuple[int, ...]:
     return tuple(rank for rank, digest in enumerate(digests) if digest != common)
 
 
+def differing_parts(digests: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """Of sharded parameters: ranks that hold the same part, and not the same values as the others that do.
+
+    digests: of each rank, where its part lies and what it holds, as `Capture.part_digest` has it.
+    """
+    found: list[int] = []
+    for place in {place for place, _ in digests}:
+        holders = [rank for rank, (at, _) in enumerate(digests) if at == place]
+        found += (holders[number] for number in differing([digests[rank][1] for rank in holders]))
+    return tuple(sorted(found))
+
+
+def parts_in_words(ranks: Sequence[int]) -> str:
+    listed = ", ".join(map(str, ranks[:-1]))
+    who = f"ranks {listed} and {ranks[-1]}" if listed else f"rank {ranks[0]}"
+    return f"the parameters of {who} are not those of the ranks that have the same part, though they are replicas"
+
+
 def in_words(ranks: Sequence[int], world_size: int) -> str:
     if len(ranks) == world_size:
         listed = ", ".join(map(str, ranks[:-1])) + f" and {ranks[-1]}"

@@ -134,6 +134,8 @@ class Letter:
     written: Written
     digest: int
     nonfinite: int = 0
+    part: tuple[int, int] = (0, 0)
+    """Digests of its part of sharded parameters: where it lies, what it holds."""
 
     def words(self) -> tuple[int, ...]:
         """As whole numbers below 2**53."""
@@ -141,12 +143,12 @@ class Letter:
         for bits in reversed(_WORDS):
             words.append(rest & ((1 << bits) - 1))
             rest >>= bits
-        return (self.written.size, *reversed(words), self.digest, self.nonfinite)
+        return (self.written.size, *reversed(words), self.digest, self.nonfinite, *self.part)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Letter:
-        size, *parts, digest, nonfinite = words
+        size, *pieces, digest, nonfinite, place, held = words
         number = 0
-        for bits, part in zip(_WORDS, parts, strict=True):
-            number = number << bits | part
-        return cls(Written(size, f"{number:032x}"), digest, nonfinite)
+        for bits, piece in zip(_WORDS, pieces, strict=True):
+            number = number << bits | piece
+        return cls(Written(size, f"{number:032x}"), digest, nonfinite, (place, held))

@@ -264,6 +264,8 @@ class Snapshots:
         """All ranks have written, and told each other what: commit, unless their parameters differ."""
         if ranks := drift.differing([letter.digest for letter in letters]):
             return self._drop(drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
+        if ranks := drift.differing_parts([letter.part for letter in letters]):
+            return self._drop(drift.parts_in_words(ranks), drifted=ranks)
         if ailing := tuple(rank for rank, letter in enumerate(letters) if letter.nonfinite):
             return self._drop("there are new values in it that are not finite", ailing=ailing)
         shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
@@ -312,7 +314,7 @@ class Snapshots:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
         flight.nonfinite = capture.nonfinite()
-        flight.letter = Letter(written, capture.digest(), len(flight.nonfinite))
+        flight.letter = Letter(written, capture.digest(), len(flight.nonfinite), capture.part_digest())
 
     def _commit(self, flight: SnapshotInFlight) -> None:
         if flight.slot is not None:

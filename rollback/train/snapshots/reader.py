@@ -18,13 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollback.checkpoints.contents import require_parts
+from rollback.checkpoints.contents import Stored, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.parts import Box, Part, cover, whole
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
+from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
@@ -54,7 +56,8 @@ class Whole:
             with _in_words(manifest.name):
                 self._shared = parse_json(self.shards[0].metadata["shared"])
                 self._local = parse_json(self._own.metadata["local"])
-                self._decode(_stand_in)
+                self._parts = parts_by_name(self.shards)
+                self._decode(_stand_in, self._whole)
         except BaseException:
             self.close()
             raise
@@ -64,9 +67,26 @@ class Whole:
         return self.shards[source_of(self._rank, len(self.shards))]
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
-        live = state.live_tensors()
+        live, find = state.live_tensors(), state.places()
+
+        def part(key: str, like: Tensor, stored: Sequence[tuple[Part, Stored]]) -> Tensor:
+            own_first = sorted(stored, key=lambda item: item[1].shard is not self._own)
+            read = reads.want_part(own_first, part_of(like, key), live.get(key), local_of(like))
+            return sharded_like(read, like) if is_sharded(like) else read
+
+        def plain(shard: ShardReader, key: str) -> Tensor:
+            like, shape = find(key), shard.entries[key].shape
+            if like is not None and is_sharded(like) and tuple(like.shape) == shape:  # it was not, then
+                return part(key, like, [(whole(shape), Stored(shard, key))])
+            return reads.want(shard, key, live.get(key))
+
+        def sharded(key: str) -> Tensor:
+            if (like := find(key)) is None:
+                raise CheckpointDamaged(f"the checkpoint has the sharded tensor {key!r}; this job has no such tensor")
+            return part(key, like, self._parts[key])
+
         with _reading(ranks) as reads:
-            shared, local = self._decode(lambda shard, key: reads.want(shard, key, live.get(key)))
+            shared, local = self._decode(plain, sharded)
         state.load(shared, adopt(local, self._rank, len(self.shards)))
         return None
 
@@ -74,13 +94,18 @@ class Whole:
         for shard in self.shards:
             shard.close()
 
-    def _decode(self, fetch: Callable[[ShardReader, str], Tensor]) -> tuple[Any, Any]:
+    def _whole(self, key: str) -> Tensor:
+        """In place of a sharded tensor, when it is only asked whether all of it is there."""
+        list(cover(key, [part for part, _ in self._parts[key]]))
+        return torch.empty(0)
+
+    def _decode(self, fetch: Callable[[ShardReader, str], Tensor], sharded: Callable[[str], Tensor]) -> tuple[Any, Any]:
         source = {key: shard for shard in self.shards for key in shard.entries}
-        shared = tree.decode(self._shared, lambda key: fetch(source[key], key))
+        shared = tree.decode(self._shared, lambda key: fetch(source[key], key), sharded)
         # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
         local = tree.decode(self._local, lambda key: fetch(self._own, key))
-        require_parts(shared, "shared")
-        require_parts(local, "local")
+        require_keys(shared, "shared")
+        require_keys(local, "local")
         return shared, local
 
 
@@ -104,9 +129,10 @@ class Parted:
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
+                self._parts = parts_by_name(self.shards)
                 self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
                 self._local = parse_json(self._shard.metadata["local"])
-                require_parts(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
+                require_keys(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
         except BaseException:
             self.close()
             raise
@@ -130,15 +156,16 @@ class Parted:
 
         try:
             with _in_words(self._name):
-                require_parts(tree.decode(self._shared, note), "shared")
+                require_keys(tree.decode(self._shared, note, lambda key: _stand_in(self._shard, key)), "shared")
         except CheckpointDamaged as error:
             return error.message
         self._wanted = list(wanted)
         return None
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
-        live = state.live_tensors()
+        live, find = state.live_tensors(), state.places()
         found: dict[str, Tensor] = {}
+        parts: dict[str, Tensor] = {}
         local: Any = None
         fault: str | None = None
         try:
@@ -146,6 +173,13 @@ class Parted:
                 for key in self._wanted:
                     if self._owner[key] == ranks.rank:
                         found[key] = reads.want(self._shard, key, live.get(key))
+                for key, ((part, _),) in self._parts.items():
+                    like = find(key)
+                    if like is None or part != part_of(like, key):
+                        raise CheckpointDamaged(
+                            f"this rank had another part of {key!r}: the ranks share it otherwise now"
+                        )
+                    parts[key] = sharded_like(reads.want(self._shard, key, live.get(key)), like)
                 local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
         except CheckpointDamaged as error:
             fault = error.message
@@ -154,7 +188,7 @@ class Parted:
             return fault
         for source in range(ranks.world_size):
             self._spread(source, found, live, ranks)
-        state.load(tree.decode(self._shared, found.__getitem__), local)
+        state.load(tree.decode(self._shared, found.__getitem__, parts.__getitem__), local)
         return None
 
     def close(self) -> None:
@@ -227,6 +261,41 @@ class _Reads:
         if present is not None:
             torch.autograd.graph.increment_version(present)
         return target
+
+    def want_part(
+        self, parts: Sequence[tuple[Part, Stored]], wanted: Part, present: Tensor | None, on: Tensor
+    ) -> Tensor:
+        """As `want`, this rank's part of a sharded tensor, which the ranks may have had in other parts.
+
+        on: a tensor on the device that a new one has to be on.
+        """
+        for part, stored in parts:
+            if part == wanted and (present is not None or not on.is_cuda):
+                return self.want(stored.shard, stored.name, present)
+        (first, stored), *_ = parts
+        if first.shape != wanted.shape:
+            raise CheckpointDamaged(
+                f"{stored.name!r} has the shape {first.shape} in the checkpoint, not {wanted.shape}"
+            )
+        room = _fresh((stored.entry.dtype, wanted.box.shape))
+        for number in cover(stored.name, [part for part, _ in parts]):
+            part, stored = parts[number]
+            if (common := part.box.overlap(wanted.box)) is not None:
+                room[common.inside(wanted.box)] = _read_box(stored, part.box, common)
+        present = _fitting(present, (stored.entry.dtype, wanted.box.shape))
+        return room.to(on.device) if present is None else present.copy_(room)
+
+
+def _read_box(stored: Stored, part: Box, wanted: Box) -> Tensor:
+    """What a stored part has of a box that lies in it. Of its first dimension no more is read than is wanted."""
+    if not part.shape:
+        rows = _fresh((stored.entry.dtype, ()))
+        stored.shard.read_into(stored.name, bytes_of(rows))
+        return rows
+    rows = _fresh((stored.entry.dtype, (wanted.shape[0], *part.shape[1:])))
+    first = wanted.at[0] - part.at[0]
+    stored.shard.read_into(stored.name, bytes_of(rows), first * rows[0].nbytes)
+    return rows[wanted.inside(Box((wanted.at[0], *part.at[1:]), tuple(rows.shape)))]
 
 
 def _threads(ranks: Ranks) -> int:

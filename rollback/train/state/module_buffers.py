@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollback.train.sharded import local_of
 from rollback.train.state.tree import is_kept, memory_of
 
 _LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
@@ -106,4 +107,5 @@ def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _storage_of(item: Tensor) -> object:
+    item = local_of(item)
     return item.untyped_storage().data_ptr(), item.device

@@ -3,7 +3,7 @@
 `shared` is the same on all ranks and is stored once: parameters, optimizer, the other objects, the sentinel, the
 counters. `local` differs between ranks, and each rank stores its own: random states, cursor, kept values, and the
 model's buffers. With DDP the buffers of the ranks may differ between forwards, and an exact resume needs each rank's
-own.
+own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 """
 
 from __future__ import annotations
@@ -15,11 +15,13 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor, nn
 
+from rollback.checkpoints.parts import Part
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
+from rollback.train.sharded import detached, is_sharded, part_of, refuse_unsupported
 from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
@@ -64,6 +66,8 @@ class Image:
     local: tree.Json
     shared_tensors: dict[str, Tensor]
     local_tensors: dict[str, Tensor]
+    parts: Mapping[str, Part]
+    """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
     finite: FiniteCheck | None = None
 
 
@@ -143,7 +147,38 @@ class TrainingState:
             },
             **tree.encode(local, "local", local_tensors),
         }
-        return Image(tree.encode(shared, "shared", shared_tensors), trees, shared_tensors, local_tensors, self.finite)
+        shared_tree = tree.encode(shared, "shared", shared_tensors)
+        parts = self._take_parts(shared_tensors, local_tensors)
+        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, self.finite)
+
+    @staticmethod
+    def _take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> dict[str, Part]:
+        """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie."""
+        for name in filter(lambda name: is_sharded(local[name]), local):
+            raise UsageError(
+                f"the tensor {name!r} is a DTensor, and each rank keeps its own: parts of it would be lost",
+                hint="make it a parameter, or a plain tensor",
+            )
+        parts = {name: part_of(item, name) for name, item in shared.items() if is_sharded(item)}
+        for name in parts:
+            local[name] = detached(shared.pop(name))
+        return parts
+
+    def places(self) -> Callable[[str], Tensor | None]:
+        """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
+        state, which need not be there yet: the parameter whose state it is."""
+        objects = {name: item.state_dict() for name, item in self.objects.items()}
+        tensors: dict[str, Tensor] = {}
+        tree.encode({"model": self.model.state_dict(), "objects": objects}, "shared", tensors)
+        trained: list[nn.Parameter] = [item for group in self.optimizer.param_groups for item in group["params"]]
+
+        def find(name: str) -> Tensor | None:
+            match name.split("/"):
+                case ["shared", "optimizer", "state", index, *_] if index.isdecimal() and int(index) < len(trained):
+                    return trained[int(index)]
+            return tensors.get(name)
+
+        return find
 
     def _tensor_in_words(self, name: str) -> str:
         """A tensor of an image in words, by its name there."""
@@ -284,28 +319,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         elif isinstance(inner := getattr(model, "_orig_mod", None), nn.Module):
             model = inner
         else:
-            break
-    if (part := _sharded_part(model)) is not None:
-        raise UsageError(
-            f"the model is sharded: {part}; the guard keeps replicated models only",
-            hint="use DistributedDataParallel, or keep FSDP's own checkpoints for this job",
-        )
-    return model
-
-
-def _sharded_part(model: nn.Module) -> str | None:
-    """The first sharded part of a model. Classes are found by name, so that nothing is imported."""
-    for name, module in model.named_modules():
-        if {"FullyShardedDataParallel", "FSDPModule"} & _classes_of(module):
-            return f"FSDP has {f'its module {name!r}' if name else 'all of it'}"
-    for name, item in (*model.named_parameters(), *model.named_buffers()):
-        if "DTensor" in _classes_of(item):
-            return f"{name!r} is a DTensor"
-    return None
-
-
-def _classes_of(item: object) -> set[str]:
-    return {kind.__name__ for kind in type(item).__mro__}
+            refuse_unsupported(model)
+            return model
 
 
 def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:

@@ -21,6 +21,7 @@ from rollback.checkpoints import contents
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.errors import UsageError
 from rollback.rundir.records import json_number
+from rollback.train.sharded import is_sharded, local_of
 
 Json = Any
 
@@ -41,7 +42,7 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
         case float():
             return float(value) if math.isfinite(value) else {"$float": json_number(float(value))}
         case Tensor():
-            return {"$tensor": _put(value, path, tensors)}
+            return {"$sharded" if is_sharded(value) else "$tensor": _put(value, path, tensors)}
         case np.ndarray():
             return {"$array": _put(_from_numpy(value, path), path, tensors)}
         case np.generic() if not isinstance(value.item(), np.generic):
@@ -75,13 +76,14 @@ def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str
 
 
 def memory_of(item: Tensor) -> tuple[Any, ...]:
-    """A value that is equal for two tensors if they are the same memory."""
+    """A value that is equal for two tensors if they are the same memory. Of a sharded one, this rank's part counts."""
+    item = local_of(item)
     return item.data_ptr(), item.device, item.dtype, tuple(item.shape), item.stride()
 
 
 def is_kept(tensor: Tensor) -> bool:
     """Whether a checkpoint can keep a tensor of this kind."""
-    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE and type(tensor).__name__ != "DTensor"
+    return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:
@@ -98,9 +100,10 @@ def _object(items: list[tuple[Any, Json]], path: str, tensors: dict[str, Tensor]
     return {"$map": [[encode(key, path, tensors), item] for key, item in items]}
 
 
-def decode(tree: Json, tensor: Callable[[str], Tensor]) -> Any:
-    """The value of a JSON tree. tensor: returns a tensor by name. Raises CheckpointDamaged at an unknown tag."""
-    return contents.decode(tree, tensor, lambda name: tensor(name).numpy())
+def decode(tree: Json, tensor: Callable[[str], Tensor], sharded: Callable[[str], Any] | None = None) -> Any:
+    """The value of a JSON tree. tensor, sharded: return a tensor, and a sharded one, by name. Raises CheckpointDamaged
+    at an unknown tag."""
+    return contents.decode(tree, contents.Decoding(tensor, lambda name: tensor(name).numpy(), sharded or tensor))
 
 
 def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
@@ -113,15 +116,15 @@ def _put(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
             "initialization",
         )
     if not is_kept(tensor):
-        kind = "sharded" if type(tensor).__name__ == "DTensor" else f"{tensor.layout} {tensor.dtype}"
         raise UsageError(
-            f"the tensor {path!r} is {kind}; a checkpoint keeps dense tensors of the types {', '.join(DTYPE)}",
-            hint="sharded parameters (FSDP, tensor parallel) are not supported; replicated ones (DDP) are",
+            f"the tensor {path!r} is {tensor.layout} {tensor.dtype}; a checkpoint keeps dense tensors of the types "
+            f"{', '.join(DTYPE)}",
+            hint="convert it, or keep it in another form in state_dict()",
         )
     name = path
     while name in tensors:  # the keys 1 and "1" of one mapping read alike in a path
         name += "%"
-    tensors[name] = tensor.detach()
+    tensors[name] = tensor if is_sharded(tensor) else tensor.detach()
     return name
 
 

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from rollback.train.sharded import copies_of, is_sharded, local_of
 from rollback.train.updates.hooks import weak_hook
 
 _TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
@@ -29,7 +30,7 @@ _TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
 
 @dataclass(frozen=True)
 class GradientNorms:
-    """Norms of the gradients of one update, unscaled, on their device."""
+    """Norms of the gradients of one update, unscaled, on their device. Of sharded gradients: of this rank's parts."""
 
     parameters: list[nn.Parameter]
     """The parameters that had a gradient."""
@@ -41,6 +42,8 @@ class GradientNorms:
     """The factor by which the optimizer's gradients are smaller (clipping); None: they had to be measured again."""
     own: Tensor | None
     """The norm of the telltale on this rank alone; None: it was not seen."""
+    squares: Tensor | None = None
+    """As in `GaugeFields`; None: the gradients are not sharded."""
 
 
 class Gradients:
@@ -97,7 +100,7 @@ class Gradients:
         scale = getattr(self._optimizer, "grad_scale", None)  # a fused optimizer unscales by itself
         if seen is None or telltale is None or not self._only_scaled(gradients):
             each, total = _measure(gradients, scale)
-            return GradientNorms(parameters, each, total, None, self._own)
+            return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         if not self.written and self.scale is None:
             return replace(seen, kept=torch.ones((), device=seen.total.device))
         assert telltale.grad is not None
@@ -141,22 +144,33 @@ class Gradients:
         pairs = list(zip(self._found, self._marks, strict=True))
         return all(found[0] == mark[0] for found, mark in pairs) and len({now[1] - then[1] for now, then in pairs}) == 1
 
+    def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
+        """What this rank adds to the square of the norm over all ranks' parts; None where nothing is sharded."""
+        if not any(map(is_sharded, parameters)):
+            return None
+        ranks = torch.distributed.get_world_size()
+        weights = [ranks / copies_of(parameter, ranks) for parameter in parameters]
+        return (each.double().square() * torch.tensor(weights, dtype=torch.float64, device=each.device)).sum()
+
     def _parameters(self) -> list[nn.Parameter]:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         parameters, gradients = [], []
         for parameter in self._parameters():
-            gradient = parameter.grad
-            if gradient is not None:
+            if parameter.grad is not None:
+                gradient = local_of(parameter.grad)
                 parameters.append(parameter)
                 gradients.append(gradient if gradient.layout is torch.strided else _dense(gradient))
         return parameters, gradients
 
 
 def _choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
-    """A small parameter near the model's input: a fault anywhere in backward reaches it."""
+    """A small parameter near the model's input: a fault anywhere in backward reaches it. None if parameters are
+    sharded: no hook of a sharded parameter is called in backward."""
     trained = [p for p in parameters if p.requires_grad]
+    if any(map(is_sharded, trained)):
+        return None
     small = (p for p in trained if p.numel() <= _TELLTALE_SIZE)
     return next(small, min(trained, key=lambda p: p.numel(), default=None))
 

@@ -50,13 +50,15 @@ class Updates:
         """What was noticed of the update. batches: its number of batches. Call it once for each update."""
         return self._habits.end_step(batches)
 
-    def gauges(self) -> Gauges:
-        """The gauges of this update, for the pulse."""
+    def gauges(self, *, told: bool) -> Gauges:
+        """The gauges of this update, for the pulse. told: the script has reported the gradient's norm."""
         norms = self.gradients
+        sharded = norms is not None and norms.squares is not None
         return Gauges(
             scale=self._sensed.scale,
             kept=norms.kept if norms else None,
-            measured=norms.total if norms else None,
+            measured=norms.total if norms and not sharded else None,
+            squares=norms.squares if norms and self.happened and not told else None,
             found_inf=self.found_inf,
         )
 

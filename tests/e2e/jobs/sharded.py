@@ -1,4 +1,5 @@
-"""Models of which each rank has a share, one after another, handed to a guard: each rank says what it is told."""
+"""Models of which each rank has a share that no checkpoint keeps, one after another, handed to a guard: each rank says
+what it is told."""
 
 from __future__ import annotations
 
@@ -6,27 +7,41 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor, Partial, Shard
 
 import rollback
 from rollback.errors import UsageError
+
+dist.init_process_group("gloo")
+MESH = init_device_mesh("cpu", (2,))
 
 
 def first(model: nn.Sequential) -> None:
     model[1] = FullyShardedDataParallel(model[1], device_id=torch.device("cpu"))
 
 
-def second(model: nn.Sequential) -> None:
-    fully_shard(model[1], mesh=init_device_mesh("cpu", (2,)))
+def engine(model: nn.Sequential) -> None:
+    class DeepSpeedEngine(nn.Module):
+        """In place of the real one, which is known by its name."""
+
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+    model[1] = DeepSpeedEngine(model[1])
 
 
-def parallel(model: nn.Sequential) -> None:
-    parallelize_module(model, init_device_mesh("cpu", (2,)), {"1": ColwiseParallel()})
+def summands(model: nn.Sequential) -> None:
+    weight = DTensor.from_local(torch.randn(2, 8), MESH, [Partial()])
+    model[1].register_parameter("weight", nn.Parameter(weight))
 
 
-dist.init_process_group("gloo")
-for shard in (first, second, parallel):
+def buffer(model: nn.Sequential) -> None:
+    model[1].register_buffer("level", DTensor.from_local(torch.randn(8), MESH, [Shard(0)]))
+
+
+for shard in (first, engine, summands, buffer):
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
     shard(model)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

@@ -48,8 +48,24 @@ def test_a_changed_bit_changes_the_digest_that_a_device_makes(dtype: torch.dtype
     assert drift.on_device(tensors) != before
 
 
-@given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), st.integers(0, 2**52 - 1))
-def test_a_letter_arrives_as_it_was_written_through_floats(size: int, number: int, digest: int) -> None:
-    letter = Letter(Written(size, f"{number:032x}"), digest)
+@given(st.integers(8, 2**52), st.integers(0, 2**128 - 1), *[st.integers(0, 2**52 - 1)] * 3)
+def test_a_letter_arrives_as_it_was_written_through_floats(
+    size: int, number: int, digest: int, place: int, held: int
+) -> None:
+    letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held))
     arrived = tuple(int(float(word)) for word in letter.words())
     assert Letter.from_words(arrived) == letter
+
+
+@pytest.mark.parametrize(
+    ("digests", "ranks"),
+    [
+        ([(0, 0), (0, 0)], ()),
+        ([(1, 7), (2, 8), (1, 7), (2, 8)], ()),
+        ([(1, 7), (2, 8), (1, 7), (2, 9)], (1, 3)),
+        ([(1, 7), (1, 7), (1, 6), (2, 8)], (2,)),
+        ([(1, 7), (1, 6), (2, 8), (2, 9)], (0, 1, 2, 3)),
+    ],
+)
+def test_only_ranks_with_the_same_part_are_compared(digests: list[tuple[int, int]], ranks: tuple[int, ...]) -> None:
+    assert drift.differing_parts(digests) == ranks
