@@ -9,7 +9,7 @@ own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -66,7 +66,7 @@ class Image:
     local: tree.Json
     shared_tensors: dict[str, Tensor]
     local_tensors: dict[str, Tensor]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Part] = field(default_factory=dict)
     """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
     finite: FiniteCheck | None = None
 

@@ -111,7 +111,22 @@ def test_each_field_of_the_table_arrives_at_its_own_place_and_no_other(field: Fi
 def test_each_gauge_is_the_mean_over_the_ranks_that_have_one(field: Field[Any], on_device: bool) -> None:
     given = [Gauges(**{field.name: scalar(value)}) for value in (3.0, None, math.nan, 4.0)]
     rows = [(None, None, Signs())] * len(given)
-    assert reduce(rows, on_device, given) == Beat(**{field.name: 3.5})
+    norm = {"grad_norm": math.sqrt(3.5)} if field.name == "squares" else {}
+    assert reduce(rows, on_device, given) == Beat(**{field.name: 3.5, **norm})
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_the_norm_of_sharded_gradients_is_the_root_of_all_squares_and_none_where_a_part_is_not_finite(
+    on_device: bool,
+) -> None:
+    """Two ranks with half of the squares each, times two."""
+    given = [Gauges(squares=scalar(value)) for value in (2 * 9.0, 2 * 16.0)]
+    assert reduce([(None, scalar(norm), Signs()) for norm in (3.0, 4.0)], on_device, given).grad_norm == 5.0
+    broken = [Gauges(squares=scalar(value)) for value in (2 * 9.0, math.nan)]
+    beat = reduce([(None, scalar(norm), Signs()) for norm in (3.0, math.nan)], on_device, broken)
+    assert beat.grad_norm is not None
+    assert math.isnan(beat.grad_norm)
+    assert beat.ailing == (1,)
 
 
 @given(st.lists(st.integers(0, 15), min_size=1, max_size=8))

@@ -105,21 +105,19 @@ class FullyShardedDataParallel(nn.Module):
     pass
 
 
-class FSDPModule:
-    pass
-
-
-class FSDPLinear(FSDPModule, nn.Linear):
-    """What FSDP2 makes of an nn.Linear: a class of its own beneath the one that tells what it is."""
+class DeepSpeedEngine(nn.Module):
+    """In place of the real one, which is known by its name."""
 
 
 @pytest.mark.parametrize(
-    "part", [FullyShardedDataParallel(), FSDPLinear(2, 2)], ids=["first version", "second version"]
+    ("part", "told"),
+    [(FullyShardedDataParallel(), r"sharded by FSDP1 \({}\)"), (DeepSpeedEngine(), r"engine of DeepSpeed \({}\)")],
+    ids=["FSDP1", "DeepSpeed"],
 )
-def test_a_model_that_is_sharded_anywhere_is_refused(part: nn.Module) -> None:
-    with pytest.raises(UsageError, match="sharded: FSDP has all of it"):
+def test_a_model_that_is_sharded_in_ways_that_are_not_kept_is_refused(part: nn.Module, told: str) -> None:
+    with pytest.raises(UsageError, match=told.format("all of it")):
         unwrap(part)
-    with pytest.raises(UsageError, match=r"sharded: FSDP has its module '1\.0'"):
+    with pytest.raises(UsageError, match=told.format(r"its module '1\.0'")):
         unwrap(nn.Sequential(nn.Linear(1, 1), nn.Sequential(part)))
 
 
