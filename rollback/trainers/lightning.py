@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
-from rollback.trainers.lightning_state import LoopState
+from rollback.trainers.lightning_state import FitState
 from rollback.trainers.saved_files import SavedFiles
 
 _NONE = object()
@@ -80,8 +80,8 @@ def _require_known_module(module: Any) -> None:
         raise UsageError(
             f"rollback.protect got a Trainer for {type(module).__name__}, which optimizes by hand "
             "(automatic_optimization=False)",
-            hint="return the loss from training_step, and let Lightning make the update; or make a rollback.Guard in a "
-            "loop of your own",
+            hint="return the loss from training_step and let Lightning make the update, with one optimizer (groups of "
+            "parameters may have a learning rate each); or make a rollback.Guard in a loop of your own",
         )
 
 
@@ -95,7 +95,7 @@ class _GuardedFit:
         self._settings = settings
         self._loop = trainer.fit_loop
         self._epoch_loop = trainer.fit_loop.epoch_loop
-        self._state = LoopState(trainer)
+        self._state = FitState(trainer)
         self._batch: Any = _NONE
         """Asked of the guard, and not trained on yet."""
         self._micro = 0
@@ -227,10 +227,9 @@ class _GuardedFit:
                 f"the Trainer goes on from {trainer.ckpt_path}, and rollback.protect from the run directory",
                 hint="move that file away, or take out what makes Lightning load it",
             )
-        if len(trainer.optimizers) != 1:
+        if not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
             raise UsageError(
-                f"rollback.protect got a Trainer with {len(trainer.optimizers)} optimizers",
-                hint="one optimizer with several parameter groups may have a learning rate for each",
+                "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
             )
         self._state.state_dict()  # refuses now what could not be kept later
         schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]

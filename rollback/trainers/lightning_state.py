@@ -2,11 +2,13 @@
 
 Lightning's counters are put back by their own `load_state_dict`. What it has of metrics is the sum over the epoch so
 far of each value that was logged, and the states of torchmetrics, which are plain attributes. In a process that has
-just begun nothing has been logged yet: a sum is put in its place when its value is logged for the first time.
+just begun nothing has been logged yet: each value is logged anew, with the arguments that the script gave, and its sum
+put in its place.
 """
 
 from __future__ import annotations
 
+import builtins
 from collections.abc import Iterator
 from operator import attrgetter
 from typing import Any
@@ -24,13 +26,17 @@ _PROGRESS = (
 )  # fmt: skip
 """Of the loop over an epoch's batches. The epochs are counted by the guard."""
 _CONNECTOR = ("_first_loop_iter", "_current_fx", "_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_LOGGED = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
+)  # fmt: skip
+"""Arguments of a call of `log`."""
 _METRIC = ("_update_count", "_computed", "_forward_cache", "has_reset")
 """Of a torchmetrics Metric, besides its states; the last one Lightning's own have."""
 _CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
 """Of ModelCheckpoint, besides its `state_dict`."""
 
 
-class LoopState:
+class FitState:
     """Kept by the guard on each rank. saved: the files that this run has saved; None before there is a run."""
 
     def __init__(self, trainer: Any) -> None:
@@ -47,7 +53,7 @@ class LoopState:
             "stepped": loop._batches_that_stepped,
             "should_stop": trainer.should_stop,
             "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
-            "logged": {key: self._of_metric(item) for key, item in loop._results.items()},
+            "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
             "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
             "callbacks": [
                 [name, *(_packed(part, f"the state of {name}") for part in (item.state_dict(), _of_checkpoint(item)))]
@@ -63,7 +69,8 @@ class LoopState:
             for rows, state in zip(self._rows, kept["rows"], strict=False):
                 rows.load_state_dict(state)
             if self.saved is not None:
-                self.saved.set_aside(self._trainer.global_step)
+                folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
+                self.saved.set_aside(self._trainer.global_step, (str(folder) for folder in folders if folder))
 
     def go_on(self) -> bool:
         """Training goes on. Whether it was put elsewhere since it last did."""
@@ -95,26 +102,30 @@ class LoopState:
 
     # Metrics ---------------------------------------------------------------------------------------------------------
 
+    def _of_logged(self, item: Any) -> dict[str, Any]:
+        meta = item.meta
+        return {
+            "arguments": {name: getattr(meta, name) for name in _LOGGED},
+            "reduce_fx": [meta.reduce_fx.__name__, getattr(builtins, meta.reduce_fx.__name__, None) is meta.reduce_fx],
+            "sync": [meta.sync.should, meta.sync.rank_zero_only],
+            "sum": self._of_metric(item),
+        }
+
     def _put_logged(self, kept: dict[str, Any]) -> None:
-        """Put what has been logged in this epoch in the collection that has it, as far as that knows it yet."""
-        results = self._loop._results
-        awaited = {key: self._unpacked(state) for key, state in kept.items()}
+        results, metrics, strategy = self._loop._results, dict(self._metrics()), self._trainer.strategy
         for key in list(results):
-            if key not in awaited:
+            if key not in kept:
                 del results[key]
-            else:
-                vars(results[key]).update(awaited.pop(key))
-        vars(results).pop("update_metrics", None)
-        if not awaited:
-            return
-        original = results.update_metrics
-
-        def update_metrics(key: str, *given: Any) -> None:
-            if key in awaited:
-                vars(results[key]).update(awaited.pop(key))
-            original(key, *given)
-
-        results.update_metrics = update_metrics
+        for key, item in kept.items():
+            (name, is_builtin), (should, rank_zero_only) = item["reduce_fx"], item["sync"]
+            if key not in results:
+                results.log(
+                    **item["arguments"], rank_zero_only=rank_zero_only, sync_dist_fn=strategy.reduce, batch_size=1,
+                    value=metrics.get(item["arguments"]["metric_attribute"], torch.zeros((), device=strategy.root_device)),
+                    reduce_fx=getattr(builtins if is_builtin else torch, name),
+                )  # fmt: skip
+                results[key].meta.sync.should = should  # not before: nothing is to be reduced now
+            vars(results[key]).update(self._unpacked(item["sum"]))
 
     def _metrics(self) -> Iterator[tuple[str, Any]]:
         """The torchmetrics of the LightningModule, by their names in it."""

@@ -1,19 +1,23 @@
 """Which files a library's trainer has saved in a run, and of which step: those of steps that are undone are renamed.
 
 A file says by itself neither whose it is nor, unless its pickle is loaded, of which step. So each is noted in the run
-directory before it is written.
+directory before it is written. Somebody else may have written that note: it says of a file in a folder that the trainer
+saves to whether it is renamed, and of no other.
 """
 
 from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 from rollback.rundir import files
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
 from rollback.train.comm.recorder import say
+
+_LIMIT = 1 << 24  # bytes that are read
 
 
 class SavedFiles:
@@ -25,11 +29,15 @@ class SavedFiles:
     def note(self, file: str, step: int) -> None:
         """`file` is about to be saved, or saved anew, as of `step` completed updates."""
         if "://" not in file:
-            self._append([{"file": os.path.abspath(file), "step": step}])
+            folder, name = os.path.split(file)
+            self._append([{"file": os.path.join(os.path.realpath(folder), name), "step": step}])
 
-    def set_aside(self, reached: int) -> None:
-        """Training stands at step `reached`: rename what was saved of later ones."""
-        undone = {file: step for file, step in self._read().items() if step > reached}
+    def set_aside(self, reached: int, folders: Iterable[str]) -> None:
+        """Training stands at step `reached`: rename what was saved in `folders` of later ones."""
+        known = {os.path.realpath(folder) for folder in folders}
+        undone = {
+            file: step for file, step in self._read().items() if step > reached and os.path.dirname(file) in known
+        }
         for file, step in undone.items():
             _rename(Path(file), step)
         self._append([{"file": file, "step": 0} for file in undone])
@@ -39,7 +47,7 @@ class SavedFiles:
         steps: dict[str, int] = {}
         try:
             with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
-                for line in lines:
+                for line in lines.read(_LIMIT).splitlines():
                     try:
                         entry = json.loads(line)
                         steps[str(entry["file"])] = int(entry["step"])

@@ -1,15 +1,17 @@
-"""Protected jobs beside what each is to be like, bit for bit: unprotected, or given its skips from the start."""
+"""Protected jobs beside what each is to be like, bit for bit: unprotected, given its skips, or not killed."""
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-from job_results import Scenarios
+from job_results import LAUNCH, Scenarios
 from toy import facts, require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
-from rollback.facts.training import Finished, Incident, Restored
+from rollback.facts.training import Attached, Finished, Incident, Restored
 
 
 def require_all_same(
@@ -30,3 +32,38 @@ def require_all_same(
             require_same(scenarios.portrait(name, rank), scenarios.portrait(f"{name}, oracle", rank), name)
         assert bool(facts(run, Incident)) == bool(facts(run, Restored)) == name.startswith("bad"), output
         assert facts(run, Finished), output
+
+
+PHASES: dict[str, dict[str, Any]] = {
+    "in the first step": {"kill": [1, 0]},
+    "in a step": {"kill": [1, 25]},
+    "behind an epoch's start": {"kill": [1, 60]},
+    "while a checkpoint is committed": {"die": ["Committed", 3]},
+    "before the incident is journalled": {"die": ["Incident", 1]},
+    "before the plan is": {"die": ["Planned", 1]},
+    "in the middle of the rollback": {"die": ["Restored", 1]},
+    "before the end is": {"die": ["Finished", 1]},
+}
+
+
+def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str], modules: str = MODULES) -> None:
+    """Kill a rank of two in each of the phases: the job ends as one that nobody has killed."""
+    undisturbed = Scenarios(folder, JOB, modules, LIMIT)
+    undisturbed.add("undisturbed", job)
+    undisturbed.torchrun(2)
+    for number, phase in enumerate(phases):
+        killed = Scenarios(folder / str(number), JOB, modules, LIMIT)
+        killed.folder.mkdir()
+        killed.add("killed", job, **PHASES[phase])
+        command = [*LAUNCH, "--nproc", "2", "--run", str(killed.run("killed")), str(JOB), str(killed.path)]
+        done = subprocess.run(
+            command, env={**killed.environment, "NO_COLOR": "1"}, timeout=LIMIT, text=True, cwd=folder, check=False,
+            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]
+        run = killed.run("killed")
+        assert len(facts(run, Attached)) == 2, done.stdout[-8000:]
+        assert facts(run, Restored)
+        assert facts(run, Finished)
+        for rank in (0, 1):
+            require_same(killed.portrait("killed", rank), undisturbed.portrait("undisturbed", rank), phase)

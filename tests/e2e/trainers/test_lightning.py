@@ -1,6 +1,6 @@
-"""Lightning under `rollback.protect`: bit for bit the unprotected run, or the one given its skips, with logs and files.
+"""Lightning under `rollback.protect`: bit for bit the unprotected run, the one given its skips, or the undisturbed one.
 
-A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all.
+With what was logged and saved. A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from compared_runs import require_all_same
+from compared_runs import PHASES, require_all_same, require_undisturbed
 from trainer_job import TrainerJob
 
 LIGHTNING = TrainerJob(loop="lightning")
@@ -49,10 +49,11 @@ BAD = {
     "accumulation, at the start": LIGHTNING.but(bad_at=(81,), epochs=3, **UNEVEN),
     "by steps": LIGHTNING.but(bad_at=(12, 50), max_steps=70, epochs=-1),
     "stopped": LIGHTNING.but(bad_at=(20,), stop_at=21),
-    "stopped early": LIGHTNING.but(bad_at=(70,), epochs=6, more={"patience": 1, "delta": 1.0}),
+    "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
     "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "worker": LIGHTNING.but(bad_at=(32,), workers=1),
 }
+KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
 FEW = {1: ["accumulation", "in the middle", "over an epoch's start"], 2: ["best of several", "at an epoch's tail"]}
 
 
@@ -69,3 +70,12 @@ def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_way_to_fit_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
     require_all_same(tmp_path, ranks, CLEAN, BAD, MODULES)
+
+
+def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, ["in the middle of the rollback"], MODULES)
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_killed_anywhere_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, list(PHASES), MODULES)

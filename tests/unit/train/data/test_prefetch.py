@@ -12,7 +12,7 @@ from rollback.train.data.prefetch import PrefetchWatch
 
 
 class Script:
-    """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step, `c` a step
+    """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step, `c` one
     with a closure."""
 
     def __init__(self) -> None:
