@@ -119,9 +119,10 @@ class FitState:
         for key, item in kept.items():
             (name, is_builtin), (should, rank_zero_only) = item["reduce_fx"], item["sync"]
             if key not in results:
+                value = metrics.get(item["arguments"]["metric_attribute"])
                 results.log(
                     **item["arguments"], rank_zero_only=rank_zero_only, sync_dist_fn=strategy.reduce, batch_size=1,
-                    value=metrics.get(item["arguments"]["metric_attribute"], torch.zeros((), device=strategy.root_device)),
+                    value=torch.zeros((), device=strategy.root_device) if value is None else value,
                     reduce_fx=getattr(builtins if is_builtin else torch, name),
                 )  # fmt: skip
                 results[key].meta.sync.should = should  # not before: nothing is to be reduced now
