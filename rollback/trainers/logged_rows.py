@@ -6,7 +6,6 @@ up to where it goes on are the first ones of the new file.
 
 from __future__ import annotations
 
-import contextlib
 import csv
 import io
 import itertools
@@ -26,35 +25,29 @@ class LoggedRows:
         self._before: dict[str, str] = {}
         """What was in the file before the logger removed it."""
         if logger._version is not None:
-            self._remember(Path(logger.log_dir) / "metrics.csv")
+            path = Path(logger.log_dir) / "metrics.csv"
+            self._before[str(path)] = _read(path)
 
     @staticmethod
     def fits(logger: Any) -> bool:
-        return any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__)
+        """Whether it is a CSVLogger that writes to a disk of this machine."""
+        return any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__) and "://" not in logger.save_dir
 
     def state_dict(self) -> dict[str, Any]:
         file = self._file()
         return {"path": str(file.metrics_file_path), "rows": self._count or 0, "columns": list(file.metrics_keys)}
 
     def load_state_dict(self, kept: dict[str, Any]) -> None:
-        file, columns = self._file(), kept["columns"]
-        try:
-            with open(kept["path"], encoding="utf-8", newline="") as lines:
-                text = lines.read()
-        except OSError:
-            text = ""
-        text = text or self._before.get(kept["path"], "")
+        file, path = self._file(), Path(kept["path"])
+        text = _read(path) or self._before.get(str(path), "")
         rows = list(itertools.islice(csv.DictReader(io.StringIO(text)), kept["rows"]))
         if len(rows) < kept["rows"]:
-            say(f"{kept['path']} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
-        file.metrics, file.metrics_keys, self._count = [], list(columns), len(rows)
-        with open(file.metrics_file_path, "w", encoding="utf-8", newline="") as target:
-            if rows:
-                writer = csv.DictWriter(target, columns, extrasaction="ignore")
-                writer.writeheader()
-                writer.writerows(rows)
-        if not rows:
-            Path(file.metrics_file_path).unlink()
+            say(f"{path} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
+        file.metrics, file.metrics_keys, self._count = [], list(kept["columns"]), len(rows)
+        try:
+            _write(Path(file.metrics_file_path), kept["columns"], rows)
+        except OSError as error:
+            say(f"{file.metrics_file_path}: {error}; it may have rows of steps that are undone")
 
     def _file(self) -> Any:
         """The logger's writer, whose rows are counted from now on."""
@@ -69,6 +62,20 @@ class LoggedRows:
             file.log_metrics = log_metrics
         return file
 
-    def _remember(self, path: Path) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            self._before[str(path)] = path.read_text(encoding="utf-8")
+
+def _read(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
+
+
+def _write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)
