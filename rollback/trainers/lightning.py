@@ -281,8 +281,8 @@ class _GuardedFit:
     def _finish(self) -> bool:
         """Training is done, as Lightning sees it. False where the guard has put it elsewhere."""
         by = "trainer.should_stop" if self._stops else f"max_epochs={self._loop.max_epochs}"
-        ends_itself = self._trainer.global_step == self._trainer.max_steps
-        self._finished = self._finished or ends_itself or self.guard.finish(by)
+        by_steps = 0 <= self._trainer.max_steps <= self._trainer.global_step  # the guard's own end
+        self._finished = self._finished or by_steps or self.guard.finish(by)
         return self._finished
 
     def _end_passed_over(self) -> None:

@@ -9,6 +9,7 @@ import lightning
 import torch
 from lightning.pytorch.callbacks import Callback, EarlyStopping, ModelCheckpoint
 from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
 from torch.utils.data import DataLoader
 from torchmetrics import MeanMetric
@@ -93,12 +94,13 @@ def train(job: Job) -> dict[str, str]:
     ]
     if "patience" in more:
         callbacks.append(EarlyStopping("evaluated", min_delta=more.get("delta", 0.0), patience=more["patience"]))
+    scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []
     logger = CSVLogger(job.output, name="log")
     trainer = lightning.Trainer(
         accelerator="cpu", devices=job.ranks if job.ranks > 1 else 1, strategy="ddp" if job.ranks > 1 else "auto",
         logger=logger, callbacks=callbacks, max_epochs=int(given.epochs),
         max_steps=given.max_steps, accumulate_grad_batches=given.accumulate, gradient_clip_val=more.get("clip", 1.0),
-        enable_progress_bar=False, enable_model_summary=False,
+        enable_progress_bar=False, enable_model_summary=False, plugins=scaled,
         **{"log_every_n_steps": 5, "val_check_interval": given.evaluate or 1.0, **more.get("trainer", {})},
     )  # fmt: skip
     if job.run is not None:

@@ -33,6 +33,7 @@ CLEAN = {
     "validation over epochs": LIGHTNING.but(evaluate=21, more={"trainer": {"check_val_every_n_epoch": None}}),
     "no clipping, and all steps logged": LIGHTNING.but(more={"clip": None, "trainer": {"log_every_n_steps": 1}}),
     "bfloat16": LIGHTNING.but(more={"trainer": {"precision": "bf16-mixed"}}),
+    "scaled": LIGHTNING.but(more={"scaled": True}),
     "worker": LIGHTNING.but(workers=1),
     "several evaluations in a step": LIGHTNING.but(samples=20, more={"optimizer": "lbfgs", "clip": None}),
 }
