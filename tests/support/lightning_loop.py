@@ -94,7 +94,7 @@ def train(job: Job) -> dict[str, str]:
     ]
     if "patience" in more:
         callbacks.append(EarlyStopping("evaluated", min_delta=more.get("delta", 0.0), patience=more["patience"]))
-    scaled = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []
+    scaled: Any = [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))] if more.get("scaled") else []
     logger = CSVLogger(job.output, name="log")
     trainer = lightning.Trainer(
         accelerator="cpu", devices=job.ranks if job.ranks > 1 else 1, strategy="ddp" if job.ranks > 1 else "auto",
