@@ -90,6 +90,7 @@ class RunPaths:
     pins = _Below("pins")
     requests = _Below("requests")
     incidents = _Below("incidents")
+    saved_files = _Below("saved-files.jsonl")
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone

@@ -107,6 +107,14 @@ class ScriptSide:
         return self._state.cursor.at_end
 
     @property
+    def interrupted(self) -> bool:
+        """Whether the loop over the guard has ended before its epoch was over: training goes on in an earlier one.
+
+        Only inside `guard.epochs`, which begins that epoch's body again.
+        """
+        return self._passes.interrupted
+
+    @property
     def epoch(self) -> int:
         """The epoch of the batch in hand, from 0."""
         return self._passes.epoch

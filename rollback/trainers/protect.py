@@ -12,6 +12,8 @@ from rollback.trainers.versions import require_version
 _KNOWN = {
     ("transformers.trainer", "Trainer"): ("huggingface", "transformers", "accelerate"),
     ("accelerate.accelerator", "Accelerator"): ("accelerate", "accelerate"),
+    ("lightning.pytorch.trainer.trainer", "Trainer"): ("lightning", "lightning"),
+    ("pytorch_lightning.trainer.trainer", "Trainer"): ("lightning", "pytorch-lightning"),
 }
 """The class whose loop, or whose objects, a module of this room knows; that module, and the libraries that it stands
 on. A subclass is known by what it inherits."""
@@ -21,6 +23,7 @@ def protect(*given: Any, **settings: Any) -> Any:
     """Put a guard behind a loop of another library; its script stays as it is.
 
         rollback.protect(trainer)                       # a Trainer of Hugging Face transformers; before trainer.train()
+        rollback.protect(trainer)                       # a Trainer of Lightning; before trainer.fit(...)
         model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, scheduler)
 
     given: the trainer alone, or an Accelerator and what its `prepare` has returned. Returns the trainer, or the objects
@@ -48,6 +51,6 @@ def _module_of(given: tuple[Any, ...]) -> Any:
     what = f"a {type(given[0]).__module__}.{type(given[0]).__qualname__}" if given else "nothing"
     raise UsageError(
         f"rollback.protect got {what}, whose loop it does not know",
-        hint="it takes a Trainer of Hugging Face transformers, or an Accelerator and what its prepare() returned; in a "
-        "loop of your own make a rollback.Guard",
+        hint="it takes a Trainer of Hugging Face transformers or of Lightning, or an Accelerator and what its "
+        "prepare() returned; in a loop of your own make a rollback.Guard",
     )

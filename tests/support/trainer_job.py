@@ -38,7 +38,7 @@ class TrainerJob:
     """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
 
     loop: str = "trainer"
-    """`trainer`, `sft`, `accelerate`."""
+    """`trainer`, `sft`, `accelerate`, `lightning`."""
     samples: int = 60
     """A rank's."""
     batch_size: int = 2
@@ -260,7 +260,14 @@ class Job:
             self.guard.close()
         return self.portrait(accelerator.unwrap_model(model), optimizer, scheduler, steps)
 
-    # Both ------------------------------------------------------------------------------------------------------------
+    # lightning -------------------------------------------------------------------------------------------------------
+
+    def train_by_lightning(self) -> dict[str, str]:
+        import lightning_loop
+
+        return lightning_loop.train(self)
+
+    # All -------------------------------------------------------------------------------------------------------------
 
     def settings(self) -> dict[str, Any]:
         return {"run": self.run, **SETTINGS, "snapshot_every": 5, **self.job.settings}

@@ -14,6 +14,7 @@ leaves out a batch, or that draws all batches of an update first:
 | hand out, forward, hand out, forward, backward   | a batch that is left out             | no     |
 | forward, hand out, backward (no forward between) | nanoGPT's loop                       | yes    |
 | forward, backward, hand out, step, twice running | drawn between backward and step      | yes    |
+| hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
+from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
 
 _WATCHED = 16  # updates; later the loop does not change
@@ -53,7 +55,7 @@ class PrefetchWatch:
             self._hooks = [
                 model.register_forward_pre_hook(weak_hook(self._before_forward)),
                 telltale.register_post_accumulate_grad_hook(weak_hook(self._after_backward)),  # type: ignore[no-untyped-call]
-                optimizer.register_step_pre_hook(weak_hook(self._before_step)),
+                before_update(optimizer, weak_hook(self._before_update)),
             ]
 
     def handed_out(self) -> None:
@@ -81,7 +83,7 @@ class PrefetchWatch:
         self._ahead = self._ahead or self._suspect
         self._forward, self._backward = False, True
 
-    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: Optimizer) -> None:
         self._between = self._between + 1 if self._backward and self._idle and self._forward_in_update else 0
         self._ahead = self._ahead or self._between > 1
         self._backward = self._forward_in_update = False

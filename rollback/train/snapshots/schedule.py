@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from typing import Any
 
 import torch
 
@@ -21,6 +20,7 @@ from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.tier_choice import Allotment, allot, usual_capture_mode
 from rollback.train.state.state import TrainingState
+from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
 
 _REMEMBERED = 21  # steps whose median is what a step takes
@@ -59,7 +59,7 @@ class SnapshotSchedule:
         self._step_began: float | None = None
         self._allotted: Allotment | None = None
         self._incomplete = False
-        state.optimizer.register_step_pre_hook(weak_hook(self._before_update))
+        before_update(state.optimizer, weak_hook(self._before_update))
         if settings.snapshot_every:
             self._prepare()
 
@@ -196,6 +196,6 @@ class SnapshotSchedule:
             )
         self._allotted = allotted
 
-    def _before_update(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         """Not collective: the parameters are about to change."""
         self._snapshots.fence()

@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from rollback.train.sharded import local_of
 from rollback.train.state.tree import is_kept, memory_of
 
+KEPT_ELSEWHERE = "_rollback_keeps_its_tensors"
+"""Attribute of a module whose tensors somebody else keeps."""
 _LOOKED_INTO = 1000  # items of a list or mapping among a module's attributes
 
 
@@ -98,7 +100,7 @@ def _registered(module: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
 
 def _attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     for prefix, owner in module.named_modules():
-        for key, value in vars(owner).items():
+        for key, value in vars(owner).items() if KEPT_ELSEWHERE not in vars(owner) else ():
             if key in ("_parameters", "_buffers", "_modules"):
                 continue
             name = f"{prefix}.{key}" if prefix else key

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from rollback.errors import UsageError
 from rollback.train.comm.pulse import Gauges
+from rollback.train.updates.closures import before_update
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
 from rollback.train.updates.hooks import weak_hook
@@ -28,7 +29,7 @@ class Updates:
         self._optimizer, self._model = optimizer, model
         self._sensed = Gradients(optimizer, scaler)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
-        optimizer.register_step_pre_hook(weak_hook(self._before_step))
+        before_update(optimizer, weak_hook(self._before_update))
         if scaler is not None and hasattr(scaler, "step"):
             self._count_attempts(scaler)
 
@@ -72,7 +73,7 @@ class Updates:
         self.gradients = self.found_inf = None
         self._sensed.forget()
 
-    def _before_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.happened = True
         self.found_inf = getattr(optimizer, "found_inf", None)
         self.gradients = self._sensed.before_step()

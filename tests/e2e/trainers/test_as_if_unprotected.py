@@ -8,11 +8,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from job_results import Scenarios
-from toy import facts, require_same
-from trainer_job import JOB, LIMIT, MODULES, TrainerJob
-
-from rollback.facts.training import Finished, Incident, Restored
+from compared_runs import require_all_same
+from trainer_job import TrainerJob
 
 TRAINER = TrainerJob()
 """30 batches in an epoch, twice."""
@@ -69,32 +66,17 @@ FEW = {
 }
 
 
-def require_all_same(folder: Path, ranks: int, names: list[str]) -> None:
-    """Run them all, beside what each is to be like, and compare."""
-    scenarios = Scenarios(folder, JOB, MODULES, LIMIT)
+def require_same_of(folder: Path, ranks: int, names: list[str]) -> None:
     clean = {name: job for name, job in CLEAN.items() if name in names}
-    bad = {name: job for name, job in BAD.items() if name in names}
-    for name, job in clean.items():
-        scenarios.add(f"clean {name}", job)
-        scenarios.add(f"clean {name}, oracle", job, run=None)
-    for name, job in ((name, job.but(bad_rank=ranks - 1)) for name, job in bad.items()):
-        scenarios.add(f"bad {name}", job)
-        scenarios.add(f"bad {name}, oracle", job, skips_of=str(scenarios.run(f"bad {name}")))
-    output = scenarios.python() if ranks == 1 else scenarios.torchrun(ranks)
-    for name in [*(f"clean {name}" for name in clean), *(f"bad {name}" for name in bad)]:
-        run = scenarios.run(name)
-        for rank in range(ranks):
-            require_same(scenarios.portrait(name, rank), scenarios.portrait(f"{name}, oracle", rank), name)
-        assert bool(facts(run, Incident)) == bool(facts(run, Restored)) == name.startswith("bad"), output
-        assert facts(run, Finished), output
+    require_all_same(folder, ranks, clean, {name: job for name, job in BAD.items() if name in names})
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_protected_run_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
-    require_all_same(tmp_path, ranks, FEW[ranks])
+    require_same_of(tmp_path, ranks, FEW[ranks])
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
-    require_all_same(tmp_path, ranks, [n for n in {**CLEAN, **BAD} if ranks < 4 or n.startswith("accelerate")])
+    require_same_of(tmp_path, ranks, [n for n in {**CLEAN, **BAD} if ranks < 4 or n.startswith("accelerate")])

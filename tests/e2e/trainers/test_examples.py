@@ -16,7 +16,7 @@ from rollback.facts.training import Finished
 
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "scripts" / "examples"
-PAGES = {"huggingface_lm.py": "huggingface.md", "accelerate_lm.py": "accelerate.md"}
+PAGES = {"huggingface_lm.py": "huggingface.md", "accelerate_lm.py": "accelerate.md", "lightning_lm.py": "lightning.md"}
 
 
 def printed_by(script: Path, folder: Path, *arguments: str) -> str:

@@ -12,13 +12,20 @@ from rollback.train.data.prefetch import PrefetchWatch
 
 
 class Script:
-    """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step."""
+    """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step, `c` one
+    with a closure."""
 
     def __init__(self) -> None:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.watch = PrefetchWatch(self.model, self.optimizer, self.model.bias)
         self.losses: list[torch.Tensor] = []
+
+    def closure(self) -> torch.Tensor:
+        self.optimizer.zero_grad()
+        loss = self.model(torch.ones(1, 2)).sum()
+        loss.backward()
+        return loss
 
     def run(self, acts: str) -> None:
         for act in acts.replace(" ", ""):
@@ -32,6 +39,8 @@ class Script:
                 case "s":
                     self.optimizer.step()
                     self.optimizer.zero_grad()
+                case "c":
+                    self.optimizer.step(self.closure)
                 case "e":
                     with torch.no_grad():
                         self.model(torch.ones(1, 2))
@@ -65,11 +74,13 @@ def test_a_batch_drawn_within_an_open_update_is_refused(acts: str) -> None:
         "n f b s e n e f b s" * 20,
         "n f b n s n f b s n f b s",
         "n f b s f b s" * 20,
+        "n c" * 20,
+        "n f b n c" * 20,
     ],
     ids=[
         "usual", "accumulation", "all drawn first", "drawn and run first", "left out after forward", "left out",
         "two passes", "two backwards", "evaluation within", "evaluation between", "a last batch that is not used",
-        "two updates for one batch",
+        "two updates for one batch", "closures", "accumulation and closures",
     ],
 )  # fmt: skip
 def test_other_loops_are_left_alone(acts: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 
@@ -50,3 +51,43 @@ def test_another_optimizer_of_the_same_scaler_does_not_count() -> None:
     scaler.step(other)
     assert not updates.happened
     assert not updates.dropped_by_scaler
+
+
+@pytest.mark.parametrize("by_name", [True, False])
+def test_with_a_closure_the_norm_is_of_the_gradients_that_it_made(by_name: bool) -> None:
+    model, optimizer = model_and_optimizer()
+    updates = Updates(optimizer, None)
+    for factor in (1.0, 3.0):
+
+        def closure(factor: float = factor) -> torch.Tensor:
+            optimizer.zero_grad()
+            loss = model(torch.full((1, 2), factor)).sum()
+            loss.backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+            return loss
+
+        returned = optimizer.step(closure=closure) if by_name else optimizer.step(closure)
+        assert returned is not None
+        assert updates.happened
+        assert updates.grad_norm is not None
+        assert float(updates.grad_norm) == pytest.approx((2 * factor**2 + 1) ** 0.5)
+        assert updates.gradients is not None
+        assert updates.gradients.kept is not None
+        updates.forget()
+
+
+def test_of_a_closure_that_runs_several_times_the_first_gradient_counts() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.LBFGS(model.parameters(), max_iter=5)
+    updates, norms = Updates(optimizer, None), []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (model(torch.ones(1, 2)) - 2.0).square().sum()
+        loss.backward()
+        norms.append(float(torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None]).norm()))
+        return loss
+
+    optimizer.step(closure)
+    assert len(norms) > 1
+    assert float(updates.grad_norm or 0.0) == pytest.approx(norms[0])

@@ -1,0 +1,337 @@
+"""The guard in the Trainer of Lightning (`lightning.pytorch`, `pytorch_lightning`), with automatic optimization.
+
+Lightning has all that says where it stands in attributes: a rollback within an epoch puts them back between two
+batches, and its loop goes on. Only the loop over epochs is the guard's, since a rollback may end an epoch before its
+end and begin an earlier one.
+
+    Lightning                          here
+    fit                                refuses what cannot be kept exact, before anything is touched
+    fit_loop.setup_data                takes this object for what fetches batches
+    fit_loop.run                       makes the guard, and loops over epochs
+    epoch_loop.run                     as it is, entered again where training stands elsewhere than it believes
+    its batches                        the guard's; what is passed over counts as read
+    automatic_optimization             tells the guard the loss; counts the batches of an update, whatever was skipped
+    handlers of SIGTERM, SIGUSR1       the guard's, which stops all ranks together
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from rollback.errors import UsageError
+from rollback.train import attach
+from rollback.train.guard import Guard
+from rollback.trainers.lightning_state import FitState
+from rollback.trainers.saved_files import SavedFiles
+
+_NONE = object()
+_STRATEGIES = ("SingleDeviceStrategy", "DDPStrategy")
+_REPLICATED = 'the guard keeps models of which every rank has all: strategy="ddp", or one device'
+_OWN_PROCESSES = 'strategy="ddp", and one process for each device: rollback launch --nproc N'
+_CALLBACKS = {
+    "StochasticWeightAveraging": "average the weights of several checkpoints behind the run (rollback ring export)",
+    "WeightAveraging": "hand over an average of your own: rollback.protect(trainer, ema=ema)",
+    "ModelPruning": "prune behind the run",
+    "BatchSizeFinder": "find the batch size with another Trainer, before",
+    "LearningRateFinder": "find the learning rate with another Trainer, before",
+}
+"""Callbacks that train, or change what is trained, in a way that no checkpoint of a guard has."""
+
+
+def protect(trainer: Any, **settings: Any) -> Any:
+    """See `rollback.protect`."""
+    if isinstance(getattr(trainer.fit, "__self__", None), _GuardedFit):
+        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+    _require_known(trainer)
+    _GuardedFit(trainer, settings).install()
+    return trainer
+
+
+def _require_known(trainer: Any) -> None:
+    """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
+    strategy = trainer.strategy
+    kind, launcher = type(strategy).__name__, type(strategy.launcher).__name__
+    found = {kind.__name__ for callback in trainer.callbacks for kind in type(callback).__mro__}
+    for met, what, instead in (
+        (kind not in _STRATEGIES, f"its strategy is {kind}", _REPLICATED),
+        (launcher == "_MultiProcessingLauncher", "it forks or spawns its ranks", _OWN_PROCESSES),
+        (trainer.fast_dev_run, "fast_dev_run trains a few batches to try the script", "protect the real run"),
+        (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches} replaces the sampler",
+         "train on a torch.utils.data.Subset"),
+        (trainer.limit_train_batches != 1.0, f"limit_train_batches={trainer.limit_train_batches} breaks off its epochs",
+         "train on a torch.utils.data.Subset, or with a sampler of as many samples; max_steps=N ends the training"),
+        (trainer.reload_dataloaders_every_n_epochs, "reload_dataloaders_every_n_epochs makes another loader in mid-run",
+         "one loader for the whole run; a sampler or data set with set_epoch may choose other samples in each epoch"),
+        (getattr(trainer, "_val_check_time_interval", None) is not None,
+         "val_check_interval is a time: a run that goes back would validate elsewhere",
+         "a number of batches, or a share of the epoch"),
+        *((name in found, f"the callback {name} changes what is trained", hint) for name, hint in _CALLBACKS.items()),
+    ):  # fmt: skip
+        if met:
+            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+
+
+def _require_known_module(module: Any) -> None:
+    if not module.automatic_optimization:
+        raise UsageError(
+            f"rollback.protect got a Trainer for {type(module).__name__}, which optimizes by hand "
+            "(automatic_optimization=False)",
+            hint="return the loss from training_step and let Lightning make the update, with one optimizer (groups of "
+            "parameters may have a learning rate each); or make a rollback.Guard in a loop of your own",
+        )
+
+
+class _GuardedFit:
+    """One `fit` of one Trainer, and what its loop takes for the fetcher of its batches."""
+
+    guard: Guard
+
+    def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._loop = trainer.fit_loop
+        self._epoch_loop = trainer.fit_loop.epoch_loop
+        self._state = FitState(trainer)
+        self._batch: Any = _NONE
+        """Asked of the guard, and not trained on yet."""
+        self._micro = 0
+        """How many batches the update in hand has, with the one in hand."""
+        self._updates = -1
+        """How many updates there were at its first one."""
+        self._observed = False
+        """Whether the guard was told the loss of the batch in hand."""
+        self._finished = False
+        self._originals: dict[str, Callable[..., Any]] = {}
+        # As one of Lightning's fetchers.
+        self.fetched, self.done, self.length = 0, False, None
+
+    def install(self) -> None:
+        trainer, optimization = self._trainer, self._epoch_loop.automatic_optimization
+        for owner, name, replacement in (
+            (trainer, "fit", self.fit),
+            (trainer, "save_checkpoint", self.save_checkpoint),
+            (trainer._signal_connector, "register_signal_handlers", lambda: None),
+            (self._loop, "setup_data", self.setup_data),
+            (self._loop, "run", self.run),
+            (self._epoch_loop, "_accumulated_batches_reached", self._accumulated_batches_reached),
+            (optimization, "_make_zero_grad_fn", self._make_zero_grad_fn),
+            (optimization, "_training_step", self._training_step),
+        ):
+            self._originals[name] = getattr(owner, name)
+            setattr(owner, name, replacement)
+
+    # In the place of Lightning's methods -----------------------------------------------------------------------------
+
+    def fit(self, model: Any, *given: Any, **others: Any) -> Any:
+        try:
+            self._require_first(given[3] if len(given) > 3 else others.get("ckpt_path"))
+            _require_known(self._trainer)  # callbacks may have come since
+            _require_known_module(getattr(model, "_orig_mod", model))
+        except UsageError as error:
+            attach.refuse(error)
+        return self._originals["fit"](model, *given, **others)
+
+    def _require_first(self, ckpt_path: Any) -> None:
+        if ckpt_path is not None:
+            raise UsageError(
+                f"trainer.fit(ckpt_path={str(ckpt_path)!r}) of a Trainer under rollback.protect",
+                hint="leave it out: the same command goes on where the run was. To begin a new run with the weights of "
+                "such a file, load the model from it: load_from_checkpoint",
+            )
+        if hasattr(self, "guard"):
+            raise UsageError(
+                "trainer.fit() a second time: rollback.protect guards one training",
+                hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+            )
+
+    def save_checkpoint(self, filepath: Any, *given: Any, **others: Any) -> None:
+        if self._state.saved is not None and self._trainer.is_global_zero:
+            self._state.saved.note(str(filepath), self._trainer.global_step)
+        self._originals["save_checkpoint"](filepath, *given, **others)
+
+    def setup_data(self) -> None:
+        """The loader is made, but not iterated: batches are the guard's."""
+        module = sys.modules[type(self._loop).__module__]
+        original = module._select_data_fetcher
+
+        def select(trainer: Any, stage: Any) -> Any:
+            if type(original(trainer, stage)).__name__ == "_DataLoaderIterDataFetcher":
+                attach.refuse(
+                    UsageError(
+                        "rollback.protect got a training_step that takes its batches itself (dataloader_iter)",
+                        hint="take a batch: training_step(self, batch, batch_idx)",
+                    )
+                )
+            return self
+
+        module._select_data_fetcher = select  # type: ignore[attr-defined]
+        try:
+            self._originals["setup_data"]()
+        finally:
+            module._select_data_fetcher = original  # type: ignore[attr-defined]
+
+    def run(self) -> None:
+        """All epochs."""
+        loop = self._loop
+        loop.setup_data()
+        if loop.skip:
+            return
+        loop.reset()
+        try:
+            self._make_guard()
+        except UsageError as error:
+            attach.refuse(error)
+        loop.on_run_start()
+        for epoch in self.guard.epochs(sys.maxsize):
+            _count(loop.epoch_progress, epoch, epoch)
+            if loop.done and self._finish():
+                break
+            loop.on_advance_start()
+            self._epoch_loop.reset()
+            iter(self.guard)
+            self._state.put_again()
+            if not self._train_epoch():
+                continue
+            loop.on_advance_end()
+            loop.on_iteration_done()
+            if loop.done and self._finish():
+                break
+        loop.on_run_end()
+        self.guard.close()
+
+    def _training_step(self, *given: Any, **others: Any) -> Any:
+        result = self._originals["_training_step"](*given, **others)
+        if result.loss is not None and not self._observed:  # an optimizer may ask several times
+            self._observed = True
+            self.guard.observe(result.loss * self._trainer.accumulate_grad_batches)  # by which Lightning has divided
+        return result
+
+    def _accumulated_batches_reached(self) -> bool:
+        return bool(self._micro % self._trainer.accumulate_grad_batches == 0)
+
+    def _make_zero_grad_fn(self, batch_idx: int, optimizer: Any) -> Any:
+        """None but for an update's first batch, as which Lightning knows the multiples of `accumulate_grad_batches`."""
+        first = batch_idx - batch_idx % self._trainer.accumulate_grad_batches
+        return self._originals["_make_zero_grad_fn"](first + self._micro - 1, optimizer)
+
+    # Its epochs ------------------------------------------------------------------------------------------------------
+
+    def _make_guard(self) -> None:
+        trainer, loader = self._trainer, self._loader()
+        if self._loop.restarting:
+            raise UsageError(
+                f"the Trainer goes on from {trainer.ckpt_path}, and rollback.protect from the run directory",
+                hint="move that file away, or take out what makes Lightning load it",
+            )
+        if not any(group["params"] for optimizer in trainer.optimizers for group in optimizer.param_groups):
+            raise UsageError(
+                "rollback.protect got a Trainer without an optimizer", hint="return one from configure_optimizers"
+            )
+        self._state.state_dict()  # refuses now what could not be kept later
+        schedulers = [config.scheduler for config in trainer.lr_scheduler_configs]
+        others = {f"scheduler_{number}" if number > 1 else "scheduler": it for number, it in enumerate(schedulers, 1)}
+        if (scaler := getattr(trainer.precision_plugin, "scaler", None)) is not None:
+            others["scaler"] = scaler
+        self.guard = Guard(
+            model=trainer.model, optimizer=trainer.optimizers[0], loader=loader,
+            max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others, **self._settings,
+        )  # fmt: skip
+        self._state.saved = SavedFiles(self.guard.run)
+        self.guard.keep(lightning=self._state)
+
+    def _loader(self) -> DataLoader[Any]:
+        """The one that is trained on. Raises UsageError for what a guard cannot go back in."""
+        combined = self._loop._combined_loader
+        loader = combined.iterables
+        if len(combined.flattened) != 1 or loader is not combined.flattened[0]:
+            raise UsageError(
+                f"rollback.protect got batches of a {type(loader).__name__} of {len(combined.flattened)} loaders",
+                hint="train on one DataLoader: a data set can put together what several have (ConcatDataset, or one "
+                "that returns a sample of each)",
+            )
+        if not isinstance(loader, DataLoader) or isinstance(loader.dataset, IterableDataset):
+            kind = type(getattr(loader, "dataset", loader)).__name__
+            raise UsageError(
+                f"rollback.protect got batches of a {kind}, which is only read in order",
+                hint="take a DataLoader of a data set with len() and __getitem__; a loop of your own over such data "
+                "can have a rollback.Guard",
+            )
+        return loader
+
+    def _train_epoch(self) -> bool:
+        """One epoch, from where the guard stands. False: training goes on in an earlier one."""
+        while self._draw():
+            self._epoch_loop.run(self)
+            if self._stops and self._finish():
+                return True
+        if self.guard.interrupted:
+            return False
+        self._state.go_on()
+        self._end_passed_over()
+        return True
+
+    @property
+    def _stops(self) -> bool:
+        return bool(self._trainer.should_stop and self._loop._can_stop_early)
+
+    def _finish(self) -> bool:
+        """Training is done, as Lightning sees it. False where the guard has put it elsewhere."""
+        by = "trainer.should_stop" if self._stops else f"max_epochs={self._loop.max_epochs}"
+        by_steps = 0 <= self._trainer.max_steps <= self._trainer.global_step  # the guard's own end
+        self._finished = self._finished or by_steps or self.guard.finish(by)
+        return self._finished
+
+    def _end_passed_over(self) -> None:
+        """What Lightning does behind an epoch's last batch, where that was not trained on but passed over."""
+        loop, batches = self._epoch_loop, self._trainer.num_training_batches
+        stepped = loop._batches_that_stepped
+        if 0 < loop.batch_progress.current.ready < batches and not loop._is_training_done:
+            _count(loop.batch_progress, batches, self.guard.batch)
+            loop.batch_progress.is_last_batch = True
+            loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
+            loop.on_advance_end(self)
+            loop._batches_that_stepped = stepped
+
+    # Its batches -----------------------------------------------------------------------------------------------------
+
+    def _draw(self) -> bool:
+        """Whether there is another batch in this pass of the epoch."""
+        if self._batch is _NONE:
+            self._batch = next(self.guard, _NONE)
+        return self._batch is not _NONE
+
+    def __next__(self) -> tuple[Any, int, int]:
+        if not self._draw():
+            raise StopIteration
+        batch, self._batch = self._batch, _NONE
+        moved, updates = self._state.go_on(), self._trainer.global_step
+        if moved or updates != self._updates:
+            self._updates, self._micro = updates, 0
+        self._micro, self._observed = self._micro + 1, False
+        # Lightning finds validations, and the epoch's end, by what has been read.
+        position = self.guard.batch_in_epoch
+        _count(self._epoch_loop.batch_progress, position, self.guard.batch)
+        self.fetched, self.done = position + 1, self.guard.last_in_epoch
+        return batch, position, 0
+
+    def setup(self, combined_loader: Any) -> None:
+        combined_loader._iterator = self  # which it asks for its length
+
+    def __len__(self) -> int:
+        return len(self._loop._combined_loader.flattened[0])
+
+    def __iter__(self) -> _GuardedFit:
+        return self
+
+    def teardown(self) -> None:
+        pass
+
+
+def _count(progress: Any, current: int, total: int) -> None:
+    """Put a progress of Lightning's to where so many are completed, and none has begun since."""
+    for tracker, number in ((progress.current, current), (progress.total, total)):
+        tracker.load_state_dict(dict.fromkeys(tracker.state_dict(), number))

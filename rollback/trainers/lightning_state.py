@@ -1,0 +1,193 @@
+"""What a Trainer of Lightning knows of its training besides model, optimizer and learning rate.
+
+Lightning's counters are put back by their own `load_state_dict`. What it has of metrics is the sum over the epoch so
+far of each value that was logged, and the states of torchmetrics, which are plain attributes. In a process that has
+just begun nothing has been logged yet: each value is logged anew, with the arguments that the script gave, and its sum
+put in its place.
+"""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from rollback.errors import UsageError
+from rollback.train.state.module_buffers import KEPT_ELSEWHERE
+from rollback.trainers.logged_rows import LoggedRows
+from rollback.trainers.saved_files import SavedFiles
+
+_PROGRESS = (
+    "batch_progress", "scheduler_progress", "automatic_optimization.optim_progress", "val_loop.batch_progress",
+)  # fmt: skip
+"""Of the loop over an epoch's batches. The epochs are counted by the guard."""
+_CONNECTOR = ("_first_loop_iter", "_current_fx", "_callback_metrics", "_logged_metrics", "_progress_bar_metrics")
+_LOGGED = (
+    "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "metric_attribute",
+)  # fmt: skip
+"""Arguments of a call of `log`."""
+_METRIC = ("_update_count", "_computed", "_forward_cache", "has_reset")
+"""Of a torchmetrics Metric, besides its states; the last one Lightning's own have."""
+_CHECKPOINT = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation", "current_score")
+"""Of ModelCheckpoint, besides its `state_dict`."""
+
+
+class FitState:
+    """Kept by the guard on each rank. saved: the files that this run has saved; None before there is a run."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._rows = [LoggedRows(logger) for logger in trainer.loggers if LoggedRows.fits(logger)]
+        self._loaded: dict[str, Any] | None = None
+        self.saved: SavedFiles | None = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Raises UsageError for what of it cannot be kept."""
+        trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
+        return {
+            "progress": {name: attrgetter(name)(loop).state_dict() for name in _PROGRESS},
+            "stepped": loop._batches_that_stepped,
+            "should_stop": trainer.should_stop,
+            "connector": _packed({name: getattr(connector, name) for name in _CONNECTOR}, "what was logged"),
+            "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
+            "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
+            "callbacks": [
+                [name, *(_packed(part, f"the state of {name}") for part in (item.state_dict(), _of_checkpoint(item)))]
+                for name, item in self._stateful()
+            ],
+            "rows": [rows.state_dict() for rows in self._rows] if trainer.is_global_zero else [],
+        }
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        self._loaded = kept
+        self.put_again()
+        if self._trainer.is_global_zero:
+            for rows, state in zip(self._rows, kept["rows"], strict=False):
+                rows.load_state_dict(state)
+            if self.saved is not None:
+                folders = (getattr(callback, "dirpath", None) for callback in self._trainer.callbacks)
+                self.saved.set_aside(self._trainer.global_step, (str(folder) for folder in folders if folder))
+
+    def go_on(self) -> bool:
+        """Training goes on. Whether it was put elsewhere since it last did."""
+        moved = self._loaded is not None
+        self.put_again()
+        self._loaded = None
+        return moved
+
+    def put_again(self) -> None:
+        """Where training was put elsewhere: put it there once more, since Lightning has begun an epoch since."""
+        if (kept := self._loaded) is None:
+            return
+        trainer, loop, connector = self._trainer, self._loop, self._trainer._logger_connector
+        for name, state in kept["progress"].items():
+            attrgetter(name)(loop).load_state_dict(state)
+        loop._batches_that_stepped = kept["stepped"]
+        trainer.should_stop = kept["should_stop"]
+        vars(connector).update(self._unpacked(kept["connector"]))
+        self._put_logged(kept["logged"])
+        for name, metric in self._metrics():
+            if name in kept["metrics"]:
+                vars(metric).update(self._unpacked(kept["metrics"][name]))
+        states = {name: (state, attributes) for name, state, attributes in kept["callbacks"]}
+        for name, item in self._stateful():
+            if name in states:
+                state, attributes = map(_unpacked, states[name])
+                item.load_state_dict(state)
+                vars(item).update(attributes)
+
+    # Metrics ---------------------------------------------------------------------------------------------------------
+
+    def _of_logged(self, item: Any) -> dict[str, Any]:
+        meta = item.meta
+        return {
+            "arguments": {name: getattr(meta, name) for name in _LOGGED},
+            "reduce_fx": [meta.reduce_fx.__name__, getattr(builtins, meta.reduce_fx.__name__, None) is meta.reduce_fx],
+            "sync": [meta.sync.should, meta.sync.rank_zero_only],
+            "sum": self._of_metric(item),
+        }
+
+    def _put_logged(self, kept: dict[str, Any]) -> None:
+        results, metrics, strategy = self._loop._results, dict(self._metrics()), self._trainer.strategy
+        for key in list(results):
+            if key not in kept:
+                del results[key]
+        for key, item in kept.items():
+            (name, is_builtin), (should, rank_zero_only) = item["reduce_fx"], item["sync"]
+            if key not in results:
+                value = metrics.get(item["arguments"]["metric_attribute"])
+                results.log(
+                    **item["arguments"], rank_zero_only=rank_zero_only, sync_dist_fn=strategy.reduce, batch_size=1,
+                    value=torch.zeros((), device=strategy.root_device) if value is None else value,
+                    reduce_fx=getattr(builtins if is_builtin else torch, name),
+                )  # fmt: skip
+                results[key].meta.sync.should = should  # not before: nothing is to be reduced now
+            vars(results[key]).update(self._unpacked(item["sum"]))
+
+    def _metrics(self) -> Iterator[tuple[str, Any]]:
+        """The torchmetrics of the LightningModule, by their names in it."""
+        for name, module in self._trainer.lightning_module.named_modules():
+            if any(kind.__module__ == "torchmetrics.metric" for kind in type(module).__mro__):
+                vars(module)[KEPT_ELSEWHERE] = True
+                yield name, module
+
+    def _of_metric(self, metric: Any) -> Any:
+        states = () if vars(metric).get("is_tensor") is False else metric._defaults  # it stands for one of the module's
+        return _packed(_attributes(metric, (*states, *_METRIC)), f"the metric {type(metric).__name__}")
+
+    # Others ----------------------------------------------------------------------------------------------------------
+
+    @property
+    def _loop(self) -> Any:
+        return self._trainer.fit_loop.epoch_loop
+
+    def _stateful(self) -> Iterator[tuple[str, Any]]:
+        """Callbacks and the data module, by name."""
+        for item in self._trainer.callbacks:
+            yield str(item.state_key), item
+        if (data := self._trainer.datamodule) is not None:
+            yield type(data).__qualname__, data
+
+    def _unpacked(self, value: Any) -> Any:
+        return _unpacked(value, self._trainer.strategy.root_device)
+
+
+def _of_checkpoint(callback: Any) -> dict[str, Any]:
+    return _attributes(callback, _CHECKPOINT)
+
+
+def _attributes(item: Any, names: tuple[str, ...]) -> dict[str, Any]:
+    return {name: getattr(item, name) for name in names if name in vars(item)}
+
+
+def _packed(value: Any, what: str) -> Any:
+    """`value` with its tensors as numbers, of which the guard keeps all bits. Raises UsageError for anything else."""
+    if isinstance(value, Tensor):
+        flat = value.detach().reshape(-1).tolist()
+        return {"tensor": flat, "dtype": str(value.dtype).removeprefix("torch."), "shape": list(value.shape)}
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if type(value) in (list, tuple):
+        return [type(value).__name__, *(_packed(item, what) for item in value)]
+    if isinstance(value, dict) and all(type(key) in (str, int) for key in value):
+        return {"dict": {key: _packed(item, what) for key, item in value.items()}}
+    raise UsageError(
+        f"rollback.protect cannot keep {what}: there is a {type(value).__name__} in it",
+        hint="its state_dict may have numbers, texts, None, tensors, and lists, tuples and dicts of these",
+    )
+
+
+def _unpacked(value: Any, device: torch.device | None = None) -> Any:
+    if isinstance(value, list):
+        items = (_unpacked(item, device) for item in value[1:])
+        return tuple(items) if value[0] == "tuple" else list(items)
+    if not isinstance(value, dict):
+        return value
+    if "dict" in value:
+        return {key: _unpacked(item, device) for key, item in value["dict"].items()}
+    dtype = getattr(torch, value["dtype"])
+    return torch.tensor(value["tensor"], dtype=dtype, device=device).reshape(value["shape"])

@@ -1,0 +1,81 @@
+"""The rows that Lightning's CSVLogger has written: those of undone steps are taken back.
+
+A job that is started again writes to a new file (Lightning counts versions), or has its old one removed: then the rows
+up to where it goes on are the first ones of the new file.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import itertools
+from pathlib import Path
+from typing import Any
+
+from rollback.train.comm.recorder import say
+
+
+class LoggedRows:
+    """Of one logger, on rank 0. Make it before the logger opens its file."""
+
+    def __init__(self, logger: Any) -> None:
+        self._logger = logger
+        self._count: int | None = None
+        """How many rows the logger has been given; None: nobody counts yet."""
+        self._before: dict[str, str] = {}
+        """What was in the file before the logger removed it."""
+        if logger._version is not None:
+            path = Path(logger.log_dir) / "metrics.csv"
+            self._before[str(path)] = _read(path)
+
+    @staticmethod
+    def fits(logger: Any) -> bool:
+        """Whether it is a CSVLogger that writes to a disk of this machine."""
+        return any(kind.__name__ == "CSVLogger" for kind in type(logger).__mro__) and "://" not in logger.save_dir
+
+    def state_dict(self) -> dict[str, Any]:
+        file = self._file()
+        return {"path": str(file.metrics_file_path), "rows": self._count or 0, "columns": list(file.metrics_keys)}
+
+    def load_state_dict(self, kept: dict[str, Any]) -> None:
+        file, path = self._file(), Path(kept["path"])
+        text = _read(path) or self._before.get(str(path), "")
+        rows = list(itertools.islice(csv.DictReader(io.StringIO(text)), kept["rows"]))
+        if len(rows) < kept["rows"]:
+            say(f"{path} has {len(rows)} of the {kept['rows']} rows that were logged: the others are lost")
+        file.metrics, file.metrics_keys, self._count = [], list(kept["columns"]), len(rows)
+        try:
+            _write(Path(file.metrics_file_path), kept["columns"], rows)
+        except OSError as error:
+            say(f"{file.metrics_file_path}: {error}; it may have rows of steps that are undone")
+
+    def _file(self) -> Any:
+        """The logger's writer, whose rows are counted from now on."""
+        file = self._logger.experiment
+        if self._count is None:
+            self._count, original = 0, file.log_metrics
+
+            def log_metrics(*given: Any, **others: Any) -> None:
+                self._count = (self._count or 0) + 1
+                original(*given, **others)
+
+            file.log_metrics = log_metrics
+        return file
+
+
+def _read(path: Path) -> str:
+    try:
+        with open(path, encoding="utf-8", newline="") as file:
+            return file.read()
+    except (OSError, ValueError):
+        return ""
+
+
+def _write(path: Path, columns: list[str], rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        path.unlink(missing_ok=True)
+        return
+    with open(path, "w", encoding="utf-8", newline="") as file:
+        writer = csv.DictWriter(file, columns, extrasaction="ignore")
+        writer.writeheader()
+        writer.writerows(rows)

@@ -1,0 +1,84 @@
+"""Which files a library's trainer has saved in a run, and of which step: those of steps that are undone are renamed.
+
+A file says by itself neither whose it is nor, unless its pickle is loaded, of which step. So each is noted in the run
+directory before it is written. Somebody else may have written that note: it says of a file in a folder that the trainer
+saves to whether it is renamed, and of no other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import LineWriter
+from rollback.system import files
+from rollback.train.comm.recorder import say
+
+_LIMIT = 1 << 24  # bytes that are read
+
+
+class SavedFiles:
+    """Of rank 0, which saves. run: the run directory. Does not raise: training goes on without."""
+
+    def __init__(self, run: Path) -> None:
+        self._path = RunPaths(run).saved_files
+
+    def note(self, file: str, step: int) -> None:
+        """`file` is about to be saved, or saved anew, as of `step` completed updates."""
+        if "://" not in file:
+            folder, name = os.path.split(file)
+            self._append([{"file": os.path.join(os.path.realpath(folder), name), "step": step}])
+
+    def set_aside(self, reached: int, folders: Iterable[str]) -> None:
+        """Training stands at step `reached`: rename what was saved in `folders` of later ones."""
+        known = {os.path.realpath(folder) for folder in folders}
+        undone = {
+            file: step for file, step in self._read().items() if step > reached and os.path.dirname(file) in known
+        }
+        for file, step in undone.items():
+            _rename(Path(file), step)
+        self._append([{"file": file, "step": 0} for file in undone])
+
+    def _read(self) -> dict[str, int]:
+        """The step of each file that was saved last; 0: it was set aside."""
+        steps: dict[str, int] = {}
+        try:
+            with os.fdopen(files.open_file(self._path, os.O_RDONLY), encoding="utf-8", errors="replace") as lines:
+                for line in lines.read(_LIMIT).splitlines():
+                    try:
+                        entry = json.loads(line)
+                        steps[str(entry["file"])] = int(entry["step"])
+                    except (ValueError, KeyError, TypeError):
+                        continue  # a line that was being written when the process died
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            say(f"{self._path}: {error}; files of steps that are undone keep their names")
+        return steps
+
+    def _append(self, entries: list[dict[str, str | int]]) -> None:
+        if not entries:
+            return
+        try:
+            writer = LineWriter(self._path)
+            for entry in entries:
+                writer.write(json.dumps(entry))
+            writer.close()
+        except OSError as error:
+            say(f"{self._path}: {error}; files of steps that are undone may keep their names")
+
+
+def _rename(file: Path, step: int) -> None:
+    taken = len(list(file.parent.glob(f"undone-*{file.name}")))
+    undone = file.with_name(f"undone-{f'{taken}-' if taken else ''}{file.name}")
+    try:
+        file.rename(undone)
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        say(f"{file} is of step {step}, which is undone, and cannot be renamed: {error}")
+        return
+    say(f"{file} is of step {step}, which is undone: renamed to {undone.name}")

@@ -1,0 +1,82 @@
+"""Lightning under `rollback.protect`: bit for bit the unprotected run, the one given its skips, or the undisturbed one.
+
+With what was logged and saved. A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from compared_runs import PHASES, require_all_same, require_undisturbed
+from trainer_job import TrainerJob
+
+LIGHTNING = TrainerJob(loop="lightning")
+"""30 batches in an epoch, twice."""
+MODULES = "lightning transformers.models.gpt2.modeling_gpt2 accelerate"
+AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
+UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
+"""78 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
+BEST = {"saving": {"monitor": "evaluated", "save_top_k": 2}}
+
+CLEAN = {
+    "plain": LIGHTNING,
+    "accumulation": LIGHTNING.but(samples=76, accumulate=4, evaluate=6),
+    "by steps": LIGHTNING.but(max_steps=47, epochs=-1, save=10),
+    "best of several": LIGHTNING.but(evaluate=5, more=BEST),
+    "schedulers by step and by epoch": LIGHTNING.but(more={"scheduler": "both"}),
+    "plateau": LIGHTNING.but(evaluate=10, more={"scheduler": "plateau"}),
+    "stopped early": LIGHTNING.but(epochs=6, more={"patience": 1, "delta": 1.0}),
+    "stopped": LIGHTNING.but(stop_at=41),
+    "stopped before it may": LIGHTNING.but(stop_at=11, more={"trainer": {"min_epochs": 2}}, epochs=3),
+    "validation now and then": LIGHTNING.but(epochs=4, more={"trainer": {"check_val_every_n_epoch": 2}}),
+    "validation over epochs": LIGHTNING.but(evaluate=21, more={"trainer": {"check_val_every_n_epoch": None}}),
+    "no clipping, and all steps logged": LIGHTNING.but(more={"clip": None, "trainer": {"log_every_n_steps": 1}}),
+    "bfloat16": LIGHTNING.but(more={"trainer": {"precision": "bf16-mixed"}}),
+    "scaled": LIGHTNING.but(more={"scaled": True}),
+    "worker": LIGHTNING.but(workers=1),
+    "several evaluations in a step": LIGHTNING.but(samples=20, more={"optimizer": "lbfgs", "clip": None}),
+}
+BAD = {
+    "in the middle": LIGHTNING.but(bad_at=(17,), evaluate=5, save=5),
+    "in the last update": LIGHTNING.but(bad_at=(59,)),
+    "at an epoch's tail": LIGHTNING.but(bad_at=(29,), more={"scheduler": "both"}),
+    "at an epoch's tail, alone": LIGHTNING.but(bad_at=(29,), settings={"policy": "surgical", **AS_SET}),
+    "over an epoch's start": LIGHTNING.but(bad_at=(32,), evaluate=5, save=4),
+    "over an epoch's start, plateau": LIGHTNING.but(bad_at=(32,), more={"scheduler": "plateau", **BEST}),
+    "surgical": LIGHTNING.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
+    "balanced": LIGHTNING.but(bad_at=(41,), settings=AS_SET),
+    "accumulation": LIGHTNING.but(bad_at=(58,), evaluate=6, **UNEVEN),
+    "accumulation, at the start": LIGHTNING.but(bad_at=(81,), epochs=3, **UNEVEN),
+    "by steps": LIGHTNING.but(bad_at=(12, 50), max_steps=70, epochs=-1),
+    "stopped": LIGHTNING.but(bad_at=(20,), stop_at=21),
+    "stopped early": LIGHTNING.but(bad_at=(41,), epochs=6, more={"patience": 1, "delta": 1.0}),
+    "short epochs": LIGHTNING.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
+    "worker": LIGHTNING.but(bad_at=(32,), workers=1),
+}
+KILLED = LIGHTNING.but(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=6, save=4)
+FEW = {1: ["accumulation", "in the middle", "over an epoch's start"], 2: ["best of several", "at an epoch's tail"]}
+
+
+def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]:
+    return {name: job for name, job in jobs.items() if name in names}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
+    require_all_same(tmp_path, ranks, pick(CLEAN, FEW[ranks]), pick(BAD, FEW[ranks]), MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_way_to_fit_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
+    require_all_same(tmp_path, ranks, CLEAN, BAD, MODULES)
+
+
+def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, ["in the middle of the rollback"], MODULES)
+
+
+@pytest.mark.soak
+def test_a_rank_that_is_killed_anywhere_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, list(PHASES), MODULES)

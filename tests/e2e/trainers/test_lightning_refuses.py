@@ -1,0 +1,80 @@
+"""What `rollback.protect` refuses of Lightning: exit code, message and what to do instead; and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from job_results import LAUNCH
+from trainer_job import LIMIT
+
+from rollback.errors import ExitCode
+
+SCRIPT = Path(__file__).parents[1] / "jobs" / "refused_lightning.py"
+DDP = 'strategy="ddp"'
+REFUSED = {
+    "an older lightning": ("lightning 2.6 and later, below 3; installed is 2.5.6", "pip install"),
+    "a newer lightning": ("lightning 2.6 and later, below 3; installed is 3.0.0", "pip install"),
+    "an older pytorch-lightning": ("pytorch-lightning 2.6 and later, below 3; installed is 2.5.6", "pip install"),
+    "FSDP": ("FSDPStrategy", DDP),
+    "DeepSpeed": ("DeepSpeedStrategy", DDP),
+    "model parallel": ("ModelParallelStrategy", DDP),
+    "a strategy of one's own": ("MyStrategy", DDP),
+    "spawned ranks": ("forks or spawns", "rollback launch"),
+    "fast_dev_run": ("fast_dev_run", "the real run"),
+    "overfit_batches": ("overfit_batches=2", "Subset"),
+    "limit_train_batches": ("limit_train_batches=3", "Subset"),
+    "reloaded loaders": ("reload_dataloaders_every_n_epochs", "one loader for the whole run"),
+    "validation by time": ("val_check_interval is a time", "a number of batches"),
+    "averaged weights": ("StochasticWeightAveraging", "ring export"),
+    "ckpt_path": ("ckpt_path='out/last.ckpt'", "leave it out"),
+    "by hand": ("automatic_optimization=False", "return the loss"),
+    "two optimizers": ("automatic_optimization=False", "one optimizer"),
+    "no optimizer": ("without an optimizer", "configure_optimizers"),
+    "dataloader_iter": ("dataloader_iter", "batch_idx"),
+    "a combined loader": ("a dict of 2 loaders", "one DataLoader"),
+    "a list of loaders": ("a list of 2 loaders", "one DataLoader"),
+    "a stream": ("Stream, which is only read in order", "__getitem__"),
+    "an odd callback": ("the state of Odd: there is a PosixPath in it", "state_dict"),
+    "fitted twice": ("a second time", "another Trainer"),
+    "protected twice": ("before", "call it once"),
+    "no setting": ("polcy", "policy"),
+}
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict[str, Any]:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *REFUSED], text=True, timeout=LIMIT, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    lines = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return {answer["name"]: answer for answer in lines}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_it_is_refused_with_what_to_do_instead(answers: dict[str, Any], case: str) -> None:
+    answer = answers[case]
+    assert answer["exit_code"] == ExitCode.USAGE, answer
+    met, instead = REFUSED[case]
+    message, _, hint = answer["message"].partition("\n  hint: ")
+    assert met in message
+    assert instead in hint
+    assert answer["left"] == []
+
+
+@pytest.mark.parametrize("case", ["ckpt_path", "a list of loaders"])
+def test_under_launch_it_is_one_message_and_exit_code_2(tmp_path: Path, case: str) -> None:
+    done = subprocess.run(
+        [*LAUNCH, "--nproc", "1", "--run", "run", str(SCRIPT), case], cwd=tmp_path, text=True,
+        timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stdout.count("rollback: error:") == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (tmp_path / "run").exists()

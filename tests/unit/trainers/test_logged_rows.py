@@ -1,0 +1,58 @@
+"""Rows of undone steps leave Lightning's CSV log; a new file begins with the rows up to where the job goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rollback.trainers.logged_rows import LoggedRows
+
+loggers = pytest.importorskip("lightning.pytorch.loggers")
+
+
+def log(logger: Any, *steps: int, **more: float) -> None:
+    for step in steps:
+        logger.log_metrics({"loss": step / 8, **more}, step)
+        logger.save()
+
+
+def text(logger: Any) -> str:
+    return Path(logger.log_dir, "metrics.csv").read_text()
+
+
+def test_rows_behind_the_kept_ones_are_taken_back_with_their_columns(tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(logger)
+    rows.state_dict()
+    log(logger, 1, 2)
+    kept, as_it_was = rows.state_dict(), text(logger)
+    log(logger, 3, evaluated=0.5)
+    rows.load_state_dict(kept)
+    assert text(logger) == as_it_was
+    log(logger, 4)
+    assert text(logger) == as_it_was + "0.5,4\n"
+    assert rows.state_dict()["rows"] == 3
+
+
+@pytest.mark.parametrize("version", [None, 0])
+def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(tmp_path: Path, version: int | None) -> None:
+    first = loggers.CSVLogger(tmp_path, version=version)
+    rows = LoggedRows(first)
+    rows.state_dict()
+    log(first, 1, 2)
+    kept, as_it_was = rows.state_dict(), text(first)
+    log(first, 3)
+    again = loggers.CSVLogger(tmp_path, version=version)
+    LoggedRows(again).load_state_dict(kept)
+    assert text(again) == as_it_was
+
+
+def test_with_no_row_there_is_no_file(tmp_path: Path) -> None:
+    logger = loggers.CSVLogger(tmp_path)
+    rows = LoggedRows(logger)
+    kept = rows.state_dict()
+    log(logger, 1)
+    rows.load_state_dict(kept)
+    assert not Path(logger.log_dir, "metrics.csv").exists()

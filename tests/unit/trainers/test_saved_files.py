@@ -1,0 +1,70 @@
+"""Files of undone steps are renamed: those that were noted, in the trainer's folders, and no others."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rollback.trainers.saved_files import SavedFiles
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    folder = tmp_path / "saved"
+    folder.mkdir()
+    return folder
+
+
+def save(files: SavedFiles, path: Path, step: int) -> None:
+    files.note(str(path), step)
+    path.write_text(f"of step {step}")
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_what_was_saved_of_later_steps_is_renamed_and_may_be_saved_anew(tmp_path: Path, folder: Path) -> None:
+    files = SavedFiles(tmp_path / "run")
+    for step in (10, 20):
+        save(files, folder / f"{step}.ckpt", step)
+        save(files, folder / "last.ckpt", step)
+    files.set_aside(15, [str(folder)])
+    assert names(folder) == ["10.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
+    save(files, folder / "20.ckpt", 20)
+    SavedFiles(tmp_path / "run").set_aside(20, [str(folder)])
+    assert "20.ckpt" in names(folder)
+    SavedFiles(tmp_path / "run").set_aside(12, [str(folder)])
+    assert names(folder) == ["10.ckpt", "undone-1-20.ckpt", "undone-20.ckpt", "undone-last.ckpt"]
+
+
+def test_a_note_of_somebody_else_renames_nothing_outside_of_the_folders(tmp_path: Path, folder: Path) -> None:
+    precious = tmp_path / "precious"
+    files = SavedFiles(tmp_path / "run")
+    save(files, precious, 99)
+    files.note(str(folder / ".." / "precious"), 99)
+    files.set_aside(1, [str(folder)])
+    assert precious.exists()
+
+
+def test_what_is_no_note_is_passed_over(tmp_path: Path, folder: Path) -> None:
+    files = SavedFiles(tmp_path / "run")
+    save(files, folder / "20.ckpt", 20)
+    with open(tmp_path / "run" / "saved-files.jsonl", "a", encoding="utf-8") as notes:
+        notes.write('[]\n{"file": 3}\nnonsense\n{"file": "/nowhere", "step": 40')
+    files.set_aside(10, [str(folder)])
+    assert names(folder) == ["undone-20.ckpt"]
+
+
+def test_a_record_that_cannot_be_written_is_said_and_raises_nothing(
+    tmp_path: Path, folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "saved-files.jsonl").symlink_to(tmp_path / "elsewhere")
+    files = SavedFiles(tmp_path / "run")
+    save(files, folder / "20.ckpt", 20)
+    files.set_aside(10, [str(folder)])
+    assert names(folder) == ["20.ckpt"]
+    assert "saved-files.jsonl" in capfd.readouterr().err
+    assert not (tmp_path / "elsewhere").exists()
