@@ -102,22 +102,23 @@ class ScriptSide:
     def last_in_epoch(self) -> bool:
         """Whether the loader has no further batch in the epoch of the batch in hand.
 
-        Of a loader that is read in order and has no length, the next batch is read to know it.
+        Of a loader that is read in order the next batch is read to know it. A loader that draws from the random states
+        of the process while it is read draws that batch from a stream of its own.
         """
-        return self._state.cursor.at_end
-
-    @property
-    def interrupted(self) -> bool:
-        """Whether the loop over the guard has ended before its epoch was over: training goes on in an earlier one.
-
-        Only inside `guard.epochs`, which begins that epoch's body again.
-        """
-        return self._passes.interrupted
+        return self._state.cursor.is_last()
 
     @property
     def epoch(self) -> int:
         """The epoch of the batch in hand, from 0."""
         return self._passes.epoch
+
+    @property
+    def interrupted(self) -> bool:
+        """Whether the pass of `guard.epochs` that has just ended did so to go back to an earlier epoch.
+
+        Its epoch has not come to its end then: what a script does behind an epoch is for another time.
+        """
+        return self._passes.interrupted
 
     @property
     def run(self) -> Path:

@@ -11,7 +11,6 @@ from typing import Any
 
 from accelerate.data_loader import DataLoaderShard
 from accelerate.utils import send_to_device, synchronize_rng_states
-from torch.utils.data import IterableDataset
 
 from rollback.errors import UsageError
 
@@ -19,12 +18,6 @@ from rollback.errors import UsageError
 def require_known_loader(loader: Any) -> None:
     """Raises UsageError for a loader of Accelerate's whose batches a guard cannot hand out."""
     kind = type(loader)
-    if isinstance(loader.dataset, IterableDataset):
-        raise UsageError(
-            f"rollback.protect got batches of a {type(loader.dataset).__name__}, which is only read in order",
-            hint="take a data set with len() and __getitem__ (of `datasets`: without streaming=True); a loop of your "
-            "own over such data can have a rollback.Guard",
-        )
     if not issubclass(kind, DataLoaderShard) or kind.__iter__ is not DataLoaderShard.__iter__:
         raise UsageError(
             f"rollback.protect got batches from a {kind.__name__} ({kind.__module__}), in which a rank cannot go back "

@@ -10,6 +10,7 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     _run_epoch, for the first epoch  all epochs, from where the run stands
     its batches                      the guard's; a batch from another place ends `_run_epoch` by `_Moved`
     training_step                    then the guard is told the loss
+    _maybe_log_save_evaluate         what it is given of the last update, if `_run_epoch` was entered behind that
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
 """
 
@@ -84,7 +85,7 @@ class _GuardedLoop:
         self._originals: dict[str, Callable[..., Any]] = {}
 
     def install(self) -> None:
-        for name in ("train", "_prepare_for_training", "_run_epoch", "training_step"):
+        for name in ("train", "_prepare_for_training", "_run_epoch", "training_step", "_maybe_log_save_evaluate"):
             self._originals[name] = getattr(self._trainer, name)
             setattr(self._trainer, name, getattr(self, name))
         self._trainer._load_rng_state = lambda checkpoint: None  # the guard has put them back
@@ -142,9 +143,11 @@ class _GuardedLoop:
                 trainer.control = trainer.callback_handler.on_epoch_begin(trainer.args, trainer.state, trainer.control)
             announced = False
             self._begin_epoch(epoch)
-            while self._drawn:
+            ended = False
+            while not ended and (self._drawn or not self.guard.interrupted):
                 with contextlib.suppress(_Moved), _entered_anywhere():
                     self._originals["_run_epoch"](**{**given, **self._place(epoch, given["steps_in_epoch"])})
+                    ended = True
             if trainer.control.should_training_stop:
                 break
         trainer.control.should_training_stop = True
@@ -155,6 +158,14 @@ class _GuardedLoop:
         loss = self._originals["training_step"](*given, **others)
         self.guard.observe(loss)
         return loss
+
+    def _maybe_log_save_evaluate(
+        self, tr_loss: Any, grad_norm: Any, *given: Any, learning_rate: Any = None, **others: Any
+    ) -> None:
+        if learning_rate is not None:
+            self._state.last_update = grad_norm, learning_rate
+        grad_norm, learning_rate = self._state.last_update
+        self._originals["_maybe_log_save_evaluate"](tr_loss, grad_norm, *given, learning_rate=learning_rate, **others)
 
     # Its batches -----------------------------------------------------------------------------------------------------
 
@@ -191,11 +202,15 @@ class _GuardedLoop:
         """Where `_run_epoch` is to begin: before what has been drawn, with all that is left of the epoch's `batches`.
 
         It counts updates from the epoch's first batch on. Behind a skip window that is no whole number of them, an
-        epoch of another length is told it, which has as many batches left.
+        epoch of another length is told it, which has as many batches left. Where nothing has been drawn, nothing is
+        left but the epoch's end.
         """
         accumulated = self._trainer.args.gradient_accumulation_steps
-        left = batches - 1 - self._position + len(self._drawn)
-        done = (batches - left) // accumulated * accumulated
+        if self._drawn:
+            left = batches - 1 - self._position + len(self._drawn)
+            done = (batches - left) // accumulated * accumulated
+        else:
+            left, done = 0, 1
         return {
             "epoch": epoch,
             "train_dataloader": self,

@@ -29,12 +29,16 @@ class RunMark(TrainerCallback, ExportableState):  # type: ignore[misc]
 
 
 class LoopState:
-    """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at."""
+    """Kept by the guard on each rank. moved: whether training has been put elsewhere since that was last looked at.
+
+    last_update: its gradient's norm, and the learning rate that it was made with.
+    """
 
     def __init__(self, trainer: Any, mark: RunMark) -> None:
         self._trainer = trainer
         self._mark = mark
         self.moved = False
+        self.last_update: tuple[Any, Any] = None, None
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
@@ -44,6 +48,7 @@ class LoopState:
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
             "loop": {name: getattr(trainer, name) for name in _LOOP if hasattr(trainer, name)},
             "loss": trainer._tr_loss,
+            "last_update": self.last_update,
             "metrics": {mode: dict(values) for mode, values in getattr(trainer, "_metrics", {}).items()},
         }
 
@@ -59,6 +64,7 @@ class LoopState:
         for name, value in kept["loop"].items():
             setattr(trainer, name, value)
         trainer._tr_loss.fill_(kept["loss"])
+        self.last_update = kept["last_update"]
         for mode, values in kept["metrics"].items():
             trainer._metrics[mode].clear()
             trainer._metrics[mode].update(values)

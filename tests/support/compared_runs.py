@@ -11,7 +11,8 @@ from job_results import LAUNCH, Scenarios
 from toy import facts, require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
 
-from rollback.facts.training import Attached, Finished, Incident, Restored
+from rollback.errors import ExitCode
+from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
 
 
 def require_all_same(
@@ -46,24 +47,41 @@ PHASES: dict[str, dict[str, Any]] = {
 }
 
 
+TOLD: dict[str, dict[str, Any]] = {
+    "by SIGTERM": {"told": [0, 13, "SIGTERM"]},
+    "by SIGTERM behind an epoch's start": {"told": [1, 41, "SIGTERM"]},
+    "by rollback stop": {"told": [0, 5, "rollback stop"]},
+}
+"""For jobs without a bad batch: a stop saves, and where checkpoints lie decides what a rollback skips."""
+
+
 def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str], modules: str = MODULES) -> None:
-    """Kill a rank of two in each of the phases: the job ends as one that nobody has killed."""
+    """Kill a rank of two, or tell it to stop, in each of the phases: the job ends as one that was left alone."""
     undisturbed = Scenarios(folder, JOB, modules, LIMIT)
     undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
+    how = {**PHASES, **TOLD}
     for number, phase in enumerate(phases):
         killed = Scenarios(folder / str(number), JOB, modules, LIMIT)
         killed.folder.mkdir()
-        killed.add("killed", job, **PHASES[phase])
-        command = [*LAUNCH, "--nproc", "2", "--run", str(killed.run("killed")), str(JOB), str(killed.path)]
-        done = subprocess.run(
-            command, env={**killed.environment, "NO_COLOR": "1"}, timeout=LIMIT, text=True, cwd=folder, check=False,
-            stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stdout[-8000:]
+        killed.add("killed", job, **how[phase])
         run = killed.run("killed")
+        if phase in TOLD:
+            done = _launched(killed)
+            assert done.returncode == ExitCode.RESUMABLE, done.stdout[-8000:]
+            assert facts(run, Stopped)[0].checkpoint.endswith(f"{facts(run, Stopped)[0].step:08d}")
+        done = _launched(killed)
+        assert done.returncode == 0, done.stdout[-8000:]
         assert len(facts(run, Attached)) == 2, done.stdout[-8000:]
-        assert facts(run, Restored)
+        assert bool(facts(run, Restored)) == bool(job.bad_at)
         assert facts(run, Finished)
         for rank in (0, 1):
             require_same(killed.portrait("killed", rank), undisturbed.portrait("undisturbed", rank), phase)
+
+
+def _launched(job: Scenarios) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [*LAUNCH, "--nproc", "2", "--run", str(job.run("killed")), str(JOB), str(job.path)], cwd=job.folder,
+        env={**job.environment, "NO_COLOR": "1"}, timeout=LIMIT, text=True, check=False, stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )  # fmt: skip

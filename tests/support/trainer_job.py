@@ -2,9 +2,10 @@
 
 SCENARIOS is a JSON file with a list of scenarios, each with `name`, `toy` (a TrainerJob), and optionally `run`
 (default: the supervisor's; null: unprotected), `skips_of` (a run whose skip list is given from the start), `kill`
-(`[rank, batch]`: that rank kills itself there, in the first attempt), `die` (`[fact, n]`: rank 0 does so before the
-n-th fact of that kind is journalled) and `log` (of another name). Each rank writes `<name>-<rank>.json` beside it: its
-`portrait`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+(`[rank, batch]`: that rank kills itself there, in the first attempt), `told` (`[rank, batch, how]`: there that rank has
+the job stopped, in the first attempt: `SIGTERM` to the supervisor, or `rollback stop`), `die` (`[fact, n]`: rank 0
+kills itself before the n-th fact of that kind is journalled) and `log` (of another name). Each rank writes
+`<name>-<rank>.json` beside it: its `portrait`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -12,6 +13,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
+import sys
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,10 +23,12 @@ from typing import Any
 import torch
 from scenarios import perform_all
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 from toy import SETTINGS, flat, left_out, skip_list
 
 import rollback
+from rollback.config import ENV_SUPERVISOR
+from rollback.rundir.paths import RunPaths
 from rollback.train.comm.recorder import Recorder
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -54,6 +60,9 @@ class TrainerJob:
     stop_at: int = 0
     """The step at which a callback stops the training."""
     settings: dict[str, Any] = field(default_factory=dict)
+    stream: str = ""
+    """Where the data are an IterableDataset: `plain`, `drawing` tokens from the process's random states, `datasets`
+    or `datasets, shuffled`."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
 
@@ -88,6 +97,20 @@ class Text(Dataset[Any]):
         return {"input_ids": self.ids[index], "labels": self.ids[index].clone()}
 
 
+class Stream(IterableDataset[Any]):
+    """The same text, in order. drawing: with tokens drawn while it is read."""
+
+    def __init__(self, count: int, *, drawing: bool) -> None:
+        self.text, self.drawing = Text(count), drawing
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        for index in range(len(self.text)):
+            sample = {name: item.clone() for name, item in self.text[index].items()}
+            if self.drawing:
+                sample["input_ids"][-1] = torch.randint(600, 900, ())
+            yield sample
+
+
 class Job:
     """A job as it runs on one rank."""
 
@@ -96,7 +119,9 @@ class Job:
         self.rank, self.ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         self.log = folder / f"{scenario.get('log', scenario['name'])}-{self.rank}.log"
         self.output = folder / f"{scenario['name']}-output"
-        self.kill = scenario.get("kill") if os.environ.get("ROLLBACK_ATTEMPT", "1") == "1" else None
+        first = os.environ.get("ROLLBACK_ATTEMPT", "1") == "1"
+        self.kill = scenario.get("kill") if first else None
+        self.told = scenario.get("told") if first else None
         self.guard: Any = None
         self.poisoned = False
         self.micro = 0
@@ -113,6 +138,17 @@ class Job:
         model.register_forward_hook(self.spoil)
         return model
 
+    def data(self) -> Any:
+        count = self.job.samples * self.ranks
+        if self.job.stream.startswith("datasets"):
+            import datasets
+
+            ids = Text(count).ids.tolist()
+            stream = datasets.Dataset.from_dict({"input_ids": ids, "labels": ids}).to_iterable_dataset(num_shards=2)
+            shuffled = stream.shuffle(seed=3, buffer_size=8) if self.job.stream == "datasets, shuffled" else stream
+            return shuffled.with_format("torch")
+        return Stream(count, drawing=self.job.stream == "drawing") if self.job.stream else Text(count)
+
     def spoil(self, module: nn.Module, given: Any, output: Any) -> Any:
         if self.poisoned and module.training:
             for name in ("loss", "log_probs"):  # the latter is what TRL asks for
@@ -126,10 +162,24 @@ class Job:
             self.guard._checkpoints.snapshots.wait()  # as `Toy.patient`
             if self.kill == [self.rank, position]:
                 os.kill(os.getpid(), signal.SIGKILL)
+            if self.told and self.told[:2] == [self.rank, position]:
+                self.have_it_stopped(self.told[2])
+                self.told = None
         self.poisoned = position in self.job.bad_at and self.rank == self.job.bad_rank
         line = json.dumps([step, self.micro, ids[:, 0].tolist()]) + "\n"
         with open(self.log, "a", encoding="utf-8") as file:
             file.write(line)
+
+    def have_it_stopped(self, how: str) -> None:
+        """It is on its way when this returns: training must not be over before."""
+        if how == "SIGTERM":
+            os.kill(int(os.environ[ENV_SUPERVISOR].partition(":")[0]), signal.SIGTERM)
+            while not self.guard._requests.stop.requested:
+                os.sched_yield()
+        else:
+            subprocess.Popen([sys.executable, "-m", "rollback", "stop", str(self.run), "--why", "maintenance"])
+            while not list(RunPaths(self.guard.run).requests.glob("*.json")):
+                os.sched_yield()
 
     # transformers ----------------------------------------------------------------------------------------------------
 
@@ -138,7 +188,7 @@ class Job:
 
         return self.train_by(
             transformers.Trainer, model=self.model(), args=self.arguments(transformers.TrainingArguments),
-            train_dataset=Text(self.job.samples * self.ranks), eval_dataset=Text(8),
+            train_dataset=self.data(), eval_dataset=Text(8),
         )  # fmt: skip
 
     def train_by_sft(self) -> dict[str, str]:
@@ -231,8 +281,8 @@ class Job:
         )
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
-        data = Text(job.samples * self.ranks)
-        loader: Any = DataLoader(data, batch_size=job.batch_size, shuffle=True, num_workers=job.workers)
+        how: Any = {"batch_size": job.batch_size, "shuffle": not job.stream, "num_workers": job.workers}
+        loader: Any = DataLoader(self.data(), **how)
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
         prepared = accelerator.prepare(model, optimizer, loader, scheduler)
         if self.run is not None:

@@ -47,7 +47,7 @@ class Stream(IterableDataset[Any]):
         return iter(DATA)
 
 
-def prepared(data: Any = DATA, *, dispatch: bool = False) -> tuple[Any, ...]:
+def prepared(data: Any = DATA, *, dispatch: bool | None = False) -> tuple[Any, ...]:
     accelerator = Accelerator(cpu=True, dataloader_config=DataLoaderConfiguration(dispatch_batches=dispatch))
     model = nn.Linear(2, 1)
     loader = DataLoader(data, batch_size=2)
@@ -126,8 +126,8 @@ CASES: dict[str, Callable[[], object]] = {
     "no setting": lambda: rollback.protect(trainer(), polcy="palm").train(),
     "the dispatcher": lambda: rollback.protect(*prepared(dispatch=True)),
     "the Trainer with the dispatcher": lambda: protected(accelerator_config={"dispatch_batches": True}).train(),
-    "a stream": lambda: rollback.protect(*prepared(Stream())),
-    "the Trainer with a stream": lambda: rollback.protect(trainer(Stream(), max_steps=2)).train(),
+    "a stream, as it is by default": lambda: rollback.protect(*prepared(Stream(), dispatch=None)),
+    "the Trainer with a stream, as it is by default": lambda: rollback.protect(trainer(Stream(), max_steps=2)).train(),
     "DeepSpeed": lambda: sharded("DEEPSPEED"),
     "Megatron": lambda: sharded("MEGATRON_LM"),
     "FSDP": lambda: sharded("FSDP"),

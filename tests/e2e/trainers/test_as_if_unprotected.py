@@ -16,6 +16,9 @@ TRAINER = TrainerJob()
 SFT = TrainerJob(loop="sft", more={"bf16": False})
 ACCELERATE = TrainerJob(loop="accelerate")
 BY_EPOCH = {"logging_strategy": "epoch", "eval_strategy": "epoch", "save_strategy": "epoch"}
+READ_BY_RANK = {"dispatch_batches": False}
+STREAM = {"stream": "plain", "max_steps": 40, "more": {"accelerator_config": READ_BY_RANK}}
+STATEFUL = {**READ_BY_RANK, "use_stateful_dataloader": True}
 SEEDABLE = {"use_seedable_sampler": True}
 AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
 UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
@@ -31,12 +34,15 @@ CLEAN = {
     "trainer, stopped": TRAINER.but(stop_at=41),
     "trainer, short epochs": TRAINER.but(samples=15, epochs=3),
     "trainer, worker": TRAINER.but(workers=1),
+    "trainer, stream": TRAINER.but(**STREAM),
+    "trainer, stream, shuffled": TRAINER.but(**{**STREAM, "stream": "datasets, shuffled"}, accumulate=4),
     "sft": SFT.but(samples=76, accumulate=4, evaluate=3),
     "accelerate": ACCELERATE.but(accumulate=2),
     "accelerate, odd epochs": ACCELERATE.but(samples=59, accumulate=4, epochs=3),
     "accelerate, seedable": ACCELERATE.but(accumulate=4, more=SEEDABLE),
     "accelerate, split batches": ACCELERATE.but(batch_size=4, more={"split_batches": True}),
     "accelerate, worker": ACCELERATE.but(workers=1),
+    "accelerate, stream": ACCELERATE.but(samples=59, accumulate=4, stream="plain", more=READ_BY_RANK),
 }
 BAD = {
     "trainer, in the middle": TRAINER.but(bad_at=(17,), evaluate=5, save=5),
@@ -49,6 +55,8 @@ BAD = {
     "trainer, by steps": TRAINER.but(bad_at=(12, 50), max_steps=70),
     "trainer, stopped": TRAINER.but(bad_at=(20,), stop_at=21),
     "trainer, short epochs": TRAINER.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
+    "trainer, stream": TRAINER.but(bad_at=(32,), **STREAM),
+    "trainer, stream, shuffled": TRAINER.but(bad_at=(32,), **{**STREAM, "stream": "datasets, shuffled"}),
     "sft": SFT.but(bad_at=(33,), evaluate=5, save=7),
     "accelerate, in the middle": ACCELERATE.but(bad_at=(17,)),
     "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
@@ -59,9 +67,11 @@ BAD = {
     "accelerate, accumulation": ACCELERATE.but(bad_at=(58,), **UNEVEN),
     "accelerate, odd epochs": ACCELERATE.but(bad_at=(81,), **UNEVEN),
     "accelerate, stateful": ACCELERATE.but(bad_at=(32,), more={"use_stateful_dataloader": True}),
+    "accelerate, stream": ACCELERATE.but(bad_at=(32,), stream="drawing", more=READ_BY_RANK),
+    "accelerate, stateful stream": ACCELERATE.but(bad_at=(32,), stream="datasets", more=STATEFUL),
 }
 FEW = {
-    1: ["trainer, accumulation", "accelerate, odd epochs", "trainer, in the middle", "trainer, over an epoch's start"],
+    1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
     2: ["trainer, best of several", "accelerate", "trainer, accumulation", "accelerate, over an epoch's start"],
 }
 

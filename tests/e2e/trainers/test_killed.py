@@ -1,11 +1,11 @@
-"""A rank of a protected job is killed under `rollback launch`: the run ends bit for bit as the undisturbed one."""
+"""A protected job is killed, or told to stop, under `rollback launch`: the run ends bit for bit as the undisturbed."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from compared_runs import PHASES, require_undisturbed
+from compared_runs import PHASES, TOLD, require_undisturbed
 from trainer_job import TrainerJob
 
 TRAINER = TrainerJob(bad_at=(32,), bad_rank=1, samples=76, accumulate=2, evaluate=3, save=4)
@@ -14,6 +14,16 @@ ACCELERATE = TrainerJob(loop="accelerate", bad_at=(32,), bad_rank=1, samples=76,
 
 def test_a_rank_that_is_killed_in_a_rollback_costs_nothing(tmp_path: Path) -> None:
     require_undisturbed(tmp_path, TRAINER, ["in the middle of the rollback"])
+
+
+def test_a_protected_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, TRAINER.but(bad_at=()), ["by SIGTERM"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("job", [TRAINER, ACCELERATE], ids=["trainer", "accelerate"])
+def test_each_way_to_be_told_to_stop(tmp_path: Path, job: TrainerJob) -> None:
+    require_undisturbed(tmp_path, job.but(bad_at=()), list(TOLD))
 
 
 @pytest.mark.soak

@@ -123,8 +123,15 @@ class Cursor(ABC):
 
     @property
     def at_end(self) -> bool:
-        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know."""
+        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know.
+
+        To be asked between two updates, where nothing else draws before the next batch is asked for.
+        """
         return self.opened and self.epoch_batches is not None and self.offset >= self.epoch_batches
+
+    def is_last(self) -> bool:
+        """The same, asked while the batch handed out last is trained on."""
+        return self.at_end
 
     @property
     def told_epoch(self) -> int | None:

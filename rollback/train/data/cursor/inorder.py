@@ -27,6 +27,9 @@ class InOrderCursor(Cursor):
     for the old. So where `at_end` is asked, one batch is read ahead; it is handed out next, and the position, the
     loader's state and the random states of the process are until then those before it was read. What a checkpoint's
     next batch was is thus on record before anybody resumes from it.
+
+    Where that is asked in the middle of a step, the model draws before the batch is handed out. What such a batch draws
+    comes from a stream split off there, and the random states of the process stay the model's.
     """
 
     tells_length: ClassVar[bool] = False
@@ -46,10 +49,16 @@ class InOrderCursor(Cursor):
 
     @property
     def at_end(self) -> bool:
+        return self._is_over(in_step=False)
+
+    def is_last(self) -> bool:
+        return self._is_over(in_step=True)
+
+    def _is_over(self, *, in_step: bool) -> bool:
         if not self.opened or self.offset == 0:
             return False
         if self._ahead is None:
-            self._ahead = _Ahead(self)
+            self._ahead = _Ahead(self, in_step=in_step)
         return isinstance(self._ahead.error, StopIteration)
 
     @property
@@ -102,13 +111,18 @@ class InOrderCursor(Cursor):
 
 
 class _Ahead:
-    """A batch that was read before it was asked for, or what reading it raised."""
+    """A batch that was read before it was asked for, or what reading it raised.
 
-    def __init__(self, cursor: InOrderCursor) -> None:
+    in_step: while the one before it is trained on. stream: the random states that it was read under then, if they were
+    not those of the process.
+    """
+
+    def __init__(self, cursor: InOrderCursor, *, in_step: bool) -> None:
         self.state, self.generators = copy.deepcopy(cursor.loader_state()), cursor.generators.states()
         self.error: BaseException | None = None
         self.data: Any = None
-        self._stream = rng.RandomStream.of_process()
+        self._stream = rng.RandomStream.split_off() if in_step else rng.RandomStream.of_process()
+        self.stream = self._stream.state_dict() if in_step else None
         try:
             with self._stream:
                 self.data = cursor.read()
@@ -118,5 +132,6 @@ class _Ahead:
     def take(self) -> Any:
         if self.error is not None:
             raise self.error
-        self._stream.hand_over()
+        if self.stream is None:
+            self._stream.hand_over()
         return self.data

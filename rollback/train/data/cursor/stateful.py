@@ -33,6 +33,8 @@ class StatefulCursor(InOrderCursor):
         """Whether the iterator is a generator of a resumed epoch that has not begun to run."""
         self._draws: bool | None = None
         """Whether a generator's last batch, not its first, drew from the random states of the process."""
+        self._stream: Any = None
+        """The random states that the batch at the position was read under, where it was read ahead in a step."""
 
     def loader_state(self) -> Any:
         return self._loader.state_dict() if self._to_load is None else self._to_load
@@ -54,6 +56,14 @@ class StatefulCursor(InOrderCursor):
                 self._loader.load_state_dict(copy.deepcopy(state))
 
     def _read(self) -> Any:
+        stream, self._stream = self._stream, None
+        if stream is None:
+            return self._read_in_process()
+        with rng.preserved():
+            rng.restore(stream)
+            return self._read_in_process()
+
+    def _read_in_process(self) -> Any:
         assert self._iterator is not None
         if not self._unbegun:
             if self.offset == 0 or not inspect.isgenerator(self._iterator):
@@ -78,11 +88,13 @@ class StatefulCursor(InOrderCursor):
             "loader": state,
             "draws": self._draws,
             "generators": generators,
+            "stream": self._ahead.stream if self._ahead else self._stream,
         }
 
     def _seek(self, state: dict[str, Any]) -> None:
         self._iterator, self._ahead, self._unbegun = None, None, False
         self._opening, self._draws = state["opening"], state["draws"]
+        self._stream = state.get("stream")  # checkpoints had none once
         # Where no epoch had begun, what has been read here is to be read again.
         self._to_load = self._beginning if state["loader"] is None else state["loader"]
         self.generators.restore(state["generators"])

@@ -369,6 +369,38 @@ def test_a_batch_read_ahead_leaves_position_state_and_random_states_where_they_w
     assert drive(fresh, 2) == expected[1:]
 
 
+@pytest.mark.parametrize(
+    "make",
+    [Reader, Drawing, lambda: DataLoader(InOrder(), batch_size=3), lambda: DataLoader(Shards(), batch_size=3)],
+    ids=["stateful", "stateful, drawing", "re-iterated", "re-iterated, drawing"],
+)
+def test_whether_a_batch_is_the_last_may_be_asked_before_the_model_draws(make: Callable[[], Any]) -> None:
+    """What the model draws is no other than if it had not been asked, and each position can be gone back to."""
+
+    def drive_asking(cursor: Cursor, count: int) -> list[tuple[str, bool, str]]:
+        steps: list[tuple[str, bool, str]] = []
+        while len(steps) < count:
+            batch, before = drive(cursor, 1), states()
+            last = cursor.is_last()
+            assert states() == before
+            model()
+            steps.append((batch[0], last, states()))
+            positions.append((cursor.state_dict(), rng.capture()))
+        return steps
+
+    positions: list[tuple[Any, Any]] = []
+    cursor = cursor_for(make())
+    expected = drive_asking(cursor, 9)
+    assert any(last for _, last, _ in expected)
+    for place, (position, random_states) in enumerate(positions[:8]):
+        if expected[place][1]:
+            continue  # no run goes on from behind an epoch's last batch
+        for resumed in (cursor_for(make()), cursor):
+            resumed.load_state_dict(position)
+            rng.restore(random_states)
+            assert drive_asking(resumed, 8 - place) == expected[place + 1 :]
+
+
 def test_a_sample_that_cannot_be_read_ahead_is_raised_where_it_is_asked_for() -> None:
     def broken() -> Iterator[int]:
         yield 1

@@ -1,0 +1,37 @@
+"""The tests of this folder once more, with the oldest versions of the libraries that `rollback.protect` supports."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rollback.trainers.versions import SUPPORTED
+
+HERE = Path(__file__).parent
+OLDEST = {library: f"{first}.0" for library, (first, _) in SUPPORTED.items()}
+BESIDE = ["huggingface-hub<2", "tokenizers<=0.23.0"]
+"""What these need in other versions than the newest ones do. All else, torch among it, is what is installed."""
+LIMIT = 3600.0
+
+
+@pytest.mark.soak
+def test_the_oldest_supported_versions_pass_the_same_tests(tmp_path: Path) -> None:
+    """They are installed into a folder that stands in front of what is installed, which stays as it is."""
+    folder = tmp_path / "oldest"
+    wanted = [*(f"{library}=={version}" for library, version in OLDEST.items()), *BESIDE]
+    install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *wanted]
+    installed = subprocess.run(install, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert installed.returncode == 0, installed.stdout
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    ask = "import accelerate, transformers; print(accelerate.__version__, transformers.__version__)"
+    told = subprocess.run([sys.executable, "-c", ask], env=environment, text=True, check=True, stdout=subprocess.PIPE)
+    assert told.stdout.split() == [OLDEST["accelerate"], OLDEST["transformers"]]
+    tests = [sys.executable, "-m", "pytest", "-n0", "-q", "-m", "not soak", str(HERE)]
+    done = subprocess.run(
+        tests, env=environment, text=True, timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout[-8000:]
