@@ -32,7 +32,7 @@ class LaunchedJob:
     flags: torchrun's flags by name, a text for those that take a value, True for switches that are on; also those that
     torchrun's environment variables stand for. script: a path, or what --module and --no-python make of it. arguments:
     the script's own. other_flags: those that only the installed torchrun knows, as words of its command line.
-    secret_args: options of the script whose values are written nowhere.
+    secret_args: options of the script whose values are written nowhere. runner: a script that runs it, with arguments.
     """
 
     flags: Mapping[str, str | bool]
@@ -40,6 +40,7 @@ class LaunchedJob:
     arguments: Sequence[str]
     other_flags: Sequence[str] = ()
     secret_args: Sequence[str] = ()
+    runner: Sequence[str] = ()
 
     @property
     def max_restarts(self) -> int:
@@ -59,7 +60,7 @@ def torchrun_command(job: LaunchedJob, nodes: int | None = None) -> list[str]:
     if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port instead of a fixed one: two jobs on one host do not meet
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", MODULE, *options, *job.other_flags, job.script, *job.arguments]
+    return [sys.executable, "-m", MODULE, *options, *job.other_flags, *job.runner, job.script, *job.arguments]
 
 
 def rank_environment(
