@@ -35,6 +35,7 @@ from rollback.errors import UsageError
 from rollback.source.loops import EPOCHS, MOVED, ScriptLoops, steer_epochs
 from rollback.train import attach
 from rollback.train.comm.recorder import say
+from rollback.train.events import RollbackCause
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.objects import trained_objects
@@ -150,7 +151,7 @@ class Adoption:
         if self._steered is None and self._loop is not None and self._loop.at_first and not self._guard._passes.count:
             self._steered = self._loop
             self._loop.steer(self._places(self._guard, len(self._loop)))
-        return self._pass()
+        return self._pass(original)
 
     def _is_trained_on(self) -> bool:
         """Whether the loader that is being iterated is to be trained on, as far as source and model tell."""
@@ -237,13 +238,18 @@ class Adoption:
         except UsageError as error:
             attach.refuse(error, status=1)
 
-    def _pass(self) -> Iterator[Any]:
+    def _pass(self, original: Callable[..., Any]) -> Iterator[Any]:
         """A pass over the guard."""
         guard = self._guard
         assert guard is not None
         if self._prepared is not None and self._steered is not None:
             self._loader.iteration = self._steered.place
-        batches = iter(self._prepared if self._prepared is not None else guard)
+        batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
+        if self._prepared is None and self._steered is not None and all_is_skipped(guard):
+            # The code behind the script's loop stands on what its body has left.
+            yield self._with_guard(lambda: next(original(self._loader)))
+            self._untold.clear()
+            self._with_guard(guard._rewinder.restore_again, RollbackCause.EPOCH_START)
         while True:
             self._tell_losses()
             try:
@@ -390,6 +396,15 @@ def _loops_of(filename: str) -> ScriptLoops | None:
         return ScriptLoops("".join(linecache.getlines(filename)))
     except SyntaxError:
         return None
+
+
+def all_is_skipped(guard: Guard) -> bool:
+    """Whether the rest of the epoch that the guard was put back into, here or by a resume, is in a skip window."""
+    cursor, batches = guard._state.cursor, guard._state.cursor.epoch_batches
+    if not cursor.opened or batches is None or guard._rewinder._source is None:
+        return False
+    end = cursor.batch - cursor.offset + batches
+    return any(window.first <= cursor.batch and end - 1 <= window.last for window in guard._batches.skips.windows)
 
 
 def _optimizers(made: list[Any]) -> list[Optimizer]:

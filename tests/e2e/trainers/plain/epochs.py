@@ -1,6 +1,6 @@
 """A plain script, as people have it: DDP or one process, epochs in a function each, evaluation between them.
 
-It writes what it ends with to OUT-<rank>.pt. `--bad EPOCH:SAMPLE`: a NaN there. `--kill RANK:BATCH`: that rank kills itself
+It writes what it ends with to OUT-<rank>.pt, and what it consumes to OUT-<rank>.log. `--bad EPOCH:SAMPLE`: a NaN there. `--kill RANK:BATCH`: that rank kills itself
 at its so-manieth batch, in a first attempt.
 """
 
@@ -47,6 +47,8 @@ def take(model, ids, epoch, rank):
     taken += 1
     if f"{rank}:{taken}" == args.kill and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
         os.kill(os.getpid(), signal.SIGKILL)
+    with open(f"{args.out}-{rank}.log", "a") as log:
+        print(epoch, *ids.tolist(), file=log)
     model.trail.mul_(31).add_(sum(ids.tolist()) + epoch)
     bad = [item.split(":") for item in args.bad.split(",") if item]
     return any(int(where) == epoch and int(sample) in ids.tolist() for where, sample in bad)
