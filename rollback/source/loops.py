@@ -9,8 +9,8 @@ import ast
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-EPOCHS, MOVED = "__rollback_epochs__", "__rollback_moved__"
-"""Names under which a script whose epochs `steer_epochs` has changed finds what steers them."""
+EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_count__"
+"""Names under which a script that `steered` has changed finds what steers it."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
 """Methods that models and optimizers have: a method of the script's own with that name is not meant by `model.train()`."""
@@ -116,29 +116,46 @@ class ScriptLoops:
         return None
 
 
-def steer_epochs(source: str) -> ast.Module:
-    """The script, with its loops over epochs steered: EPOCHS is told their range, and MOVED begins another epoch.
+def steered(source: str) -> ast.Module:
+    """The script, with its loops over epochs and its counts of batches steered.
+
+    EPOCHS is told the epochs' range, MOVED begins another one, COUNT knows the number of the batch in its epoch.
 
         for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
             BODY                            try:
                                                 BODY
                                             except __rollback_moved__:
                                                 continue
+
+        for i, batch in enumerate(loader):      for i, batch in enumerate(loader):
+            BODY                                    i = __rollback_count__(i, 0)
+                                                    BODY
     """
     loops = ScriptLoops(source)
+    for loop in loops.batches:
+        if (counted := enumerated(loop)) is not None:
+            name, start = counted
+            count = ast.parse(f"{name} = {COUNT}({name}, {start})").body[0]
+            for node in ast.walk(count):
+                ast.copy_location(node, loop.iter)
+            loop.body.insert(0, count)
     for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
         numbers = range_of(loop)
         assert numbers is not None
-        steered = ast.Call(ast.Name(EPOCHS, ast.Load()), [ast.Call(numbers.func, numbers.args, numbers.keywords)], [])
-        numbers.func, numbers.args, numbers.keywords = steered.func, steered.args, []
+        inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
+        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), [inner], []
         handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
-        guarded = ast.Try(loop.body, [handler], [], [])
-        ast.copy_location(guarded, loop.body[0])
-        for node in (*ast.walk(handler), *ast.walk(numbers)):
-            if not hasattr(node, "lineno"):
-                ast.copy_location(node, loop.iter)
-        loop.body = [guarded]
+        loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
     return ast.fix_missing_locations(loops.tree)
+
+
+def enumerated(loop: ast.For) -> tuple[str, str] | None:
+    """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
+    calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
+    match loop.target, next(calls, None):
+        case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
+            return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
+    return None
 
 
 def range_of(loop: ast.For) -> ast.Call | None:

@@ -32,7 +32,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
-from rollback.source.loops import EPOCHS, MOVED, ScriptLoops, steer_epochs
+from rollback.source.loops import COUNT, EPOCHS, MOVED, ScriptLoops, steered
 from rollback.train import attach
 from rollback.train.comm.recorder import say
 from rollback.train.events import RollbackCause
@@ -79,12 +79,18 @@ class Adoption:
         compile(source, filename, "exec", dont_inherit=True)
         text = importlib.util.decode_source(source)
         self._files[filename] = ScriptLoops(text)
-        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved})
-        return compile(steer_epochs(text), filename, "exec", dont_inherit=True)
+        vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, COUNT: self.count})
+        return compile(steered(text), filename, "exec", dont_inherit=True)
 
     def epochs(self, numbers: Any) -> Any:
         """What the script goes over in place of `numbers`."""
         return EpochLoop(numbers, self._begin_epochs) if type(numbers) is range and len(numbers) else numbers
+
+    def count(self, number: int, start: int) -> int:
+        """What the script counts its batches as, in place of `number`."""
+        if self._guard is None or self._given_up or self._stranger is not None:
+            return number
+        return self._guard.batch_in_epoch + start
 
     def _begin_epochs(self, loop: EpochLoop) -> None:
         self._loop = loop
