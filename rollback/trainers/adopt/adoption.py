@@ -43,7 +43,7 @@ from rollback.trainers.protect import module_of
 
 _EARLY = 100  # updates: a script that is found out by then is started again
 _OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
-_LIBRARIES = (_OURS, *(sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")))
+_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OURS})
 
 
 class Adoption:
@@ -181,7 +181,7 @@ class Adoption:
         frame: Any = sys._getframe(1)
         while frame is not None:
             name = frame.f_code.co_filename
-            if not name.startswith((*_LIBRARIES, "<")):
+            if not name.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in name:
                 yield name, frame.f_lineno
             frame = frame.f_back
 
