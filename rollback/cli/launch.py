@@ -82,7 +82,9 @@ def launch(
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
     job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names, _runner(adopt, flags))
     trackers = _tracker_flags(tensorboard, wandb)
-    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal, adopt == "strict"])
+    expects_guard = any(
+        [run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal, adopt == "strict"]
+    )
     order = LaunchOrder(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         preload=preload is not False, expects_guard=expects_guard,

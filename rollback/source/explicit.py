@@ -30,7 +30,9 @@ def diff_of(source: str, name: str) -> str:
     try:
         changed = _Script(source, name).protected()
     except SyntaxError as error:
-        raise UsageError(f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}") from error
+        raise UsageError(
+            f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}"
+        ) from error
     compile(changed, name, "exec", dont_inherit=True)
     lines = difflib.unified_diff(source.splitlines(keepends=True), changed.splitlines(keepends=True), name, name)
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
@@ -42,15 +44,14 @@ class _Script:
         self._lines = source.splitlines(keepends=True)
         self._loops = ScriptLoops(source)
         self._scopes = {
-            id(node): scope
-            for scope in (self._loops.tree, *_functions(self._loops.tree))
-            for node in ast.walk(scope)
+            id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
         }  # the innermost function comes last
         self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
         self._instead: list[tuple[ast.expr, str]] = []
 
     def protected(self) -> str:
-        if any(isinstance(node, ast.Attribute) and ast.unparse(node) in _PROTECTED for node in ast.walk(self._loops.tree)):
+        attributes = (node for node in ast.walk(self._loops.tree) if isinstance(node, ast.Attribute))
+        if any(ast.unparse(node) in _PROTECTED for node in attributes):
             raise UsageError(f"{self._name} has a guard already", hint="start it with rollback launch, without --adopt")
         batches = self._batches()
         epochs = self._loops.epochs.get(id(batches))
@@ -69,7 +70,7 @@ class _Script:
                 made["loader"] = argument.id
                 self._instead.append((argument, "guard"))
             inside = "guard" if self._scopes[id(batches)] is scope else loader.id
-            order = sorted(made, key=lambda word: (["model", "optimizer", "loader"] + sorted(made)).index(word))
+            order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
             given = ", ".join(f"{word}={made[word]}" for word in order)
             self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
             for statement, loss in self._losses(batches):
@@ -77,7 +78,8 @@ class _Script:
             if (counted := enumerated(batches)) is not None:
                 name, start = counted
                 more = "" if start == "0" else f" + {start}"
-                self._put.append((batches.body[0].lineno - 1, f"{_indent(batches.body[0])}{name} = {inside}.batch_in_epoch{more}\n"))
+                first = batches.body[0]
+                self._put.append((first.lineno - 1, f"{_indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
         if epochs is not None:
             self._count_epochs(epochs, guard)
         self._put.append((self._behind_imports(), "import rollback\n"))
@@ -90,14 +92,17 @@ class _Script:
         if len(found) != 1:
             at = ", ".join(str(loop.lineno) for loop in found)
             raise UsageError(
-                f"{self._name} has {len(found)} loops over batches whose body calls backward()" + (f" (lines {at})" if at else ""),
+                f"{self._name} has {len(found)} loops over batches whose body calls backward()"
+                + (f" (lines {at})" if at else ""),
                 hint="it takes one `for batch in loader:`. docs/guard.md shows how to write a guard into other loops",
             )
         return found[0]
 
     def _loader(self, batches: ast.For) -> ast.Name:
         found: ast.expr = batches.iter
-        while isinstance(found, ast.Call) and found.args and ast.unparse(found.func).rpartition(".")[2] in _WRAPPERS[:2]:
+        while (
+            isinstance(found, ast.Call) and found.args and ast.unparse(found.func).rpartition(".")[2] in _WRAPPERS[:2]
+        ):
             found = found.args[0]
         if isinstance(found, ast.Name):
             return found
@@ -123,12 +128,12 @@ class _Script:
 
     def _made(self, scope: Scope, before: ast.For) -> dict[str, str]:
         """Names of model, optimizer, schedulers and scaler."""
-        optimizers = self._names(scope, before, lambda call: ".parameters()" in "".join(map(ast.unparse, call.args)) and _last(call)[0].isupper())
+        optimizers = self._names(scope, before, lambda call: _last(call)[0].isupper() and _takes_parameters(call))
         if len(optimizers) != 1:
             found = ", ".join(f"`{name}`" for name in optimizers) or "none"
             raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
                                 "name the one whose steps count as optimizer=, others by names of their own")  # fmt: skip
-        (optimizer, made), = optimizers.items()
+        ((optimizer, made),) = optimizers.items()
         wrapped = list(self._names(scope, before, lambda call: _last(call) in ("DistributedDataParallel", "DDP")))
         receivers = [
             node.func.value for node in ast.walk(made)
@@ -157,8 +162,11 @@ class _Script:
         """The line that has Accelerate prepare objects, and the accelerator."""
         for node in ast.walk(scope):
             match node:
-                case ast.Assign(targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(attr="prepare", value=ast.Name(id=name)))):
-                    return node, name
+                case ast.Assign(
+                    targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)) as called)
+                ):
+                    if called.attr == "prepare":
+                        return node, name
         return None
 
     def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
@@ -192,10 +200,13 @@ class _Script:
                 self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
             case [ast.Constant(value=0), count]:
                 self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
-            case [ast.Constant(value=first), ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more))] if first == more:
-                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({ast.unparse(count)}))"))
-            case [ast.Constant(value=first), count]:
-                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({ast.unparse(count)} - {first}))"))
+            case [ast.Constant(value=int(first)), last]:
+                match last:
+                    case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
+                        many = ast.unparse(count)
+                    case _:
+                        many = f"{ast.unparse(last)} - {first}"
+                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}))"))
             case _:
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", "guard.epochs(n) counts from 0")
 
@@ -237,6 +248,10 @@ def _indent(node: ast.stmt) -> str:
 
 def _last(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _takes_parameters(call: ast.Call) -> bool:
+    return ".parameters()" in "".join(map(ast.unparse, call.args))
 
 
 def _words(node: ast.AST) -> set[str]:

@@ -13,7 +13,7 @@ EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_
 """Names under which a script that `steered` has changed finds what steers it."""
 _PASSES_ON = (ast.Yield, ast.YieldFrom)
 _OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
-"""Methods that models and optimizers have: a method of the script's own with that name is not meant by `model.train()`."""
+"""Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,9 @@ class ScriptLoops:
         training = [loop for loop in self._loops if any(map(_is_backward, self._reached(loop)))]
         inner = {id(loop): self._inside(loop, training) for loop in training}
         self.batches = [
-            loop for loop in training if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
+            loop
+            for loop in training
+            if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
         ]
         around = [loop for loop in training if range_of(loop) is not None]
         self.epochs: dict[int, ast.For] = {}
@@ -66,7 +68,8 @@ class ScriptLoops:
                 return True
             yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
             return None if yields or not self.batches else False
-        if any(_is_call_of(node, "next") and node.lineno <= line <= (node.end_lineno or 0) for node in ast.walk(self.tree)):
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _is_call_of(node, "next")]
+        if any(call.lineno <= line <= (call.end_lineno or 0) for call in calls):
             return False  # next(iter(loader)): a look at a batch
         return None
 

@@ -172,7 +172,9 @@ class Adoption:
     def _in_training_mode(self) -> bool:
         """Whether a module is that an optimizer trains."""
         made = self._alive()
-        trained = {id(p) for optimizer in _optimizers(made) for group in optimizer.param_groups for p in group["params"]}
+        trained = {
+            id(p) for optimizer in _optimizers(made) for group in optimizer.param_groups for p in group["params"]
+        }
         modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
         return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
 

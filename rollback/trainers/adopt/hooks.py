@@ -32,7 +32,7 @@ def watch(adoption: Adoption) -> None:
         _replace(module, "clip_grad_norm_", adoption.clip)
     _replace(Guard, "__init__", adoption.script_makes_guard)
     _replace(torch.distributed, "destroy_process_group", adoption.leave_group)
-    register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))  # type: ignore[no-untyped-call]
+    register_optimizer_step_pre_hook(lambda optimizer, *_: adoption.before_update(optimizer))
     sys.meta_path.insert(0, _WhenImported("accelerate.data_loader", lambda module: watch_accelerate(module, adoption)))
 
 
@@ -54,7 +54,7 @@ def _replace(owner: Any, name: str, instead: Callable[..., Any]) -> None:
     setattr(owner, name, watched)
 
 
-def _note_instances(kind: type, note: Callable[[Any], None]) -> None:
+def _note_instances(kind: Any, note: Callable[[Any], None]) -> None:
     """Tell of each object of a class when it is made, whatever its constructor does; also of copies."""
 
     def __new__(cls: type, *given: Any, **others: Any) -> Any:
@@ -63,7 +63,7 @@ def _note_instances(kind: type, note: Callable[[Any], None]) -> None:
         note(made)
         return made
 
-    kind.__new__ = __new__  # type: ignore[assignment, method-assign]
+    kind.__new__ = __new__
 
 
 class _WhenImported:

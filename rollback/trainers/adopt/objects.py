@@ -48,10 +48,10 @@ def trained_objects(made: Sequence[Any]) -> tuple[nn.Module, Optimizer, dict[str
     parts = {id(part) for scheduler in schedulers for part in getattr(scheduler, "_schedulers", ())}
     schedulers = [scheduler for scheduler in schedulers if id(scheduler) not in parts]
     scalers = [thing for thing in made if isinstance(thing, torch.amp.GradScaler) and thing.is_enabled()]
-    kinds = {"scheduler": schedulers, "scaler": scalers, "module": others}
+    named: dict[str, list[Any]] = {"scheduler": schedulers, "scaler": scalers, "module": others}
     objects = {
         name if place == 1 else f"{name}{place}": thing
-        for name, things in kinds.items()
+        for name, things in named.items()
         for place, thing in enumerate(things, 1)
     }
     return model, optimizer, objects

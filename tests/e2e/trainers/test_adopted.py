@@ -92,7 +92,8 @@ class Job:
     def spoil(self, log: str) -> None:
         """Put the NaN at a batch of the last rank, by what that has consumed in a clean run."""
         assert self.case.bad is not None
-        epoch, sample = (self.folder / f"{log}-{self.ranks - 1}.log").read_text().splitlines()[self.case.bad].split()[:2]
+        lines = (self.folder / f"{log}-{self.ranks - 1}.log").read_text().splitlines()
+        epoch, sample, *_ = lines[self.case.bad].split()
         self.spoilt = ("--bad", f"{epoch}:{sample}")
 
     def require_same(self, one: str, other: str) -> None:
@@ -213,7 +214,9 @@ def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:
     assert "makes a guard by itself" in done.stdout
 
 
-@pytest.mark.parametrize("words", [("--adopt=lax", "x.py"), ("--adopt", "-m", "this"), ("--adopt", "--no-python", "ls")])
+@pytest.mark.parametrize(
+    "words", [("--adopt=lax", "x.py"), ("--adopt", "-m", "this"), ("--adopt", "--no-python", "ls")]
+)
 def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, words: tuple[str, ...]) -> None:
     (tmp_path / "x.py").touch()
     done = refused(tmp_path, *words)
@@ -225,7 +228,7 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
 
 
 EXPLICIT = [name for name in CASES if "over an epoch's start" not in name]
-"""Not where a window takes all that is left of an epoch: a script finds no batch then, and this one stands on having one."""
+"""Not where a window takes all that is left of an epoch: this script stands on having had a batch in each."""
 
 
 @pytest.mark.parametrize(
