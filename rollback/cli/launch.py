@@ -113,7 +113,7 @@ def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:
     if taken := [name for name in ("module", "no-python") if flags.get(name)]:
         raise UsageError(
             f"--adopt takes a Python script, and --{taken[0]} says that this is none",
-            hint="for a module, a script of two lines will do: import runpy; runpy.run_module('NAME', run_name='__main__')",
+            hint="for a module, a script will do with: runpy.run_module('NAME', run_name='__main__')",
         )
     return [str(Path(rollback.__file__).parent / "trainers" / "adopt" / "script.py"), adopt]
 

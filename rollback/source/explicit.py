@@ -3,7 +3,7 @@
     import rollback                                 behind the imports
     guard = rollback.Guard(model=..., ...)          before the loop over epochs, else before that over batches
     guard.epochs(10)                                in place of range(10)
-    guard                                           in place of the loader; or of the argument by which a function gets it
+    guard                                           in place of the loader where it is iterated, or passed
     guard.observe(loss)                             behind backward()
 
 What Accelerate has prepared is handed to `rollback.protect` instead, which leaves the loop as it is.
@@ -132,7 +132,7 @@ class _Script:
         if len(optimizers) != 1:
             found = ", ".join(f"`{name}`" for name in optimizers) or "none"
             raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
-                                "name the one whose steps count as optimizer=, others by names of their own")  # fmt: skip
+                                "pass the one whose steps count as optimizer=, others by other names")  # fmt: skip
         ((optimizer, made),) = optimizers.items()
         wrapped = list(self._names(scope, before, lambda call: _last(call) in ("DistributedDataParallel", "DDP")))
         receivers = [

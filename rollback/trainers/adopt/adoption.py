@@ -1,6 +1,6 @@
 """What becomes of a script that is watched: whether it is under guard, of what the guard is made, what is refused.
 
-    loader iterated      is it trained on? Then the guard is made here, before the first batch is drawn; else it is let be
+    loader iterated      if it is trained on, the guard is made here, before the first batch is drawn
     its batches          the guard's
     backward             its scalar is the loss of the batch
     clip_grad_norm_      the norm before clipping, of the losses told since the last one

@@ -1,7 +1,5 @@
 """A plain script over what Accelerate has prepared. Arguments and results as in epochs.py."""
 
-import os
-
 import torch
 from accelerate import Accelerator
 from epochs import Net, arguments, evaluate, take
@@ -39,7 +37,8 @@ def main():
                 scheduler.step()
                 optimizer.zero_grad()
         print(f"epoch {epoch}: loss {loss.item():.6f}, validation {evaluate(model, validation):.6f}")
-    kept = {"model": accelerator.unwrap_model(model).state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
+    inner = accelerator.unwrap_model(model)
+    kept = {"model": inner.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict()}
     torch.save({**kept, "random": torch.get_rng_state()}, f"{args.out}-{rank}.pt")
     accelerator.end_training()
 

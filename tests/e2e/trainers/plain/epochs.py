@@ -1,7 +1,7 @@
 """A plain script, as people have it: DDP or one process, epochs in a function each, evaluation between them.
 
-It writes what it ends with to OUT-<rank>.pt, and what it consumes to OUT-<rank>.log. `--bad EPOCH:SAMPLE`: a NaN there. `--kill RANK:BATCH`: that rank kills itself
-at its so-manieth batch, in a first attempt.
+It writes what it ends with to OUT-<rank>.pt, and what it consumes to OUT-<rank>.log. `--bad EPOCH:SAMPLE`: a NaN there.
+`--kill RANK:BATCH`: that rank kills itself when it has taken so many, in a first attempt.
 """
 
 import argparse

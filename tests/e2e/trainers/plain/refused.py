@@ -36,13 +36,13 @@ if case == "two optimizers":
         update(x)
         update(x, critic)
 elif case == "two loaders":
-    for (x,), (y,) in zip(loader, other):
+    for (x,), (y,) in zip(loader, other, strict=False):
         (model(x).square().mean() + model(y).square().mean()).backward()
         optimizer.step()
 elif case == "prefetch":
     batches = iter(loader)
     (x,) = next(batches)
-    for step in range(5):
+    for _step in range(5):
         loss = model(x).square().mean()
         (x,) = next(batches)
         loss.backward()
