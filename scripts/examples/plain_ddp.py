@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
-def train(model, loader, optimizer, scheduler):
+def train(model: nn.Module, loader: DataLoader, optimizer: torch.optim.Optimizer, scheduler: StepLR) -> None:
     model.train()
     for x, y in loader:
         loss = nn.functional.mse_loss(model(x), y)
@@ -22,26 +23,26 @@ def train(model, loader, optimizer, scheduler):
 
 
 @torch.no_grad()
-def evaluate(model, loader):
+def evaluate(model: nn.Module, loader: DataLoader) -> float:
     model.eval()
     return sum(nn.functional.mse_loss(model(x), y).item() for x, y in loader) / len(loader)
 
 
-def main():
+def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--epochs", type=int, default=3)
     args = parser.parse_args()
     torch.manual_seed(7)
     x = torch.randn(512, 8)
     data = TensorDataset(x, x.sum(1, keepdim=True).sin())
-    model = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
-    sampler = None
+    model: nn.Module = nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.Dropout(0.1), nn.Linear(32, 1))
+    sampler: DistributedSampler | None = None
     if "RANK" in os.environ:
         dist.init_process_group("gloo")
         sampler = DistributedSampler(data)
         model = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
-    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, step_size=10, gamma=0.9)
+    scheduler = StepLR(optimizer, step_size=10, gamma=0.9)
     loader = DataLoader(data, batch_size=8, sampler=sampler, shuffle=sampler is None)
     validation = DataLoader(data, batch_size=64)
     for epoch in range(args.epochs):

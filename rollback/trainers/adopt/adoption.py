@@ -16,11 +16,8 @@ from __future__ import annotations
 
 import builtins
 import gc
-import importlib.util
-import linecache
 import os
 import sys
-import sysconfig
 import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
@@ -32,18 +29,17 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, IterableDataset
 
 from rollback.errors import UsageError
-from rollback.source.loops import COUNT, EPOCHS, MOVED, ScriptLoops, steered
+from rollback.source.loops import COUNT, EPOCHS, MOVED
 from rollback.train import attach
 from rollback.train.comm.recorder import say
 from rollback.train.events import RollbackCause
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.objects import trained_objects
+from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import module_of
 
 _EARLY = 100  # updates: a script that is found out by then is started again
-_OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
-_LIBRARIES = tuple({sysconfig.get_path("stdlib"), sysconfig.get_path("platstdlib"), _OURS})
 
 
 class Adoption:
@@ -52,7 +48,7 @@ class Adoption:
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._made: list[weakref.ref[Any]] = []
-        self._files: dict[str, ScriptLoops | None] = {}
+        self._sources = ScriptSources()
         self._guard: Guard | None = None
         self._given_up = False
         """Whether the script goes on without us."""
@@ -76,11 +72,8 @@ class Adoption:
 
     def read_script(self, source: bytes, filename: str) -> CodeType:
         """Compile it, with its loops over epochs steered. Raises SyntaxError as Python does."""
-        compile(source, filename, "exec", dont_inherit=True)
-        text = importlib.util.decode_source(source)
-        self._files[filename] = ScriptLoops(text)
         vars(builtins).update({EPOCHS: self.epochs, MOVED: EpochMoved, COUNT: self.count})
-        return compile(steered(text), filename, "exec", dont_inherit=True)
+        return self._sources.compiled(source, filename)
 
     def epochs(self, numbers: Any) -> Any:
         """What the script goes over in place of `numbers`."""
@@ -161,13 +154,7 @@ class Adoption:
 
     def _is_trained_on(self) -> bool:
         """Whether the loader that is being iterated is to be trained on, as far as source and model tell."""
-        for name, line in self._callers():
-            if name not in self._files:
-                self._files[name] = _loops_of(name)
-            loops = self._files[name]
-            if loops is not None and (trains := loops.trains_at(line)) is not None:
-                return trains and self._in_training_mode()
-        return self._in_training_mode()
+        return self._sources.trains() is not False and self._in_training_mode()
 
     def _in_training_mode(self) -> bool:
         """Whether a module is that an optimizer trains."""
@@ -177,15 +164,6 @@ class Adoption:
         }
         modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
         return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
-
-    def _callers(self) -> Iterator[tuple[str, int]]:
-        """Files and lines of the user's own that have called this, innermost first."""
-        frame: Any = sys._getframe(1)
-        while frame is not None:
-            name = frame.f_code.co_filename
-            if not name.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in name:
-                yield name, frame.f_lineno
-            frame = frame.f_back
 
     def _adopt(self, loader: Any) -> None:
         """Make the guard, of all that there is. Collective; ends this rank where it cannot be."""
@@ -198,14 +176,12 @@ class Adoption:
             attach.refuse(_named(error))
         assert self._guard is not None
         self._loader = loader
-        for loops in filter(None, self._files.values()):
-            for batches in loops.batches:
-                for counter in loops.counters(batches):
-                    self._say(
-                        f"the script counts with `{counter.name}` by itself (line {counter.line})"
-                        + (", and ends its loop by it" if counter.ends else "")
-                        + ": a rollback and a resume leave that count behind. guard.keep is for such values"
-                    )
+        for counter in self._sources.counters():
+            self._say(
+                f"the script counts with `{counter.name}` by itself (line {counter.line})"
+                + (", and ends its loop by it" if counter.ends else "")
+                + ": a rollback and a resume leave that count behind. guard.keep is for such values"
+            )
 
     def _adopt_plain(self, loader: Any) -> None:
         if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
@@ -326,11 +302,9 @@ class Adoption:
         if self._guard is not None:
             self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
             return
-        where = next((f"{os.path.basename(name)}, line {line}" for name, line in self._callers()), "in a library")
         attach.refuse(
             UsageError(
-                f"the script updates a model ({where}), and the batch came from no DataLoader that it trains on "
-                "in a loop",
+                f"the script updates a model ({self._sources.caller()}), and the batch came from no DataLoader in a loop",
                 hint="--adopt knows batches of a torch DataLoader; with a callable or an iterator of your own make a "
                 "rollback.Guard",
             )
@@ -397,13 +371,6 @@ class _Strangers:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._batches, name)
-
-
-def _loops_of(filename: str) -> ScriptLoops | None:
-    try:
-        return ScriptLoops("".join(linecache.getlines(filename)))
-    except SyntaxError:
-        return None
 
 
 def all_is_skipped(guard: Guard) -> bool:
