@@ -98,11 +98,12 @@ class Adoption:
         self._given_up = True
         if not guard._passes.over and not (self._steered and self._steered.over):
             self._tell_losses()
-            say_once = f"the script has left its loop by itself, at step {guard.step}, batch {guard.batch}"
-            if not self._with_guard(guard.finish, "the script's own end of its loop"):
-                say(f"{say_once}; its last update was judged to demand a return. The next attempt goes on from there")
+            stays = self._with_guard(guard.finish, "the script's own end of its loop")
+            left = f"the script has left its loop by itself, at step {guard.step}"
+            if not stays:
+                say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            self._say(f"{say_once}. If a count of its own told it to: a rollback and a resume leave that count behind")
+            self._say(f"{left}. If a count of its own told it to: a rollback and a resume leave that count behind")
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
@@ -304,7 +305,7 @@ class Adoption:
             return
         attach.refuse(
             UsageError(
-                f"the script updates a model ({self._sources.caller()}), and the batch came from no DataLoader in a loop",
+                f"the script updates a model ({self._sources.caller()}) with a batch that came from no DataLoader",
                 hint="--adopt knows batches of a torch DataLoader; with a callable or an iterator of your own make a "
                 "rollback.Guard",
             )
