@@ -35,7 +35,7 @@ from rollback.train.comm.recorder import say
 from rollback.train.events import RollbackCause
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
-from rollback.trainers.adopt.objects import trained_objects
+from rollback.trainers.adopt.objects import gradients_kept, trained_objects
 from rollback.trainers.adopt.sources import ScriptSources
 from rollback.trainers.protect import module_of
 
@@ -232,7 +232,8 @@ class Adoption:
         batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
         if self._prepared is None and self._steered is not None and all_is_skipped(guard):
             # The code behind the script's loop stands on what its body has left.
-            yield self._with_guard(lambda: next(original(self._loader)))
+            with gradients_kept(guard._state.optimizer):
+                yield self._with_guard(lambda: next(original(self._loader)))
             self._untold.clear()
             self._with_guard(guard._rewinder.restore_again, RollbackCause.EPOCH_START)
         while True:

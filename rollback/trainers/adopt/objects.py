@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -55,3 +56,17 @@ def trained_objects(made: Sequence[Any]) -> tuple[nn.Module, Optimizer, dict[str
         for place, thing in enumerate(things, 1)
     }
     return model, optimizer, objects
+
+
+@contextmanager
+def gradients_kept(optimizer: Optimizer) -> Iterator[None]:
+    """Behind it the gradients are what they were: no checkpoint has them, and a script may not clear them in between."""
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    kept = [None if p.grad is None else p.grad.clone() for p in parameters]
+    yield
+    for parameter, gradient in zip(parameters, kept, strict=True):
+        if gradient is not None and parameter.grad is not None:
+            with torch.no_grad():
+                parameter.grad.copy_(gradient)
+        else:
+            parameter.grad = gradient
