@@ -60,7 +60,7 @@ def trained_objects(made: Sequence[Any]) -> tuple[nn.Module, Optimizer, dict[str
 
 @contextmanager
 def gradients_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Behind it the gradients are what they were: no checkpoint has them, and a script may not clear them in between."""
+    """Behind it the gradients are what they were: no checkpoint has them, and a script may not clear them."""
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     kept = [None if p.grad is None else p.grad.clone() for p in parameters]
     yield
