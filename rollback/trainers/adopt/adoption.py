@@ -376,10 +376,10 @@ class _Strangers:
 
 
 def all_is_skipped(guard: Guard) -> bool:
-    """Whether the rest of the epoch that the guard was put back into, here or by a resume, is in a skip window."""
+    """Whether no batch is left of the epoch that the guard was put back into: it is over, or its rest is skipped."""
     cursor, batches = guard._state.cursor, guard._state.cursor.epoch_batches
-    if not cursor.opened or batches is None or guard._rewinder._source is None:
-        return False
+    if guard._rewinder._source is None or not cursor.opened or batches is None:
+        return guard._passes.over and guard._rewinder._source is not None
     end = cursor.batch - cursor.offset + batches
     return any(window.first <= cursor.batch and end - 1 <= window.last for window in guard._batches.skips.windows)
 

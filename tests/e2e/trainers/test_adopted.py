@@ -130,7 +130,7 @@ def require_exact(folder: Path, case: Case, ranks: int) -> None:
     assert facts(run, Finished), output
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("clean, accumulation", 2), ("over an epoch's start", 1)])
+@pytest.mark.parametrize(("name", "ranks"), [("clean, accumulation", 2), ("accumulation, over an epoch's start", 1)])
 def test_an_adopted_script_is_the_plain_one_or_that_given_its_skips(tmp_path: Path, name: str, ranks: int) -> None:
     require_exact(tmp_path, CASES[name], ranks)
 
