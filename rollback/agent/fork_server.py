@@ -32,7 +32,7 @@ import time
 import traceback
 import types
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any, NoReturn
@@ -208,7 +208,7 @@ def _be_rank(request: Mapping[str, Any], descriptors: Sequence[int]) -> NoReturn
     sys.stdout = sys.__stdout__ = _unbuffered(1, sys.__stdout__)  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _unbuffered(2, sys.__stderr__)  # type: ignore[misc]
     _as_in_a_new_process()
-    _run(list(request["arguments"]))
+    run_script(list(request["arguments"]))
 
 
 def _unbuffered(descriptor: int, like: Any) -> io.TextIOWrapper:
@@ -227,7 +227,17 @@ def _as_in_a_new_process() -> None:
             sys.modules["torch"].set_num_threads(int(threads))
 
 
-def _run(arguments: list[str]) -> NoReturn:
+def _compiled(source: bytes, filename: str) -> types.CodeType:
+    return compile(source, filename, "exec", dont_inherit=True)
+
+
+def run_script(
+    arguments: list[str],
+    read: Callable[[bytes, str], types.CodeType] = _compiled,
+    at_end: Callable[[], object] = lambda: None,
+) -> NoReturn:
+    """Be what `python -u SCRIPT ARGUMENTS` would be from its first line on. read: makes code of the source of the file
+    of that name. at_end: called behind the last line, and where the script leaves as if all were well."""
     script = arguments[0]
     sys.argv = arguments
     if not getattr(sys.flags, "safe_path", False):
@@ -240,15 +250,17 @@ def _run(arguments: list[str]) -> NoReturn:
     sys.modules["__main__"] = main
     try:
         with io.open_code(os.path.abspath(script)) as file:
-            code = compile(file.read(), script, "exec")
+            code = read(file.read(), script)
         exec(code, main.__dict__)
-    except SystemExit:
-        raise
+    except SystemExit as left:
+        if left.code:
+            raise
     except BaseException as error:  # noqa: BLE001 - this is where Python's own top level would be
         trimmed = error.with_traceback(_from_script_on(error.__traceback__, script))
         _tell_torchrun(trimmed)
         sys.excepthook(type(trimmed), trimmed, trimmed.__traceback__)
         sys.exit(130 if isinstance(error, KeyboardInterrupt) else 1)
+    at_end()
     sys.exit(0)
 
 

@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from rollback import __version__
+from rollback.cli.adopt import adopt
 from rollback.cli.audit import AUDIT_CODES, audit
 from rollback.cli.backtest import backtest
 from rollback.cli.command_line import LaunchCommand
@@ -41,7 +42,7 @@ app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=_EXIT_COD
 app.command(epilog=AUDIT_CODES)(audit)
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=DRILL_CODES)(drill)
 app.command(cls=LaunchCommand, context_settings=LAUNCH_CONTEXT, epilog=DOCTOR_CODES)(doctor)
-for _command in (status, why, report, backtest, track):
+for _command in (adopt, status, why, report, backtest, track):
     app.command()(_command)
 for _request in (rewind, skip, stop):
     app.command(epilog=CONTROL_CODES)(_request)

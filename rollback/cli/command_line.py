@@ -16,6 +16,8 @@ from rollback.supervisor.torchrun.flags import FLAGS, Flag, in_full
 
 # How a flag that only the installed torchrun knows is handed on: by a hidden option, as one word of torchrun's.
 OTHER_FLAG = "--torchrun-flag"
+STANDS_FOR = {"--adopt": "notice"}
+"""Flags that may stand without a value, and the value that they have then."""
 
 
 def spell_out(
@@ -39,6 +41,8 @@ def spell_out(
         name = name.replace("_", "-")
         if name not in takes_value:
             name = f"--{in_full(name[2:])}"
+        if name in STANDS_FOR and not equals:
+            equals, value = "=", STANDS_FOR[name]
         takes = takes_value[name] if name in takes_value else unknown(name)
         if takes and not equals and rest:
             equals, value = "=", rest.pop(0)

@@ -11,6 +11,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from typing import Any
 import typer
 from pydantic import ValidationError
 
+import rollback
 from rollback.cli.launch_options import GRACE, LAUNCH_PARAMETERS, RESTART_BUDGET, declares, option
 from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain
-from rollback.errors import ExitCode, UsageError
+from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.history import History, fold, merge_windows
 from rollback.live.screen import Screen
@@ -48,6 +50,7 @@ def launch(
     script: str,
     arguments: list[str] | None,
     run: Path | None,
+    adopt: str | None,
     skips_of: Path | None,
     tensorboard: Path | None,
     wandb: str | None,
@@ -77,9 +80,11 @@ def launch(
     budget = _restart_budget(restart_budget, flags.get("max-restarts"))
     limits = hang_limits(hang_after, stall_after)
     names = [name for listed in secret_args or [] for name in listed.split(",") if name]
-    job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names)
+    job = LaunchedJob(flags, script, arguments or [], torchrun_flag or (), names, _runner(adopt, flags))
     trackers = _tracker_flags(tensorboard, wandb)
-    expects_guard = any([run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal])
+    expects_guard = any(
+        [run is not None, restart_budget is not None, settings.model_fields_set, trackers, seal, adopt == "strict"]
+    )
     order = LaunchOrder(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
         preload=preload is not False, expects_guard=expects_guard,
@@ -88,9 +93,35 @@ def launch(
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
     occupy_standard_streams()
     with _audience(paths.root) as screen, trackers_beside(paths.root, trackers, screen.say):
-        result = supervise(order, screen)
+        try:
+            result = supervise(order, screen)
+        except RollbackError as error:
+            if adopt != "notice" or error.exit_code != ExitCode.USAGE:
+                raise
+            screen.say(f"not protected: {error.message}\n{error.hint}\nstarting the script as torchrun would")
+            result = supervise(_unprotected(order), screen)
     say(closing_line(result, paths.root, redacted(["rollback", *sys.argv[1:]], names)))
     raise typer.Exit(result.exit_code)
+
+
+def _runner(adopt: str | None, flags: Mapping[str, str | bool]) -> list[str]:
+    """What runs the script in the ranks in place of Python alone. Raises UsageError for what cannot be adopted."""
+    if adopt is None:
+        return []
+    if adopt not in ("notice", "strict"):
+        raise UsageError(f"--adopt={adopt}: it is --adopt or --adopt=strict")
+    if taken := [name for name in ("module", "no-python") if flags.get(name)]:
+        raise UsageError(
+            f"--adopt takes a Python script, and --{taken[0]} says that this is none",
+            hint="for a module, a script will do with: runpy.run_module('NAME', run_name='__main__')",
+        )
+    return [str(Path(rollback.__file__).parent / "trainers" / "adopt" / "script.py"), adopt]
+
+
+def _unprotected(order: LaunchOrder) -> LaunchOrder:
+    """The same job without a guard. Its run directory is not the one in which the guard may have begun a record."""
+    paths = RunPaths(order.paths.root.with_name(f"{order.paths.root.name}-unprotected"))
+    return replace(order, paths=paths, job=replace(order.job, runner=()), expects_guard=False)
 
 
 def _tracker_flags(tensorboard: Path | None, wandb: str | None) -> list[str]:

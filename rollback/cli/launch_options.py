@@ -137,6 +137,13 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
     ),
     parameter("arguments", list[str] | None, typer.Argument(metavar="ARGUMENTS", help="the script's own")),
     _run_parameter("run", Path, "DIR", "run directory (default: runs/NAME OF SCRIPT)"),
+    _run_parameter(
+        "adopt",
+        str,
+        "[=strict]",
+        "protect a script that has no guard: what it makes and calls is watched. Where that cannot be exact it runs "
+        "unprotected, with a notice; with =strict it is refused",
+    ),
     _run_parameter("skips_of", Path, "RUN", "pass over what is passed over in another run"),
     _run_parameter("tensorboard", Path, "DIR", "show the run in TensorBoard: event files below this directory"),
     _run_parameter("wandb", str, "PROJECT", "show the run in this project of Weights & Biases"),

@@ -35,13 +35,14 @@ def protect(*given: Any, **settings: Any) -> Any:
     Nothing has been changed then.
     """
     try:
-        module = _module_of(given)
+        module = module_of(given)
         return module.protect(*given, **settings)
     except RollbackError as error:
         attach.refuse(error)
 
 
-def _module_of(given: tuple[Any, ...]) -> Any:
+def module_of(given: tuple[Any, ...]) -> Any:
+    """The module of this room that knows what is given. Raises UsageError where none does."""
     for kind in type(given[0]).__mro__ if given else ():
         if known := _KNOWN.get((kind.__module__, kind.__qualname__)):
             module, *libraries = known

@@ -40,6 +40,8 @@ class LaunchedJob:
     """Flags that only the installed torchrun knows, as words of its command line."""
     secret_args: Sequence[str] = ()
     """Options of the script whose values are written nowhere."""
+    runner: Sequence[str] = ()
+    """A script that runs it, with arguments of its own."""
 
     @property
     def max_restarts(self) -> int:
@@ -59,7 +61,7 @@ def torchrun_command(job: LaunchedJob, nodes: int | None = None) -> list[str]:
     if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
-    return [sys.executable, "-m", MODULE, *options, *job.other_flags, job.script, *job.arguments]
+    return [sys.executable, "-m", MODULE, *options, *job.other_flags, *job.runner, job.script, *job.arguments]
 
 
 def rank_environment(

@@ -50,9 +50,22 @@ def test_the_example_of_trl_runs(tmp_path: Path, arguments: list[str]) -> None:
     assert facts(tmp_path / "runs" / "trl_sft", Finished)
 
 
-@pytest.mark.parametrize("name", PAGES)
+def test_the_plain_example_is_adopted_and_trains_as_by_itself(tmp_path: Path) -> None:
+    script = EXAMPLES / "plain_ddp.py"
+    command = [sys.executable, "-m", "rollback", "launch", "--adopt=strict", str(script), "--epochs", "2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    alone = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), "--epochs", "2"],
+        capture_output=True, text=True, timeout=LIMIT, check=True, cwd=tmp_path,
+    )  # fmt: skip
+    assert done.stdout == alone.stdout
+    assert facts(tmp_path / "runs" / "plain_ddp", Finished)
+
+
+@pytest.mark.parametrize("name", [*PAGES, "plain_ddp.py"])
 def test_the_page_has_the_script_as_it_is(name: str) -> None:
-    page = (ROOT / "docs" / "trainers" / PAGES[name]).read_text()
+    page = (ROOT / "docs" / "trainers" / PAGES.get(name, "adopt.md")).read_text()
     found = re.search(rf"<!-- scripts/examples/{name} -->\n```python\n(.*?)```\n<!-- end -->", page, re.DOTALL)
     assert found is not None
     assert found[1] == (EXAMPLES / name).read_text()

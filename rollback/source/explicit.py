@@ -1,0 +1,273 @@
+"""The guard written into a script: what `rollback adopt` shows. From source to source; nothing is run.
+
+    import rollback                                 behind the imports
+    guard = rollback.Guard(model=..., ...)          before the loop over epochs, else before that over batches
+    guard.epochs(10)                                in place of range(10)
+    guard                                           in place of the loader where it is iterated, or passed
+    guard.observe(loss)                             behind backward()
+
+What Accelerate has prepared is handed to `rollback.protect` instead, which leaves the loop as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+from collections.abc import Callable, Iterator
+
+from rollback.errors import UsageError
+from rollback.source.loops import ScriptLoops, enumerated, range_of
+
+_WRAPPERS = ("enumerate", "tqdm", "trange", "zip")
+Scope = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def diff_of(source: str, name: str) -> str:
+    """The unified diff that makes the protection of a script explicit. name: of its file, for the diff and for errors.
+
+    Raises UsageError for a script that this cannot be done to, with the line and what to do by hand.
+    """
+    try:
+        changed = _Script(source, name).protected()
+    except SyntaxError as error:
+        raise UsageError(
+            f"{name} is not Python that this interpreter reads: line {error.lineno}: {error.msg}"
+        ) from error
+    compile(changed, name, "exec", dont_inherit=True)
+    lines = difflib.unified_diff(source.splitlines(keepends=True), changed.splitlines(keepends=True), name, name)
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+class _Script:
+    def __init__(self, source: str, name: str) -> None:
+        self._source, self._name = source, name
+        self._lines = source.splitlines(keepends=True)
+        self._loops = ScriptLoops(source)
+        self._scopes = {
+            id(node): scope for scope in (self._loops.tree, *_functions(self._loops.tree)) for node in ast.walk(scope)
+        }  # the innermost function comes last
+        self._put: list[tuple[int, str]] = []  # lines, to be put behind that one
+        self._instead: list[tuple[ast.expr, str]] = []
+
+    def protected(self) -> str:
+        attributes = (node for node in ast.walk(self._loops.tree) if isinstance(node, ast.Attribute))
+        if any(ast.unparse(node) in _PROTECTED for node in attributes):
+            raise UsageError(f"{self._name} has a guard already", hint="start it with rollback launch, without --adopt")
+        batches = self._batches()
+        epochs = self._loops.epochs.get(id(batches))
+        outer = epochs or batches
+        scope = self._scopes[id(outer)]
+        loader, guard = self._loader(batches), "guard"
+        if (prepared := self._prepared(scope)) is not None:
+            guard = self._protect(*prepared, loader)
+        else:
+            made = self._made(scope, outer)
+            made["loader"] = loader.id
+            if self._scopes[id(batches)] is scope:
+                self._instead.append((loader, "guard"))
+            else:
+                argument = self._argument(batches, loader, epochs)
+                made["loader"] = argument.id
+                self._instead.append((argument, "guard"))
+            inside = "guard" if self._scopes[id(batches)] is scope else loader.id
+            order = sorted(made, key=["model", "optimizer", "loader", *sorted(made)].index)
+            given = ", ".join(f"{word}={made[word]}" for word in order)
+            self._put.append((outer.lineno - 1, f"{_indent(outer)}guard = rollback.Guard({given})\n"))
+            for statement, loss in self._losses(batches):
+                self._put.append((statement.end_lineno or 0, f"{_indent(statement)}{inside}.observe({loss})\n"))
+            if (counted := enumerated(batches)) is not None:
+                name, start = counted
+                more = "" if start == "0" else f" + {start}"
+                first = batches.body[0]
+                self._put.append((first.lineno - 1, f"{_indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
+        if epochs is not None:
+            self._count_epochs(epochs, guard)
+        self._put.append((self._behind_imports(), "import rollback\n"))
+        return self._edited()
+
+    # What is there ---------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> ast.For:
+        found = self._loops.batches
+        if len(found) != 1:
+            at = ", ".join(str(loop.lineno) for loop in found)
+            raise UsageError(
+                f"{self._name} has {len(found)} loops over batches whose body calls backward()"
+                + (f" (lines {at})" if at else ""),
+                hint="it takes one `for batch in loader:`. docs/guard.md shows how to write a guard into other loops",
+            )
+        return found[0]
+
+    def _loader(self, batches: ast.For) -> ast.Name:
+        found: ast.expr = batches.iter
+        while (
+            isinstance(found, ast.Call) and found.args and ast.unparse(found.func).rpartition(".")[2] in _WRAPPERS[:2]
+        ):
+            found = found.args[0]
+        if isinstance(found, ast.Name):
+            return found
+        raise self._by_hand(batches, f"goes over {ast.unparse(batches.iter)}", "guard in place of the loader")
+
+    def _argument(self, batches: ast.For, loader: ast.Name, epochs: ast.For | None) -> ast.Name:
+        """By which the function with the loop over batches is given its loader in the loop over epochs."""
+        function = self._scopes[id(batches)]
+        assert isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        calls = [
+            node for node in ast.walk(self._loops.tree)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == function.name
+        ]  # fmt: skip
+        names = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+        if len(calls) == 1 and epochs is not None and calls[0] in [*ast.walk(epochs)] and loader.id in names:
+            place = names.index(loader.id)
+            given = [word.value for word in calls[0].keywords if word.arg == loader.id]
+            argument = calls[0].args[place] if place < len(calls[0].args) else given[0] if given else None
+            if isinstance(argument, ast.Name):
+                return argument
+        raise self._by_hand(batches, f"is in {function.name}(), and not called once with its loader as an argument",
+                            "pass the guard to it in place of the loader")  # fmt: skip
+
+    def _made(self, scope: Scope, before: ast.For) -> dict[str, str]:
+        """Names of model, optimizer, schedulers and scaler."""
+        optimizers = self._names(scope, before, lambda call: _last(call)[0].isupper() and _takes_parameters(call))
+        if len(optimizers) != 1:
+            found = ", ".join(f"`{name}`" for name in optimizers) or "none"
+            raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
+                                "pass the one whose steps count as optimizer=, others by other names")  # fmt: skip
+        ((optimizer, made),) = optimizers.items()
+        wrapped = list(self._names(scope, before, lambda call: _last(call) in ("DistributedDataParallel", "DDP")))
+        receivers = [
+            node.func.value for node in ast.walk(made)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "parameters"
+        ]  # fmt: skip
+        model = wrapped[-1] if wrapped else ast.unparse(receivers[0])
+        schedulers = list(self._names(scope, before, lambda call: _schedules(call) and optimizer in _words(call)))
+        scalers = list(self._names(scope, before, lambda call: _last(call) == "GradScaler"))
+        named = {"model": model, "optimizer": optimizer}
+        for word, names in (("scheduler", schedulers), ("scaler", scalers)):
+            named |= {word if place == 1 else f"{word}{place}": name for place, name in enumerate(names, 1)}
+        return named
+
+    def _names(self, scope: Scope, before: ast.For, is_it: Callable[[ast.Call], bool]) -> dict[str, ast.Call]:
+        """Names that are given such a call in this scope, and their last one."""
+        found: dict[str, ast.Call] = {}
+        for node in ast.walk(scope):
+            if isinstance(node, ast.Assign | ast.AnnAssign) and node.lineno < before.lineno and node.value is not None:
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                calls = [item for item in ast.walk(node.value) if isinstance(item, ast.Call) and is_it(item)]
+                if self._scopes[id(node)] is scope and calls and isinstance(targets[0], ast.Name):
+                    found[targets[0].id] = calls[0]
+        return found
+
+    def _prepared(self, scope: Scope) -> tuple[ast.Assign, str] | None:
+        """The line that has Accelerate prepare objects, and the accelerator."""
+        for node in ast.walk(scope):
+            match node:
+                case ast.Assign(
+                    targets=[ast.Tuple()], value=ast.Call(func=ast.Attribute(value=ast.Name(id=name)) as called)
+                ):
+                    if called.attr == "prepare":
+                        return node, name
+        return None
+
+    def _losses(self, batches: ast.For) -> Iterator[tuple[ast.stmt, str]]:
+        """Statements that call backward(), and what they call it on."""
+        found = False
+        for statement in (node for part in batches.body for node in ast.walk(part) if isinstance(node, ast.stmt)):
+            match statement:
+                case ast.Expr(value=ast.Call(func=ast.Attribute(attr="backward", value=receiver))):
+                    found = True
+                    yield statement, ast.unparse(_unscaled(receiver))
+        if not found:
+            raise self._by_hand(batches, "calls a function that calls backward()", "guard.observe(loss) behind it")
+
+    def _by_hand(self, loop: ast.For, what: str, do: str) -> UsageError:
+        return UsageError(f"{self._name}, line {loop.lineno}: this loop {what}", hint=f"by hand: {do} (docs/guard.md)")
+
+    # What becomes of it ----------------------------------------------------------------------------------------------
+
+    def _protect(self, prepare: ast.Assign, accelerator: str, loader: ast.Name) -> str:
+        """Returns what the guard is called then."""
+        names = ast.unparse(prepare.targets[0]).strip("()")
+        line = f"{_indent(prepare)}{names} = rollback.protect({accelerator}, {names})\n"
+        self._put.append((prepare.end_lineno or 0, line))
+        return f"{loader.id}.guard"
+
+    def _count_epochs(self, epochs: ast.For, guard: str) -> None:
+        numbers = range_of(epochs)
+        assert numbers is not None
+        match [*numbers.args]:
+            case [count]:
+                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
+            case [ast.Constant(value=0), count]:
+                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
+            case [ast.Constant(value=int(first)), last]:
+                match last:
+                    case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
+                        many = ast.unparse(count)
+                    case _:
+                        many = f"{ast.unparse(last)} - {first}"
+                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}))"))
+            case _:
+                raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", "guard.epochs(n) counts from 0")
+
+    def _behind_imports(self) -> int:
+        """The number of the line behind which another import belongs."""
+        last = 0
+        for place, node in enumerate(self._loops.tree.body):
+            is_docstring = place == 0 and isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+            if not isinstance(node, ast.Import | ast.ImportFrom) and not is_docstring:
+                break
+            last = node.end_lineno or 0
+        return last
+
+    def _edited(self) -> str:
+        lines = list(self._lines)
+        if lines and not lines[-1].endswith("\n"):
+            lines[-1] += "\n"
+        for node, text in sorted(self._instead, key=lambda edit: (edit[0].lineno, edit[0].col_offset), reverse=True):
+            if node.end_lineno != node.lineno:
+                raise UsageError(f"{self._name}, line {node.lineno}: what goes over several lines is not changed here")
+            line = lines[node.lineno - 1].encode()  # columns are counted in bytes
+            lines[node.lineno - 1] = (line[: node.col_offset] + text.encode() + line[node.end_col_offset :]).decode()
+        for behind, text in sorted(self._put, key=lambda edit: edit[0], reverse=True):
+            lines.insert(behind, text)
+        return "".join(lines)
+
+
+_PROTECTED = ("rollback.Guard", "rollback.protect")
+
+
+def _functions(tree: ast.AST) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+    """Outer ones before those inside them."""
+    return [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+
+
+def _indent(node: ast.stmt) -> str:
+    return " " * node.col_offset
+
+
+def _last(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _takes_parameters(call: ast.Call) -> bool:
+    return ".parameters()" in "".join(map(ast.unparse, call.args))
+
+
+def _words(node: ast.AST) -> set[str]:
+    return {item.id for item in ast.walk(node) if isinstance(item, ast.Name)}
+
+
+def _schedules(call: ast.Call) -> bool:
+    name = ast.unparse(call.func)
+    return "lr_scheduler" in name or name.endswith("LR") or "schedule" in name.lower()
+
+
+def _unscaled(receiver: ast.expr) -> ast.expr:
+    """`loss` of `scaler.scale(loss)`."""
+    match receiver:
+        case ast.Call(func=ast.Attribute(attr="scale"), args=[loss]):
+            return loss
+        case ast.IfExp(orelse=loss):
+            return _unscaled(loss)
+    return receiver

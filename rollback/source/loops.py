@@ -1,0 +1,185 @@
+"""The training loop of a script, read from its source: the `for` over batches whose body calls backward().
+
+The body may call it in functions and methods of the same file. What other files do is not known here.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+EPOCHS, MOVED, COUNT = "__rollback_epochs__", "__rollback_moved__", "__rollback_count__"
+"""Names under which a script that `steered` has changed finds what steers it."""
+_PASSES_ON = (ast.Yield, ast.YieldFrom)
+_OF_MODULES = ("train", "eval", "step", "zero_grad", "update", "to")
+"""Methods that models and optimizers have: `model.train()` does not mean the script's own of that name."""
+
+
+@dataclass(frozen=True)
+class OwnCounter:
+    """A variable that the script adds 1 to for each batch or update. ends: it decides when the loop is left."""
+
+    name: str
+    line: int
+    ends: bool
+
+
+class ScriptLoops:
+    """The loops of one file. Raises SyntaxError where `source` is not Python.
+
+    batches: the loops over batches, in their order. epochs: the loop over `range(...)` around each, None without one.
+    """
+
+    def __init__(self, source: str) -> None:
+        self.tree = ast.parse(source)
+        self._functions: dict[str, list[ast.FunctionDef | ast.AsyncFunctionDef]] = {}
+        self._methods: set[str] = set()
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                self._functions.setdefault(node.name, []).append(node)
+            if isinstance(node, ast.ClassDef):
+                self._methods |= {item.name for item in node.body if isinstance(item, ast.FunctionDef)}
+        self._loops = [node for node in ast.walk(self.tree) if isinstance(node, ast.For)]
+        training = [loop for loop in self._loops if any(map(_is_backward, self._reached(loop)))]
+        inner = {id(loop): self._inside(loop, training) for loop in training}
+        self.batches = [
+            loop
+            for loop in training
+            if range_of(loop) is None and all(range_of(item) is not None for item in inner[id(loop)])
+        ]
+        around = [loop for loop in training if range_of(loop) is not None]
+        self.epochs: dict[int, ast.For] = {}
+        for batches in self.batches:
+            outer = [loop for loop in around if batches in inner[id(loop)]]
+            nearest = [loop for loop in outer if not any(other in inner[id(loop)] for other in outer)]
+            if nearest:
+                self.epochs[id(batches)] = nearest[0]
+
+    def trains_at(self, line: int) -> bool | None:
+        """Whether a loader that is iterated at `line` is trained on; None where the source does not tell.
+
+        None is also for a loop that yields what it is given: who takes from it decides.
+        """
+        loops = [loop for loop in self._loops if loop.lineno <= line <= (loop.iter.end_lineno or loop.lineno)]
+        if loops:
+            loop = max(loops, key=lambda found: found.lineno)
+            if loop in self.batches:
+                return True
+            yields = any(isinstance(node, _PASSES_ON) for node in ast.walk(loop))
+            return None if yields or not self.batches else False
+        calls = [node for node in ast.walk(self.tree) if isinstance(node, ast.Call) and _is_call_of(node, "next")]
+        if any(call.lineno <= line <= (call.end_lineno or 0) for call in calls):
+            return False  # next(iter(loader)): a look at a batch
+        return None
+
+    def counters(self, batches: ast.For) -> list[OwnCounter]:
+        """Those of a loop over batches."""
+        deciding = {
+            name.id
+            for node in ast.walk(batches)
+            if isinstance(node, ast.If) and any(isinstance(item, ast.Break | ast.Return) for item in ast.walk(node))
+            for name in ast.walk(node.test)
+            if isinstance(name, ast.Name)
+        }
+        found: dict[str, OwnCounter] = {}
+        for node in ast.walk(batches):
+            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_one(node.value):
+                name = ast.unparse(node.target)
+                found.setdefault(name, OwnCounter(name, node.lineno, name in deciding))
+        return list(found.values())
+
+    def functions(self, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
+        return self._functions.get(name, [])
+
+    def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
+        reached = set(map(id, self._reached(loop)))
+        return [other for other in loops if other is not loop and id(other) in reached]
+
+    def _reached(self, loop: ast.For) -> Iterator[ast.AST]:
+        """The body, and the bodies of what it calls in this file."""
+        pending: list[ast.AST] = list(loop.body)
+        entered: set[int] = set()
+        while pending:
+            for node in ast.walk(pending.pop()):
+                yield node
+                for function in self._functions.get(self._called(node) or "", []):
+                    if id(function) not in entered:
+                        entered.add(id(function))
+                        pending += function.body
+
+    def _called(self, node: ast.AST) -> str | None:
+        match node:
+            case ast.Call(func=ast.Name(id=name)):
+                return name
+            case ast.Call(func=ast.Attribute(attr=name, value=ast.Name(id="self"))):
+                return name
+            case ast.Call(func=ast.Attribute(attr=name)) if name in self._methods and name not in _OF_MODULES:
+                return name
+        return None
+
+
+def steered(source: str) -> ast.Module:
+    """The script, with its loops over epochs and its counts of batches steered.
+
+    EPOCHS is told the epochs' range, MOVED begins another one, COUNT knows the number of the batch in its epoch.
+
+        for epoch in range(10):         for epoch in __rollback_epochs__(range(10)):
+            BODY                            try:
+                                                BODY
+                                            except __rollback_moved__:
+                                                continue
+
+        for i, batch in enumerate(loader):      for i, batch in enumerate(loader):
+            BODY                                    i = __rollback_count__(i, 0)
+                                                    BODY
+    """
+    loops = ScriptLoops(source)
+    for loop in loops.batches:
+        if (counted := enumerated(loop)) is not None:
+            name, start = counted
+            count = ast.parse(f"{name} = {COUNT}({name}, {start})").body[0]
+            for node in ast.walk(count):
+                ast.copy_location(node, loop.iter)
+            loop.body.insert(0, count)
+    for loop in {id(loop): loop for loop in loops.epochs.values()}.values():
+        numbers = range_of(loop)
+        assert numbers is not None
+        inner = ast.copy_location(ast.Call(numbers.func, numbers.args, numbers.keywords), numbers)
+        numbers.func, numbers.args, numbers.keywords = ast.Name(EPOCHS, ast.Load()), [inner], []
+        handler = ast.ExceptHandler(ast.Name(MOVED, ast.Load()), None, [ast.Continue()])
+        loop.body = [ast.copy_location(ast.Try(loop.body, [handler], [], []), loop.body[0])]
+    return ast.fix_missing_locations(loops.tree)
+
+
+def enumerated(loop: ast.For) -> tuple[str, str] | None:
+    """The name that a loop counts its batches in by `enumerate`, and from what on; None where it does not."""
+    calls = (node for node in ast.walk(loop.iter) if isinstance(node, ast.Call) and _is_call_of(node, "enumerate"))
+    match loop.target, next(calls, None):
+        case ast.Tuple(elts=[ast.Name(id=name), *_]), ast.Call(args=[_, *starts], keywords=words):
+            return name, ast.unparse(starts[0] if starts else words[0].value) if starts or words else "0"
+    return None
+
+
+def range_of(loop: ast.For) -> ast.Call | None:
+    """The call of `range` over which a loop goes, also inside of `tqdm(...)`."""
+    match loop.iter:
+        case ast.Call(func=ast.Name(id="range")) as numbers:
+            return numbers
+        case ast.Call(func=ast.Name(id="zip")):
+            return None
+        case ast.Call(args=[ast.Call(func=ast.Name(id="range")) as numbers, *_]):
+            return numbers
+    return None
+
+
+def _is_call_of(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+
+
+def _is_backward(node: ast.AST) -> bool:
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
+
+
+def _is_one(node: ast.AST) -> bool:
+    return isinstance(node, ast.Constant) and node.value == 1

@@ -1,0 +1,66 @@
+"""The script's loop over epochs: where the guard stands in another epoch than the loop's body, that body is left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+
+class EpochMoved(BaseException):
+    """Ends the body of a loop over epochs that `rollback.source.loops.steer_epochs` has changed; another one begins."""
+
+
+class EpochLoop:
+    """What the script goes over in place of its `range`. begun: called when its iteration begins."""
+
+    def __init__(self, numbers: range, begun: Callable[[EpochLoop], None]) -> None:
+        self._numbers = numbers
+        self._begun = begun
+        self._place = -1
+        self._places: Iterator[int] | None = None
+        self._pending: int | None = None
+        self.over = False
+        """Whether the guard has had its last epoch here."""
+
+    @property
+    def place(self) -> int:
+        """The number of the epoch, from 0."""
+        return self._place
+
+    @property
+    def at_first(self) -> bool:
+        """Whether the first body is running, and no guard steers yet."""
+        return self._place == 0 and self._places is None
+
+    def steer(self, places: Iterator[int]) -> None:
+        """In the first body: from here on `places`, of the guard, say which epoch is next.
+
+        Raises EpochMoved where the run stands in another one than the first, or has had its last one.
+        """
+        self._places = places
+        self._pending = next(places, len(self._numbers))
+        if self._pending > 0:
+            raise EpochMoved
+        self._pending = None
+
+    def __iter__(self) -> EpochLoop:
+        self._begun(self)
+        return self
+
+    def __next__(self) -> int:
+        if self._places is None:
+            self._place += 1
+        elif self._pending is not None:
+            self._place, self._pending = self._pending, None
+        else:
+            self._place = next(self._places, len(self._numbers))
+        if self._place >= len(self._numbers):
+            self.over = True
+            raise StopIteration
+        return self._numbers[self._place]
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._numbers, name)

@@ -1,0 +1,71 @@
+"""The user's own files among those that are running: which lines call, and what their source says of them."""
+
+from __future__ import annotations
+
+import importlib.util
+import linecache
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from types import CodeType
+from typing import Any
+
+from rollback.source.loops import OwnCounter, ScriptLoops, steered
+
+_OURS = os.path.dirname(importlib.util.find_spec("rollback").origin or "")  # type: ignore[union-attr]
+_LIBRARIES = tuple(os.path.join(path, "") for path in (sysconfig.get_path("stdlib"), _OURS))
+
+
+class ScriptSources:
+    """The files are read as they come."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, ScriptLoops | None] = {}
+
+    def compiled(self, source: bytes, filename: str) -> CodeType:
+        """The script, steered. Raises SyntaxError as Python does."""
+        compile(source, filename, "exec", dont_inherit=True)
+        text = importlib.util.decode_source(source)
+        self._files[filename] = ScriptLoops(text)
+        return compile(steered(text), filename, "exec", dont_inherit=True)
+
+    def callers(self) -> Iterator[tuple[str, int]]:
+        """Files and lines of the user's own that have called this, innermost first."""
+        frame: Any = sys._getframe(1)
+        while frame is not None:
+            name = frame.f_code.co_filename
+            if not name.startswith((*_LIBRARIES, "<")) and "-packages" + os.sep not in name:
+                yield name, frame.f_lineno
+            frame = frame.f_back
+
+    def caller(self) -> str:
+        """File and line of the innermost one."""
+        return next((f"{os.path.basename(name)}, line {line}" for name, line in self.callers()), "in a library")
+
+    def trains(self) -> bool | None:
+        """Whether the loader that is iterated by a caller is trained on; None where no source tells."""
+        for name, line in self.callers():
+            if name not in self._files:
+                self._files[name] = _loops_of(name)
+            loops = self._files[name]
+            if loops is not None and (trains := loops.trains_at(line)) is not None:
+                return trains
+        return None
+
+    def counters(self) -> list[OwnCounter]:
+        """Those of the training loops in the files that were read."""
+        return [
+            counter
+            for loops in self._files.values()
+            if loops is not None
+            for batches in loops.batches
+            for counter in loops.counters(batches)
+        ]
+
+
+def _loops_of(filename: str) -> ScriptLoops | None:
+    try:
+        return ScriptLoops("".join(linecache.getlines(filename)))
+    except SyntaxError:
+        return None

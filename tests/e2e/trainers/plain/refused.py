@@ -1,0 +1,85 @@
+"""Plain scripts that no guard can be put behind, one by its name: `refused.py CASE [UPDATES BEFORE IT SHOWS]`."""
+
+import sys
+
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+case, late = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else 0
+torch.manual_seed(1)
+DATA = TensorDataset(torch.randn(24 + 4 * late, 2))
+model = nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loader, other = DataLoader(DATA, 4), DataLoader(DATA, 2)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter([sample[0] for sample in DATA])
+
+
+class Own(DataLoader):
+    def __iter__(self):
+        yield from super().__iter__()
+
+
+def update(x, by=optimizer):
+    model(x).square().mean().backward()
+    by.step()
+    by.zero_grad()
+
+
+if case == "two optimizers":
+    critic = torch.optim.Adam(model.parameters())
+    for (x,) in loader:
+        update(x)
+        update(x, critic)
+elif case == "two loaders":
+    for (x,), (y,) in zip(loader, other, strict=False):
+        (model(x).square().mean() + model(y).square().mean()).backward()
+        optimizer.step()
+elif case == "prefetch":
+    batches = iter(loader)
+    (x,) = next(batches)
+    for _step in range(5):
+        loss = model(x).square().mean()
+        (x,) = next(batches)
+        loss.backward()
+        optimizer.step()
+elif case == "a stream":
+    for x in DataLoader(Stream(), 4):
+        update(x)
+elif case == "a loader of its own":
+    for (x,) in Own(DATA, 4):
+        update(x)
+elif case == "no loader":
+    for start in range(0, 24, 4):
+        update(DATA.tensors[0][start : start + 4])
+elif case == "an optimizer that comes later":
+    for i, (x,) in enumerate(loader):
+        if i == late + 3:
+            later = torch.optim.Adam(model.parameters())
+        update(x, later if i >= late + 3 else optimizer)
+elif case == "a second training":
+    for _epoch in range(2):
+        for (x,) in loader:
+            update(x)
+    optimizer = torch.optim.Adam(model.parameters())
+    for (x,) in loader:
+        update(x, optimizer)
+elif case == "a count of its own":
+    steps = 0
+    while steps < 4:
+        for (x,) in loader:
+            update(x)
+            steps += 1
+            if steps == 4:
+                break
+elif case == "a guard of its own":
+    import rollback
+
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)
+    for (x,) in guard:
+        update(x)
+print(f"the end: {model.weight.sum().item():.9f}")

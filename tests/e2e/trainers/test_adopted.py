@@ -1,0 +1,256 @@
+"""`rollback launch --adopt`: plain scripts without a changed line, and what `rollback adopt` makes of them.
+
+A few cases at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all. What a script consumed is in the
+state that is compared: a buffer of its model.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from job_results import LAUNCH
+from toy import facts, flat, require_same
+from warm_server import run_warm
+
+from rollback.errors import ExitCode
+from rollback.facts.training import Attached, Finished, Incident, Restored
+
+PLAIN = Path(__file__).parent / "plain"
+LIMIT = 600.0
+SETTINGS = ("--snapshot-every", "5", "--rewind", "5", "--skip-after", "3", "--probation", "8", "--max-skipped", "100%")
+OWN_POLICY = ("--snapshot-every", "5", "--probation", "8", "--max-skipped", "100%")
+REFUSED = {
+    "two optimizers": ("the script has 2 optimizers (SGD, Adam)", "hand it the others by names"),
+    "two loaders": ("trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches", "rollback adopt"),
+    "prefetch": ("draws its next batch before optimizer.step()", "num_workers"),
+    "a stream": ("trains on a Stream, which is only read in order", "__getitem__"),
+    "a loader of its own": ("trains on a Own, which iterates in its own way", "a torch DataLoader"),
+    "no loader": ("(refused.py, line 29) with a batch that came from no DataLoader", "a callable"),
+    "an optimizer that comes later": ("a second optimizer, Adam, which was not there at the start", "rollback adopt"),
+    "a second training": ("trains on its loader again", "rollback adopt"),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """bad: the place in the data, counted in batches over all epochs, of a NaN on the last rank."""
+
+    bad: int | None = None
+    script: str = "epochs.py"
+    words: tuple[str, ...] = ()
+    settings: tuple[str, ...] = SETTINGS
+
+
+UNEVEN = ("--samples", "157", "--accumulate", "3", "--scaler")
+"""40 batches in an epoch, three to an update, and one that is left over."""
+PREPARED = ("--samples", "59", "--accumulate", "4")
+CASES = {
+    "clean": Case(),
+    "clean, accumulation": Case(words=UNEVEN),
+    "clean, accelerate": Case(script="accelerated.py", words=PREPARED),
+    "in the middle": Case(bad=17),
+    "in the last update": Case(bad=-1),
+    "at an epoch's tail": Case(bad=29),
+    "over an epoch's start": Case(bad=31),
+    "over an epoch's start, later": Case(bad=38),
+    "surgical": Case(bad=22, settings=(*OWN_POLICY, "--policy", "surgical")),
+    "balanced": Case(bad=41, settings=OWN_POLICY),
+    "accumulation": Case(bad=17, words=UNEVEN[:-1]),
+    "accumulation, over an epoch's start": Case(bad=85, words=("--samples", "317", "--accumulate", "3")),
+    "accumulation, the last one": Case(bad=-1, words=UNEVEN[:-1]),
+    "accelerate, in the middle": Case(bad=17, script="accelerated.py"),
+    "accelerate, over an epoch's start": Case(bad=31, script="accelerated.py"),
+}
+PHASES = {"in the first step": 1, "in a step": 26, "behind an epoch's start": 42, "in the last step": 80}
+"""So many batches have been taken, of 40 in an epoch."""
+
+
+class Job:
+    """A plain script in a folder, started in several ways. What rank r ends with is `<name>-<r>.pt`."""
+
+    def __init__(self, folder: Path, case: Case, ranks: int) -> None:
+        self.folder, self.case, self.ranks = folder, case, ranks
+        folder.mkdir(exist_ok=True)
+        self.environment = {**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
+        self.spoilt: tuple[str, ...] = ()
+
+    def plain(self, name: str) -> None:
+        several = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}")
+        self._start([sys.executable, *(several if self.ranks > 1 else ())], PLAIN / self.case.script, name)
+
+    def launched(self, name: str, *flags: str, script: Path | None = None, words: tuple[str, ...] = ()) -> str:
+        command = [*LAUNCH, "--nproc", str(self.ranks), "--restart-budget", "2", "--run", name]
+        command += [*self.case.settings, *flags]
+        return self._start(command, script or PLAIN / self.case.script, name, *words)
+
+    def spoil(self, log: str) -> None:
+        """Put the NaN at a batch of the last rank, by what that has consumed in a clean run."""
+        assert self.case.bad is not None
+        lines = (self.folder / f"{log}-{self.ranks - 1}.log").read_text().splitlines()
+        epoch, sample, *_ = lines[self.case.bad].split()
+        self.spoilt = ("--bad", f"{epoch}:{sample}")
+
+    def require_same(self, one: str, other: str) -> None:
+        for rank in range(self.ranks):
+            require_same(self._portrait(one, rank), self._portrait(other, rank), f"{one} and {other}, rank {rank}")
+
+    def _portrait(self, name: str, rank: int) -> dict[str, str]:
+        found: dict[str, Any] = torch.load(self.folder / f"{name}-{rank}.pt", weights_only=True)
+        return flat(found)
+
+    def _start(self, command: list[str], script: Path, name: str, *words: str) -> str:
+        done = run_warm(
+            [*command, str(script), name, *self.case.words, *self.spoilt, *words], cwd=self.folder, timeout=LIMIT,
+            env=self.environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        )  # fmt: skip
+        assert done.returncode == 0, done.stdout[-8000:]
+        return done.stdout
+
+
+def require_exact(folder: Path, case: Case, ranks: int) -> None:
+    job = Job(folder, case, ranks)
+    job.plain("plain")
+    if case.bad is None:
+        output = job.launched("adopted", "--adopt=strict")
+        job.require_same("adopted", "plain")
+    else:
+        job.spoil("plain")
+        output = job.launched("adopted", "--adopt=strict")
+        job.launched("oracle", "--adopt=strict", "--skips-of", "adopted")
+        job.require_same("adopted", "oracle")
+    run = folder / "adopted"
+    assert bool(facts(run, Incident)) == bool(facts(run, Restored)) == (case.bad is not None), output
+    assert facts(run, Finished), output
+
+
+@pytest.mark.parametrize(("name", "ranks"), [("clean, accumulation", 2), ("accumulation, over an epoch's start", 1)])
+def test_an_adopted_script_is_the_plain_one_or_that_given_its_skips(tmp_path: Path, name: str, ranks: int) -> None:
+    require_exact(tmp_path, CASES[name], ranks)
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("name", CASES)
+def test_each_place_for_a_bad_batch(tmp_path: Path, name: str, ranks: int) -> None:
+    require_exact(tmp_path, CASES[name], ranks)
+
+
+def require_undisturbed(folder: Path, case: Case, phases: list[str]) -> None:
+    job = Job(folder, case, 2)
+    job.plain("plain")
+    for phase in phases:
+        name = phase.replace(" ", "-").replace("'", "")
+        output = job.launched(name, "--adopt=strict", words=("--kill", f"1:{PHASES[phase]}"))
+        assert len(facts(folder / name, Attached)) == 2, output
+        job.require_same(name, "plain")
+
+
+def test_a_rank_that_is_killed_in_the_middle_of_an_accumulation_costs_nothing(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, Case(words=UNEVEN), ["in a step"])
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("script", ["epochs.py", "accelerated.py"])
+def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: str) -> None:
+    words = UNEVEN if script == "epochs.py" else UNEVEN[:-1]
+    require_undisturbed(tmp_path, Case(script=script, words=words), list(PHASES))
+
+
+# What is refused ------------------------------------------------------------------------------------------------------
+
+
+def refused(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return run_warm(
+        [*LAUNCH, "--nproc", "1", *words], cwd=folder, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), case)
+    met, instead = REFUSED[case]
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert met in done.stdout, done.stdout
+    assert instead in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout
+    assert "the end" not in done.stdout
+
+
+@pytest.mark.parametrize("case", ["two optimizers", "prefetch", "no loader", "a second training"])
+def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
+    script = str(PLAIN / "refused.py")
+    plain = run_warm([sys.executable, script, case], capture_output=True, check=True, timeout=LIMIT)
+    done = refused(tmp_path, "--adopt", script, case)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "not protected" in done.stdout, done.stdout
+    assert REFUSED[case][0] in done.stdout
+    assert plain.stdout in done.stdout  # the same weights
+
+
+def test_a_sign_that_comes_late_is_said_and_the_run_goes_on(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", str(PLAIN / "refused.py"), "an optimizer that comes later", "120")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "from here on a rollback or a resume is not exact" in done.stdout
+
+
+def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "counts with `steps` by itself (line 76), and ends its loop by it" in done.stdout
+    assert "has left its loop by itself, at step 4" in done.stdout
+    assert facts(tmp_path / "runs" / "refused", Finished)
+
+
+def test_a_script_with_a_guard_keeps_it(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a guard of its own")
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "makes a guard by itself" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "words", [("--adopt=lax", "x.py"), ("--adopt", "-m", "this"), ("--adopt", "--no-python", "ls")]
+)
+def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "x.py").touch()
+    done = refused(tmp_path, *words)
+    assert done.returncode == ExitCode.USAGE
+    assert "--adopt" in done.stdout
+
+
+# Made explicit --------------------------------------------------------------------------------------------------------
+
+
+EXPLICIT = [name for name in CASES if "over an epoch's start" not in name]
+"""Not where a window takes all that is left of an epoch: this script stands on having had a batch in each."""
+
+
+@pytest.mark.parametrize(
+    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in EXPLICIT)]
+)
+def test_what_rollback_adopt_prints_applies_and_is_exact(tmp_path: Path, name: str, ranks: int) -> None:
+    case = CASES[name]
+    job = Job(tmp_path, case, ranks)
+    for script in PLAIN.glob("*.py"):
+        (tmp_path / script.name).write_text(script.read_text())
+    command = [sys.executable, "-m", "rollback", "adopt", case.script]
+    diff = run_warm(command, cwd=tmp_path, capture_output=True, check=True).stdout
+    job.plain("plain")
+    subprocess.run(["patch", "-p0"], input=diff, text=True, cwd=tmp_path, check=True, capture_output=True)
+    explicit = tmp_path / case.script
+    if case.bad is not None:
+        job.spoil("plain")
+    job.launched("explicit", script=explicit)
+    assert facts(tmp_path / "explicit", Finished)
+    if case.bad is None:
+        job.require_same("explicit", "plain")
+        return
+    job.launched("oracle", "--skips-of", "explicit", script=explicit)
+    job.require_same("explicit", "oracle")
