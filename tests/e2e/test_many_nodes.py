@@ -138,12 +138,17 @@ def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None
 
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
-def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "sharding", [None, pytest.param("fsdp", marks=pytest.mark.soak)], ids=["replicated", "sharded"]
+)
+def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
+    tmp_path: Path, sharding: str | None
+) -> None:
     """Each rank is alone on its host, with memory of its own. A rollback, and a rank that dies, go back to what the two
     hosts have in memory; then the host of the follower is lost, then that of the leader."""
     toy = Toy(
         samples=2000, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 300), nan_rank=1,
-        patient=False, settings={
+        sharding=sharding, patient=False, settings={
             "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
             "checkpoint_every": "5",
         },
@@ -197,8 +202,12 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(t
 
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
-def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sharding", [None, "fsdp"], ids=["replicated", "sharded"])
+def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(
+    tmp_path: Path, sharding: str | None
+) -> None:
     toy = Toy(sampler="distributed", nan=(25,), nan_rank=1, augment=True).with_settings(checkpoint_every="10")
+    toy = toy.but(sharding=sharding, width=17)
     scenarios = Scenarios(tmp_path)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
