@@ -78,7 +78,8 @@ class Habits:
             return
         telltale.register_post_accumulate_grad_hook(weak_hook(self._accumulated))  # type: ignore[no-untyped-call]
         optimizer.register_step_post_hook(weak_hook(self._after_step))
-        if model is not None and (ddp := _ddp_inside(model)) is not None:
+        ddp = _ddp_inside(model) if model is not None else None
+        if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
         if scaler is not None and hasattr(scaler, "unscale_"):
             self._watch_unscaling(scaler, optimizer)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -310,18 +309,18 @@ dist.destroy_process_group()
 """
 
 
-@pytest.mark.parametrize(("with_no_sync", "codes"), [(True, []), (False, ["no-no-sync"])])
-def test_accumulation_without_no_sync_is_noticed(tmp_path: Path, with_no_sync: bool, codes: list[str]) -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    environment = {
-        **os.environ, "WORLD_SIZE": "1", "RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
-        "OMP_NUM_THREADS": "1",
-    }  # fmt: skip
-    command = [sys.executable, "-c", RANK, str(int(with_no_sync)), str(tmp_path)]
-    run_warm(command, env=environment, check=True)
-    facts = [record.fact for record in read_journal(RunPaths(tmp_path).train_journal).records]
+@pytest.mark.parametrize(
+    ("ranks", "with_no_sync", "codes"), [(2, True, []), (2, False, ["no-no-sync"]), (1, False, [])]
+)
+def test_accumulation_without_no_sync_is_noticed_where_ranks_exchange_gradients(
+    tmp_path: Path, ranks: int, with_no_sync: bool, codes: list[str]
+) -> None:
+    script, run = tmp_path / "script.py", tmp_path / "run"
+    script.write_text(RANK)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    run_warm([*torchrun, str(script), str(int(with_no_sync)), str(run)], env=environment, check=True)
+    facts = [record.fact for record in read_journal(RunPaths(run).train_journal).records]
     assert [fact.code for fact in facts if isinstance(fact, Advice)] == codes
 
 
