@@ -27,7 +27,7 @@ LIMIT = 180.0  # a wait that is longer than this has failed; slow machines with 
 WITHOUT_TORCHRUN = """
 import sys
 from rollback import cli
-from rollback.supervisor import host
+from rollback.supervisor.torchrun import host
 
 host.torchrun_command = lambda job, *_: [sys.executable, job.script, *job.arguments]
 cli.main()

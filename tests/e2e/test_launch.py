@@ -198,7 +198,7 @@ WITH_COUNTER = """
 import functools, sys
 from pathlib import Path
 from rollback import cli
-from rollback.supervisor import host
+from rollback.supervisor.torchrun import host
 from rollback.supervisor.diagnosis import memory
 
 here = Path("here").absolute()
