@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from job_results import LAUNCH
-from trainer_job import LIMIT
-
-from rollback.errors import ExitCode
+from refused import answers_of, require_one_message, require_refused
 
 SCRIPT = Path(__file__).parents[1] / "jobs" / "refused_lightning.py"
 DDP = 'strategy="ddp"'
@@ -48,33 +42,15 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def answers() -> dict[str, Any]:
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *REFUSED], text=True, timeout=LIMIT, check=False,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    lines = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
-    return {answer["name"]: answer for answer in lines}
+    return answers_of(SCRIPT, REFUSED)
 
 
 @pytest.mark.parametrize("case", REFUSED)
 def test_it_is_refused_with_what_to_do_instead(answers: dict[str, Any], case: str) -> None:
-    answer = answers[case]
-    assert answer["exit_code"] == ExitCode.USAGE, answer
-    met, instead = REFUSED[case]
-    message, _, hint = answer["message"].partition("\n  hint: ")
-    assert met in message
-    assert instead in hint
-    assert answer["left"] == []
+    require_refused(answers[case], *REFUSED[case])
+    assert answers[case]["left"] == []
 
 
 @pytest.mark.parametrize("case", ["ckpt_path", "a list of loaders"])
 def test_under_launch_it_is_one_message_and_exit_code_2(tmp_path: Path, case: str) -> None:
-    done = subprocess.run(
-        [*LAUNCH, "--nproc", "1", "--run", "run", str(SCRIPT), case], cwd=tmp_path, text=True,
-        timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-    )  # fmt: skip
-    assert done.returncode == ExitCode.USAGE, done.stdout
-    assert done.stdout.count("rollback: error:") == 1, done.stdout
-    assert "Traceback" not in done.stdout
-    assert not (tmp_path / "run").exists()
+    require_one_message(SCRIPT, case, tmp_path)

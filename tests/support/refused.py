@@ -1,0 +1,46 @@
+"""What scripts are refused that a job under tests/e2e/jobs makes, one for each case, and what they are told."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from job_results import LAUNCH
+from trainer_job import LIMIT
+
+from rollback.errors import ExitCode
+
+
+def answers_of(script: Path, cases: Iterable[str]) -> dict[str, Any]:
+    """What each case was answered: `exit_code`, `message`, and `left`, the files that are there afterwards."""
+    done = subprocess.run(
+        [sys.executable, str(script), *cases], text=True, timeout=LIMIT, check=False,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    lines = [json.loads(line.removeprefix("CASE ")) for line in done.stdout.splitlines() if line.startswith("CASE ")]
+    return {answer["name"]: answer for answer in lines}
+
+
+def require_refused(answer: dict[str, Any], met: str, instead: str) -> None:
+    """met: is in the message. instead: is in what it says is to be done."""
+    assert answer["exit_code"] == ExitCode.USAGE, answer
+    message, _, hint = answer["message"].partition("\n  hint: ")
+    assert met in message
+    assert instead in hint
+
+
+def require_one_message(script: Path, case: str, folder: Path) -> None:
+    """The case under `rollback launch`."""
+    done = subprocess.run(
+        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, text=True,
+        timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stdout.count("rollback: error:") == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    assert not (folder / "run").exists()
