@@ -44,6 +44,7 @@ from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
 from rollback.train.process.stopping import StopRequest
 from rollback.train.run import AttachedRun
+from rollback.train.sharded import detached
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
@@ -191,14 +192,15 @@ class _DrilledRank:
         return changed
 
     def _flip_bit(self, batch: Any) -> Any:
-        weights = [p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point()]
+        trained = (p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point())
+        weights = [part for part in map(detached, trained) if part.numel()]
         if self._mine and self._struck is None and weights:
             weight = max(weights, key=lambda parameter: parameter.numel())
             kind, bit = _BIT_OF[weight.element_size()]
             place = self._exercise.seed % weight.numel()
             self._note(f"bit {bit.bit_length() - 1} of element {place} of a weight of {weight.numel()} is flipped")
             with torch.no_grad():
-                element = weight.data.view(-1)[place : place + 1].view(kind)
+                element = weight.view(-1)[place : place + 1].view(kind)
                 element ^= bit
         return batch
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import sys
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from rollback.checkpoints.parts import Box, Part, whole
@@ -93,5 +92,4 @@ def refuse_unsupported(model: nn.Module) -> None:
 
 def detached(item: Tensor) -> Tensor:
     """Without its graph; of a sharded tensor, this rank's part."""
-    with torch.no_grad():
-        return local_of(item).detach()
+    return local_of(item).detach()

@@ -180,7 +180,7 @@ class SnapshotSchedule:
             needed += 2 * parameters // self._ranks.world_size
         allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
         self._snapshots.use_slots(allotted.slots)
-        on_device = any(item.is_cuda for item in image.shared_tensors.values())
+        on_device = any(item.is_cuda for item in (*image.shared_tensors.values(), *image.local_tensors.values()))
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:
             self._snapshots.mode = mode  # later it may be another one: see `Snapshots.advance`
