@@ -1,4 +1,4 @@
-"""What every cursor is: a position in the data stream that can be read, written down and gone back to."""
+"""The base of all cursors: a position in the data stream that can be saved and restored."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ Indices = tuple[int, ...] | None
 
 
 class Witness(Protocol):
-    """Knows what batches were when they were drawn before: those that a cursor draws again on its way to a position."""
+    """Knows the digests of earlier batches. A cursor that must draw batches again to reach a position checks them."""
 
     def knows(self, batch: int) -> bool:
-        """Whether there is anything to compare batch number `batch` with."""
+        """Whether the digest of batch number `batch` is known."""
 
     def check(self, batch: int, data: Any) -> None:
-        """Raises RunDoesNotFit where it was another one."""
+        """Raises RunDoesNotFit if `data` is not the batch that had this number before."""
 
 
 class Cursor(ABC):
     """A position in the data stream of one loader, on one rank.
 
-    Batches count from 0. A cursor begins before batch 0 with no epoch open. Whoever drives it opens an epoch, asks
-    for batches or passes over them until StopIteration, and opens the next:
+    Batches count from 0. A new cursor stands before batch 0, with no epoch open. The caller opens an epoch, fetches or
+    skips batches until StopIteration, and opens the next epoch:
 
         cursor.open_epoch()
         while True:
@@ -39,42 +39,41 @@ class Cursor(ABC):
             except StopIteration:
                 cursor.open_epoch()
 
-    `state_dict` describes the position after the batches handed out or passed over; batches that workers have read
-    ahead do not count. `load_state_dict` goes there, forwards or back, in the same process or a fresh one.
+    `state_dict` describes the position behind the last batch that was returned or skipped. Batches that workers have
+    read ahead do not count. `load_state_dict` goes to that position, forwards or back, in this process or a new one.
     """
 
     kind: ClassVar[str]
     leaves_out: ClassVar[bool] = False
-    """Whether it can leave samples out: `leave_out`."""
+    """Whether `leave_out` works."""
     has_epochs: ClassVar[bool] = True
-    """Whether the data begin anew; False for a stream that merely goes on."""
+    """Whether the data have epochs; False for a stream without an end."""
 
     def __init__(self, *told_epochs: Any) -> None:
-        """told_epochs: that of which parts may have a `set_epoch`."""
+        """told_epochs: objects in which parts with a `set_epoch` are looked for."""
         self._epoch_setters = EpochSetters(*told_epochs)
         self.accepts_other_length = False
-        """Whether the data set may have another length than it had when a state was taken: the operator's word."""
+        """Whether the data set may have another length than when the state was taken. The operator says so."""
         self.witness: Witness | None = None
         self.epoch = 0
         """The epoch of the next batch."""
         self.offset = 0
-        """Batches of this epoch already handed out or passed over."""
+        """Batches of this epoch that were returned or skipped."""
         self.batch = 0
-        """Batches of all epochs handed out or passed over since the run began: the position, the same on all ranks."""
+        """Batches of all epochs that were returned or skipped since the run began. The same on all ranks."""
         self.opened = False
-        """Whether `epoch` has been begun. False before the first batch, and after each StopIteration."""
+        """Whether `epoch` has been opened. False before the first batch and after each StopIteration."""
         self._sought: dict[str, Any] | None = None
-        """The state that was gone to, until a batch is handed out or passed over from there."""
+        """The state of the last `load_state_dict`, until a batch is returned or skipped."""
         self._opening: dict[str, Any] | None = None
-        """The random states (`rng`) under which the epoch was opened, for kinds whose data depend on them."""
+        """The random states (`rng`) at the epoch's opening, for kinds whose data depend on them."""
         self._opening_digest: tuple[Any, int] = (None, 0)
 
     def open_epoch(self) -> None:
-        """Begins `epoch` at its first batch, after the user's own `set_epoch` for it.
+        """Begins `epoch` at its first batch. The user's own `set_epoch` for it was called before.
 
-        Draws from the random states of the process what the loader itself would have drawn. An epoch that
-        `load_state_dict` has just gone back to the beginning of is open already: it is not begun (and its order not
-        drawn) a second time.
+        Draws from the random states of the process exactly what the loader would have drawn. If `load_state_dict` has
+        just gone to the beginning of this epoch, it is open already: its order is not drawn a second time.
         """
         if self._sought is not None and self.opened and self.offset == 0:
             return
@@ -83,88 +82,89 @@ class Cursor(ABC):
         self.opened = True
 
     def begin_pass(self) -> None:
-        """The script's loop over an epoch begins, after its own `set_epoch`. A position gone to before is gone to anew.
+        """To be called where the script's loop over an epoch begins, after its own `set_epoch`.
 
-        Not every sampler and wrapper lets its epoch be read, so the order that was made before may be another epoch's.
+        A position that was restored before that call is restored again: not every sampler lets its epoch be read, so
+        the order that was made at the restore may belong to another epoch.
         """
         if self._sought is not None and self.opened:
             self._seek(self._sought)
 
     def next(self) -> Any:
-        """The batch at the position. StopIteration at the epoch's end: then no epoch is open and `epoch` is one more.
+        """Returns the batch at the position. StopIteration at the epoch's end: then `epoch` is one more, and not open.
 
-        If reading the batch raises, the position stays before it: it can be read again or passed over.
+        If reading the batch raises, the position stays before it: the batch can be read again or skipped.
         """
         return self._move_on(self._fetch)
 
     def skip(self) -> Indices:
-        """Passes over the batch at the position and tells which dataset indices this rank would have read.
+        """Skips the batch at the position and returns the dataset indices that this rank would have read.
 
-        Reads no data where the data set is map-style. StopIteration at the epoch's end, as `next`.
+        Reads no data if the data set is map-style. Raises StopIteration at the epoch's end, as `next` does.
         """
         return self._move_on(self._pass_over)
 
     @property
     def reads_ahead(self) -> bool:
-        """Whether `at_end` is found out by reading, so that ranks may come to different answers."""
+        """Whether `at_end` has to read a batch to know. Ranks may then get different answers."""
         return False
 
     @cached_property
     def epoch_batches(self) -> int | None:
-        """How many batches an epoch has; None where that cannot be told beforehand."""
+        """Number of batches of an epoch; None if it is not known beforehand."""
         batches: int | None = self.describe().get("batches")
         return batches
 
     @property
     def epoch_end(self) -> int | None:
-        """The batch behind the last one of the epoch of the batch handed out last; None as in `epoch_batches`."""
+        """Number of the first batch behind the epoch of the batch returned last; None as in `epoch_batches`."""
         left = self.epoch_batches
         return None if left is None else self.batch - self.offset + (left if self.opened else 0)
 
     @property
     def at_end(self) -> bool:
-        """Whether the open epoch has no further batch. Kinds that are read in order may read one ahead to know.
+        """Whether the open epoch has no further batch. Kinds that are read in order may read one batch ahead to know.
 
-        To be asked between two updates, where nothing else draws before the next batch is asked for.
+        Ask between two updates only: nothing else may draw random numbers before the next batch is fetched.
         """
         return self.opened and self.epoch_batches is not None and self.offset >= self.epoch_batches
 
     def is_last(self) -> bool:
-        """The same, asked while the batch handed out last is trained on."""
+        """As `at_end`, but may be asked while the batch returned last is being trained on."""
         return self.at_end
 
     @property
     def told_epoch(self) -> int | None:
-        """What the script has called `set_epoch` with since we last did; None where it has not, or has nothing to."""
+        """The script's last argument to `set_epoch` since we called it; None if it has not called it, or has none."""
         return self._epoch_setters.told
 
     def end_epoch(self) -> None:
-        """Leaves the rest of the epoch unread, as a script does that breaks off its loop."""
+        """Ends the epoch with its rest unread. For a script that leaves its loop by `break`."""
         self._check_open()
         self._end_epoch()
 
     def plan_skips(self, first: int, last: int) -> None:  # noqa: B027 - most kinds read nothing ahead
-        """Announces that batches `first` to `last` (inclusive) will be passed over, so that no worker reads them.
+        """Announces that batches `first` to `last` (inclusive) will be skipped, so that no worker reads them.
 
-        Only a hint that saves work: `skip` must still be called for each, and works without it.
+        A hint that saves work: `skip` must still be called for each batch, and works without the hint.
         """
 
     def leave_out(self, listed: Sequence[tuple[int, Set[int]]]) -> None:  # noqa: B027 - most kinds have no indices
-        """From a batch on leave these samples, and no others, out of what `next` returns; a neighbour is there instead.
+        """From a batch on, `next` returns a neighbour in place of each of these samples. Earlier lists no longer hold.
 
-        listed: batches that are yet to come at the position, and samples; see `Neighbours`. Nothing where the data are
-        not map-style.
+        listed: pairs of a batch that is still to come and the samples from there on; see `Neighbours`. Does nothing if
+        the data are not map-style.
         """
 
     def indices(self) -> Indices:
-        """The dataset indices of the batch last returned by `next`, where the loader has any."""
+        """Dataset indices of the batch last returned by `next`; None if the loader has none."""
         return None
 
     def opening_digest(self) -> int:
-        """A hash of the epoch and the random states under which it was opened; 0 where nothing depends on them.
+        """Hash of the epoch and of the random states at its opening; 0 if the data do not depend on them.
 
-        An epoch that is opened under others has another order, and that is nobody's fault: after a rollback over its
-        start in a plain loop, what the script drew between the epochs is not drawn again.
+        An epoch that is opened under other random states has another order, and that is no error: after a rollback
+        over an epoch's start in a plain loop, what the script drew between the epochs is not drawn again.
         """
         if self._opening_digest[0] is not self._opening:
             digest = rng.digest_of(self._opening["rng"], self.epoch) if self._opening is not None else 0
@@ -173,27 +173,27 @@ class Cursor(ABC):
 
     @property
     def ahead(self) -> Any:
-        """The batch at the position where it was read before it was asked for; None where none was."""
+        """The batch at the position if it was read ahead; else None."""
         return None
 
     def order_digest(self) -> int | None:
-        """A hash of what the sampler gave for the batch last returned by `next`, where there is a sampler."""
+        """Hash of what the sampler gave for the batch last returned by `next`; None without a sampler."""
         return None
 
     def remarks(self) -> Iterable[tuple[str, str]]:
-        """What a user should know of this loader and has not been told yet: a code and a sentence for each."""
+        """What the user should know about this loader: pairs of a code and a sentence."""
         return ()
 
     def in_hand(self, reading: bool) -> Indices:
-        """The dataset indices of the batch last returned by `next`; with `reading`, of the one it failed to read."""
+        """Dataset indices of the batch last returned by `next`; with `reading`, of the batch that it failed to read."""
         return None if reading else self.indices()
 
     def unreadable(self, samples: Sequence[int]) -> list[int]:
-        """Those of `samples` that raise when they are read once more, singly; none where that cannot be tried."""
+        """Those of `samples` that raise when read again one by one; empty if that cannot be tried."""
         return []
 
     def state_dict(self) -> dict[str, Any]:
-        """The position, as a tree of JSON values and CPU tensors that later batches do not change."""
+        """The position as a tree of JSON values and CPU tensors. Later batches do not change it."""
         return {
             "kind": self.kind,
             "epoch": self.epoch,
@@ -204,9 +204,9 @@ class Cursor(ABC):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Goes to the position that `state_dict` described; the random states of the process stay as they are.
+        """Goes to the position that `state_dict` described. Leaves the random states of the process as they are.
 
-        RunDoesNotFit where the state is that of another kind of loader, or the data are no longer in that order.
+        Raises RunDoesNotFit if the state is of another kind of loader, or the data no longer come in that order.
         """
         if state["kind"] != self.kind:
             raise RunDoesNotFit(
@@ -221,10 +221,10 @@ class Cursor(ABC):
 
     @abstractmethod
     def describe(self) -> dict[str, Any]:
-        """JSON that identifies the data: kept with the run, so that a changed data set is refused."""
+        """JSON that identifies the data. It is kept with the run, so that a changed data set is refused."""
 
     def close(self) -> None:  # noqa: B027 - most kinds hold nothing
-        """Ends what the cursor started (worker processes). It can be used again afterwards."""
+        """Ends the worker processes that the cursor started. The cursor can be used again afterwards."""
 
     @abstractmethod
     def _open(self) -> None: ...
@@ -240,14 +240,14 @@ class Cursor(ABC):
 
     @abstractmethod
     def _seek(self, state: dict[str, Any]) -> None:
-        """Goes where `state` says; `epoch`, `offset`, `batch` and `opened` are set already."""
+        """Goes to the position of `state`; `epoch`, `offset`, `batch` and `opened` are set already."""
 
     def _check_open(self) -> None:
         if not self.opened:
             raise RuntimeError("no epoch is open: call open_epoch() first")
 
     def _move_on(self, over: Callable[[], _T]) -> _T:
-        """Fetch the batch at the position, or pass over it."""
+        """Moves past one batch: `over` fetches or skips it."""
         self._check_open()
         try:
             found = over()

@@ -1,4 +1,4 @@
-"""Which cursor a loader gets."""
+"""Chooses the cursor for a loader."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ACCEPTED = (
 
 
 def cursor_for(loader: Any) -> Cursor:
-    """The cursor of `loader`. UsageError, with what is accepted, where there is no way to go back in it."""
+    """The cursor for `loader`. Raises UsageError, with what is accepted, if it offers no way to go back."""
     if isinstance(loader, type):
         raise UsageError(
             f"cannot read batches from the class {loader.__name__}",
@@ -37,7 +37,7 @@ def cursor_for(loader: Any) -> Cursor:
     if _is_torchdata_map_style(loader):
         return MapStyleCursor(loader)
     if _is_torchdata_loader(loader) and not hasattr(loader.dataset, "state_dict"):
-        # Over a data set that keeps no state: it iterates that anew and drops what was read.
+        # Its data set keeps no state, so the loader itself iterates again from the start and drops what was read.
         return ReiteratedCursor(loader)
     if hasattr(loader, "__iter__") and hasattr(loader, "state_dict") and hasattr(loader, "load_state_dict"):
         return StatefulCursor(loader)
@@ -53,7 +53,7 @@ def cursor_for(loader: Any) -> Cursor:
 
 
 def _is_plain_map_style(loader: Any) -> bool:
-    """Whether the loader reads by index in torch's own way; a subclass that iterates in its own way does not."""
+    """Whether the loader reads by index as torch does. A subclass with an iterator of its own does not."""
     return (
         isinstance(loader, DataLoader)
         and type(loader).__iter__ is DataLoader.__iter__
@@ -65,8 +65,8 @@ def _is_plain_map_style(loader: Any) -> bool:
 def _is_torchdata_map_style(loader: Any) -> bool:
     """Whether it is torchdata's StatefulDataLoader, and neither its data set nor a sampler of the user's keeps a state.
 
-    It reads by index in torch's way then, and sought by index it is exact where its own state is not: its workers'
-    random states, a generator that was handed to it.
+    Such a loader reads by index as torch does. Going back by index is then exact where its own state is not: that state
+    lacks its workers' random states and a generator that was handed to it.
     """
     if not _is_torchdata_loader(loader):
         return False

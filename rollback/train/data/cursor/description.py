@@ -1,4 +1,4 @@
-"""What a map-style loader says of itself: kept with the run, so that another data set or another split is refused."""
+"""Describes a map-style loader. The description is kept with the run, so that another data set or split is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from rollback.train.data.cursor.digest import hex_digest_of
 
 
 def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """JSON. Of a subset (`random_split`) a hash of its samples too: without a seed it is another one each time."""
+    """JSON. For a subset (`random_split`) with a hash of its samples: without a seed it is another one each time."""
     batching = loader.batch_sampler
     index_sampler: Any = loader.sampler if batching is None else batching
     subset = loader.dataset
@@ -25,7 +25,7 @@ def description_of(loader: DataLoader[Any]) -> dict[str, Any]:
 
 
 def samplers_of(index_sampler: Any) -> list[Any]:
-    """The sampler and those that it wraps, outermost first."""
+    """The sampler and the samplers that it wraps, outermost first."""
     found: list[Any] = []
     pending = [index_sampler]
     while pending:
@@ -38,7 +38,7 @@ def samplers_of(index_sampler: Any) -> list[Any]:
 
 
 def length_of(sized: Any) -> int | None:
-    """None where it has none."""
+    """Its length; None if it has none."""
     try:
         return len(sized)
     except (TypeError, NotImplementedError):

@@ -1,8 +1,8 @@
-"""What a batch is known by: a hash over shapes, types and a bounded part of the bytes of the tensors in it.
+"""A batch's digest: a hash over the shapes, the types and a bounded part of the bytes of its tensors.
 
-Used to tell whether a batch that is drawn again is the one that was drawn before. Tensors and NumPy arrays are what
-counts, and numbers beside them. Only a batch without any is known by its strings too: a path in a batch may lie on
-another disk after a restart and name the same sample.
+It tells whether a batch that is drawn again is the one that was drawn before. Tensors, NumPy arrays and numbers are
+hashed. Strings are hashed only if the batch has no tensor: a path in a batch may lie on another disk after a restart
+and still name the same sample.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ _DEPTH = 16
 class Digest:
     """The hash of one batch.
 
-    whole: whether everything in the batch took part; False where it holds objects of types that nothing is known of.
-    Of tensors on a device a part is on its way to the host while this is made; `value` waits for that.
+    whole: whether everything in the batch was hashed; False if it holds objects of unknown types. Tensors on a device
+    are copied to the host asynchronously; `value` waits for that.
     """
 
     def __init__(self, batch: Any) -> None:
@@ -47,12 +47,12 @@ class Digest:
 
     @property
     def settled(self) -> bool:
-        """Whether `value` waits for nothing."""
+        """Whether `value` returns without waiting for a device."""
         return self._event is None
 
     @property
     def value(self) -> int | None:
-        """64 bits, never 0; None for a batch in which nothing can be hashed."""
+        """64 bits, never 0; None if nothing in the batch can be hashed."""
         if self._event is not None:
             self._event.synchronize()
             self._event = None
@@ -73,7 +73,7 @@ class Digest:
 
 
 def digest_of_indices(indices: Any) -> int | None:
-    """Of what a sampler gave for one batch: integers, or any keys that a digest can be made of."""
+    """Digest of what a sampler gave for one batch: integers, or any keys that can be hashed."""
     entries = indices if isinstance(indices, (list, tuple)) else [indices]
     if all(type(entry) is int for entry in entries):
         return xxhash.xxh3_64_intdigest(repr(list(entries)).encode()) or 1
@@ -81,7 +81,7 @@ def digest_of_indices(indices: Any) -> int | None:
 
 
 def hex_digest_of(indices: Any) -> str | None:
-    """The same, in a form that JSON can hold."""
+    """`digest_of_indices` as a hexadecimal string, for JSON."""
     digest = digest_of_indices(indices)
     return None if digest is None else f"{digest:016x}"
 
@@ -136,7 +136,7 @@ class _Leaves:
 
 
 def _sample(tensor: Tensor) -> Tensor:
-    """At most about `_BYTES` of its elements, in one dimension; without copying a large tensor to look at it."""
+    """At most about `_BYTES` of its bytes, in one dimension. A large tensor is not copied as a whole."""
     if tensor.nbytes <= _BYTES:
         return tensor.reshape(-1)
     by_stride = tensor.permute(sorted(range(tensor.dim()), key=tensor.stride, reverse=True))
@@ -147,7 +147,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _spread(size: int, length: int) -> list[int]:
-    """Where pieces of `length` begin that are spread evenly over `size`, the last one at its end."""
+    """Starts of pieces of `length` that are spread evenly over `size`; the last piece ends at the end."""
     last, count = size - length, min(_PIECES, size)
     return sorted({last * index // max(1, count - 1) for index in range(count)})
 

@@ -1,4 +1,4 @@
-"""The cursor of a callable or an iterator whose batches are drawn: nanoGPT's `get_batch`, an endless generator."""
+"""The cursor of a callable or iterator that draws its batches: nanoGPT's `get_batch`, an endless generator."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ DRAWS_BESIDE = (
 
 
 class DrawnCursor(Cursor):
-    """Replays `draw` from the CPU random states (Python, NumPy, torch), which must be all that its batches depend on.
+    """Replays `draw` from the CPU random states (Python, NumPy, torch). Its batches must depend on nothing else.
 
-    The data have a random stream of their own. At the first batch it takes over the states of the process, so that the
-    batches are those that an unguarded run would get if only the data drew from them; the process goes on from seeds
-    drawn from the same states. From then on batch b is the same whatever the model draws. All is one endless epoch,
-    unless `draw` raises StopIteration. `skip` draws a batch and drops it.
+    The data have a random stream of their own. At the first batch the stream takes over the random states of the
+    process, and the process goes on from seeds drawn from the same states. So the batches are those of an unguarded run
+    in which nothing but the data draws, and batch b is the same whatever the model draws. All batches are one endless
+    epoch, unless `draw` raises StopIteration. `skip` draws a batch and drops it.
 
-    A generator that walks through files, a counter in a closure, a `torch.Generator` of the callable's own or a draw on
-    a GPU cannot be put back from here. To know before any harm is done, `open_epoch` draws the first batch of a run
-    twice from the same states: if the two differ, UsageError. A process that resumes draws the last batch before its
-    position once more: if that is another one, RunDoesNotFit.
+    Four things cannot be restored here: a generator that walks through files, a counter in a closure, a
+    `torch.Generator` of the callable's own, and a draw on a GPU. To find them early, `open_epoch` draws the first batch
+    of a run twice from the same random states; if the two differ, it raises UsageError. A process that resumes draws
+    the last batch before its position again; if it differs, RunDoesNotFit is raised.
 
-    once: `draw` goes on from where it is (an iterator), so what is drawn only to compare would be lost: batches that
-    cannot be compared are refused.
+    once: whether `draw` cannot repeat what it gave (an iterator). A batch that is drawn only to be compared would then
+    be lost, so batches that cannot be compared are refused.
     """
 
     kind = "drawn"
@@ -47,7 +47,7 @@ class DrawnCursor(Cursor):
         self._once = once
         self._stream: rng.RandomStream | None = None
         self._last: tuple[rng.RandomStream, Digest] | None = None
-        """The stream before the batch last drawn, and what that batch is."""
+        """The stream before the batch drawn last, and the digest of that batch."""
         self._drew_beside = False
 
     def remarks(self) -> Iterable[tuple[str, str]]:

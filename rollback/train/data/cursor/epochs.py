@@ -1,4 +1,4 @@
-"""`set_epoch`, repeated by us where a rollback goes back over an epoch's start."""
+"""Repeats the script's `set_epoch` calls after a rollback over an epoch's start."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ _MOST = 256  # attributes looked at; a data set may have a million
 
 
 class EpochSetters:
-    """What a loader is made of that is told the epoch by `set_epoch` and keeps it as `epoch`, or under a name like it.
+    """The parts of a loader that have a `set_epoch` and keep its argument as `epoch`, or under a similar name.
 
-    The user's loop calls `set_epoch` before each epoch. After a rollback from epoch 3 into epoch 2 it is still inside
-    epoch 3 and will not call it when the replay gets there: then what it gave the first time is given again.
+    The user's loop calls `set_epoch` before each epoch. After a rollback from epoch 3 into epoch 2 the loop is still
+    inside epoch 3 and does not call it again. So we repeat the call with the argument of the first time.
     """
 
     def __init__(self, *roots: Any) -> None:
         found = [thing for thing in _parts(roots) if callable(getattr(thing, "set_epoch", None))]
         self._setters = [(thing, name) for thing in found if (name := _epoch_attribute(thing)) is not None]
         self.all_read = len(self._setters) == len(found)
-        """Whether the epoch of each can be read. Where not, only the script can put it back, at its next epoch."""
+        """Whether the epoch of each part can be read. If not, only the script can set it again, at its next epoch."""
         self._given: dict[int, list[int]] = {}
         self._left_at: list[int] | None = None
 
     def at_opening(self, epoch: int) -> list[int]:
-        """What the setters hold for `epoch`, which is about to begin, once the user's call has been seen to."""
+        """The parts' values for `epoch`, which is about to begin. Repeats the user's call first, where it must."""
         if self._left_at == self._now() and epoch in self._given:
             self.give(epoch, self._given[epoch])
         else:  # the user has called set_epoch since, or has never left it to us
@@ -36,19 +36,19 @@ class EpochSetters:
         return self._given[epoch]
 
     def give(self, epoch: int, values: list[int]) -> None:
-        """Puts the setters where they were at the opening of `epoch`."""
+        """Sets the parts to the values that they had at the opening of `epoch`."""
         if len(values) == len(self._setters):  # else the script is put together otherwise than it was
             for (setter, _), value in zip(self._setters, values, strict=True):
                 setter.set_epoch(value)
         self._given[epoch] = self._left_at = values
 
     def leave(self) -> None:
-        """Notes that the position has moved to between two epochs, so that what is set now may be of a later one."""
+        """To be called when the position is now between two epochs: the values may belong to a later epoch."""
         self._left_at = self._now()
 
     @property
     def told(self) -> int | None:
-        """What the user has called `set_epoch` with, unless we left it at that; the latest of several."""
+        """The user's argument to `set_epoch`, the largest of several; None if the values are those that we left."""
         return None if self._left_at == self._now() else max(self._now(), default=None)
 
     def _now(self) -> list[int]:
@@ -56,7 +56,7 @@ class EpochSetters:
 
 
 def _parts(roots: Iterable[Any]) -> list[Any]:
-    """The loaders, samplers and data sets that a loader is put together from, and what else in it has `set_epoch`."""
+    """The loaders, samplers and data sets inside a loader, and everything else in it that has a `set_epoch`."""
     found: list[Any] = []
     waiting = [(root, 0) for root in roots]
     while waiting:
@@ -80,7 +80,7 @@ def _takes_part(thing: Any) -> bool:
 
 
 def _epoch_attribute(thing: Any) -> str | None:
-    """The attribute that keeps what `set_epoch` is given: `epoch`, else the only integer with the word in its name."""
+    """The attribute that holds the argument of `set_epoch`: `epoch`, else the only integer with "epoch" in it."""
     names = [name for name in getattr(thing, "__dict__", {}) if "epoch" in name.lower()]
     for candidates in (["epoch"], ["_epoch"], names if len(names) == 1 else []):
         for name in candidates:

@@ -1,4 +1,4 @@
-"""What the clone of a map-style loader reads from in place of the user's batch sampler."""
+"""The batch sampler that the clone of a map-style loader gets in place of the user's."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from rollback.train.data.cursor.workers import Keyed
 
 
 class Feed:
-    """The order from the position on, as the clone's batch sampler.
+    """Gives the clone the batches of indices from the position on.
 
-    `pending` holds the batches of indices that have left the order but not yet been handed out or passed over; the
-    first is the one at the position. The first `reading` of them have been given to the reader, or withheld from it
-    because they are planned to be skipped.
+    `pending` holds batches of indices that were taken from the order and are not yet returned or skipped; the first one
+    is at the position. The first `reading` of them were given to the reader, or kept from it because they are planned
+    to be skipped.
 
-    It does not know the cursor: the clone's iterator must be freed with the last reference to the cursor, not by
-    the cycle collector, which could run in a forked worker and would there shut down the workers of its parent.
+    The feed holds no reference to the cursor. So the clone's iterator is freed with the last reference to the cursor,
+    and not by the cycle collector: that could run in a forked worker and would shut down its parent's workers.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class Feed:
         self.planned: list[range] = []
         self.neighbours = Neighbours([], 0)
         self.last: Any = None
-        """The batch of indices before the position, as the sampler gave it."""
+        """The indices of the batch before the position, as the sampler gave them."""
         self._repeat = False
 
     def begin(self, order: BatchOrder, last: Any, *, batch: int, offset: int, key: str | None) -> None:
@@ -41,7 +41,7 @@ class Feed:
         self.reading = 0
 
     def repeat_last(self) -> None:
-        """Whoever reads next gets the batch before the position once more, and then those behind it."""
+        """The next reader gets the batch before the position again, and then the batches behind it."""
         self._repeat = True
 
     def __iter__(self) -> Feed:
@@ -63,18 +63,18 @@ class Feed:
         return indices if self._key is None else Keyed(f"{self._key}/{self._offset + ahead}", indices)
 
     def peek(self, ahead: int = 0) -> Any:
-        """The indices of the batch `ahead` of the position. StopIteration where the epoch has no such batch."""
+        """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
         return self.neighbours.instead(self.drawn(ahead), self._batch + ahead)
 
     def drawn(self, ahead: int = 0) -> Any:
-        """The same as the sampler gave them, with nothing in the place of samples that are left out."""
+        """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""
         assert self._order is not None
         if ahead == len(self._pending):
             self._pending.append(self._order.take())
         return self._pending[ahead]
 
     def pop(self) -> Any:
-        """Moves the position past the first pending batch, and gives its indices."""
+        """Moves the position past the first pending batch and returns its indices."""
         taken = self.peek()
         self.last = self._pending.popleft()
         self.reading = max(0, self.reading - 1)
@@ -91,5 +91,5 @@ class Feed:
         return False
 
     def is_planned(self, ahead: int = 0) -> bool:
-        """Whether the batch `ahead` of the position is to be skipped."""
+        """Whether the batch `ahead` batches behind the position is planned to be skipped."""
         return any(self._batch + ahead in window for window in self.planned)

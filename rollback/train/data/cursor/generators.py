@@ -1,4 +1,4 @@
-"""Random generators that loaders, samplers and data sets keep for themselves: found, read, put back and seeded."""
+"""Finds, saves, restores and seeds the random generators that loaders, samplers and data sets hold."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MOST = 128  # objects looked into
 
 
 class Generators:
-    """Those of torch, NumPy and Python that `owners` and what they are made of hold as attributes, each once, in order.
+    """Generators of torch, NumPy and Python among the attributes of `owners` and of their parts: each once, in order.
 
-    Those of the whole process are not among them: they are kept with the random states.
+    The global generators of the process are not among them: `rng` keeps those.
     """
 
     def __init__(self, *owners: Any) -> None:
@@ -36,17 +36,17 @@ class Generators:
         return len(self._found)
 
     def states(self) -> list[Any]:
-        """Trees that a checkpoint can hold."""
+        """A state for each generator, as a tree that a checkpoint can hold."""
         return [_state(generator) for generator in self._found]
 
     def restore(self, states: list[Any]) -> None:
-        """Put back what `states` gave. Where there are more or fewer generators than then, nothing is done."""
+        """Restores what `states` returned. Does nothing if the number of generators has changed."""
         if len(states) == len(self._found):
             for generator, state in zip(self._found, states, strict=True):
                 _restore(generator, state)
 
     def seed(self, key: str) -> None:
-        """Seed them as a pure function of `key`."""
+        """Seeds each generator as a pure function of `key`."""
         for number, generator in enumerate(self._found):
             _seed(generator, random.Random(f"{key}/{number}").getrandbits(63))
 

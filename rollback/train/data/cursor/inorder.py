@@ -1,4 +1,4 @@
-"""What the cursors of loaders have in common that are read in order: one batch after another, by an iterator."""
+"""The common part of the cursors that read a loader in order, through its iterator."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from rollback.train.data.workers import leave_stopping_to_the_rank, shut_down
 
 
 class InOrderCursor(Cursor):
-    """Reads `loader` by its iterator.
+    """Reads `loader` through its iterator.
 
-    Going to a position is put off until the first batch is asked for, since what it takes is made by `iter(loader)`
-    under the epoch that the script sets before its loop begins.
+    Going to a position is put off until the first batch is fetched, because `iter(loader)` must run under the epoch
+    that the script sets before its loop begins.
 
-    Such a loader may have no length, or one that is an estimate. A checkpoint behind an epoch's last batch would resume
-    in an epoch that is over, and a loader that begins the next epoch when it is loaded there would have that one taken
-    for the old. So where `at_end` is asked, one batch is read ahead; it is handed out next, and the position, the
-    loader's state and the random states of the process are until then those before it was read. What a checkpoint's
-    next batch was is thus on record before anybody resumes from it.
+    Such a loader may have no length, or an estimated one. A checkpoint behind an epoch's last batch would resume in an
+    epoch that is over; if the loader begins the next epoch on loading, that one would be taken for the old. So `at_end`
+    reads one batch ahead. `next` returns that batch, and until then the position, the loader's state and the random
+    states of the process are those from before it was read. So the batch that follows a checkpoint is on record before
+    anybody resumes from it.
 
-    Where that is asked in the middle of a step, the model draws before the batch is handed out. What such a batch draws
-    comes from a stream split off there, and the random states of the process stay the model's.
+    If `is_last` is asked in the middle of a step, the model draws before the batch is returned. Such a batch is drawn
+    from a stream that is split off, and the random states of the process remain the model's.
     """
 
     tells_length: ClassVar[bool] = False
-    """Whether the loader's length, where it has one, is that of an epoch."""
+    """Whether the loader's length, if it has one, is the number of batches of an epoch."""
 
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
@@ -66,7 +66,7 @@ class InOrderCursor(Cursor):
         return self._ahead.data if self._ahead is not None else None
 
     def close(self) -> None:
-        """Lets go of the loader's iterator, and ends its workers."""
+        """Drops the loader's iterator and ends its workers."""
         self._let_go(self._iterator)
         self._iterator = self._ahead = None
 
@@ -77,7 +77,7 @@ class InOrderCursor(Cursor):
         return self._read()
 
     def loader_state(self) -> Any:
-        """The loader's own, where it is needed to come back to the position."""
+        """The loader's own state, if the position cannot be restored without it; else None."""
         return None
 
     def describe(self) -> dict[str, Any]:
@@ -89,7 +89,7 @@ class InOrderCursor(Cursor):
 
     @abstractmethod
     def _resume(self) -> None:
-        """Makes the iterator that goes on at the position that was sought."""
+        """Makes the iterator for the position that was restored."""
 
     @abstractmethod
     def _read(self) -> Any: ...
@@ -111,10 +111,10 @@ class InOrderCursor(Cursor):
 
 
 class _Ahead:
-    """A batch that was read before it was asked for, or what reading it raised.
+    """A batch that was read ahead, or the exception that reading it raised.
 
-    in_step: while the one before it is trained on. stream: the random states that it was read under then, if they were
-    not those of the process.
+    in_step: whether the batch before it is still being trained on. stream: the random states under which it was read
+    then; None if they were those of the process.
     """
 
     def __init__(self, cursor: InOrderCursor, *, in_step: bool) -> None:

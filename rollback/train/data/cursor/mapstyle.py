@@ -1,19 +1,19 @@
-"""The cursor of a map-style DataLoader: sought by index, never drained.
+"""The cursor of a map-style DataLoader. It goes to a position by index and reads no data on the way.
 
-The order of an epoch is a pure function of the random states at its opening (and of what `set_epoch` was given), so
-these are what a checkpoint keeps. Going to batch b makes the order anew and moves along it; the data are read by a
-clone of the user's loader whose batch sampler begins at the position.
+The order of an epoch is a pure function of the random states at its opening and of the argument of `set_epoch`, so a
+checkpoint keeps these. To go to batch b, the order is drawn again and followed up to b. The data are read by a clone of
+the user's loader whose batch sampler begins at the position.
 
-With worker processes each batch is read under random states seeded from (base seed, epoch, offset), so that random
-augmentation, too, is a function of the position alone, whatever the number of workers and however far they have read
-ahead. Without workers it draws from the random states of the process, as ever. A data set that keeps a generator of
-its own (`self.rng = np.random.default_generator()`) is outside of both.
+With worker processes, each batch is read under random states that are seeded from (base seed, epoch, offset). So random
+augmentation, too, is a function of the position alone, for any number of workers and however far they have read ahead.
+The generators that a data set holds as attributes are seeded along with them. Without workers, the data set draws from
+the random states of the process, as in an unguarded run.
 
-The clone keeps the batches in order (`in_order=False` would make "batch b" mean nothing). A sampler's own
-`state_dict` is not used: the sampler is run again from the opening. Random generators that it holds as attributes are
-put back with the rest. One whose order depends on anything else, such as the losses it was shown, cannot be sought: at
-the opening of a run the order is drawn twice, and a sampler that gives two different ones is refused at once; a replay
-that finds other indices than before is refused, never passed on.
+The clone keeps the batches in order: with `in_order=False`, "batch b" would mean nothing. A sampler's own `state_dict`
+is not used; the sampler is run again from the opening, and the random generators that it holds as attributes are
+restored first. If its order depends on anything else, such as the losses it was shown, there is no way back. So the
+order is drawn twice at the opening of a run, and a sampler that gives two different orders is refused at once. A replay
+that finds other indices than before is refused as well.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ class MapStyleCursor(Cursor):
         self._opening: dict[str, Any] = {}
         self._base_seed: int | None = None
         self._seeding: torch.Tensor | None = None
-        """State of the generator that the base seed is drawn from, before it is: workers' seeds follow from it."""
+        """State of the generator before the base seed is drawn from it. The workers' seeds follow from it."""
         self._fresh = True
-        """Whether this process has read nothing yet."""
+        """Whether this process has not read anything yet."""
         self._unproven = False
-        """Whether the batch before the position is to be read again, to see that the data are what they were."""
+        """Whether the batch before the position must be read again, to see that the data have not changed."""
         self._before_epoch: list[int] | None = None
-        """The last batch of indices of the epoch before, as long as this one has none."""
+        """Indices of the previous epoch's last batch, until this epoch has returned or skipped one."""
         self._unfit: RunDoesNotFit | None = None
-        """What was found wrong with a position, where the script's next `set_epoch` may yet put it right."""
+        """What is wrong with the position, if the script's next `set_epoch` may still put it right."""
         self._feed = Feed()
         self._clone: DataLoader[Any] | None = None
         self._clone_epoch = 0
@@ -123,7 +123,7 @@ class MapStyleCursor(Cursor):
         self._begin(self._make_order(), None)
 
     def _refuse_hidden_state(self) -> None:
-        """Draw the order twice, where it is not one of torch's own samplers that draws it."""
+        """Draws the order twice, unless the sampler is one of torch's own."""
         first, second = self._trial(), self._trial()
         if first != second:
             sampler = getattr(self._index_sampler, "sampler", self._index_sampler)
@@ -161,7 +161,7 @@ class MapStyleCursor(Cursor):
         self._end_workers_of_epoch()
 
     def _end_workers_of_epoch(self) -> None:
-        """As the loader itself: new workers each epoch, with the data set as it is then, unless they persist."""
+        """As torch's loader does: new workers for each epoch, with the data set as it is then, unless they persist."""
         if not self._loader.persistent_workers:
             self.close()
 
@@ -239,9 +239,10 @@ class MapStyleCursor(Cursor):
             raise self._unfit
 
     def _move_to_position(self, order: BatchOrder, state: dict[str, Any]) -> Any:
-        """Move a fresh order to the position; what comes before it there, once that is known to be what came before.
+        """Moves a fresh order to the position and returns the indices of the batch before it.
 
-        Where the data set is of another length by intent, there is nothing to compare with.
+        Raises RunDoesNotFit if these are not what the checkpoint says. If the data set was changed on purpose, there is
+        nothing to compare with.
         """
         if not self.offset:
             return self._before_epoch if self._loader.num_workers == 0 else None
@@ -260,13 +261,13 @@ class MapStyleCursor(Cursor):
         return last
 
     def _compare_next(self, state: dict[str, Any]) -> None:
-        """A sampler whose order depends on what it was shown may give another batch next, and no other before."""
+        """Compares the indices of the next batch: a sampler that depends on what it was shown may differ only there."""
         same = state["length"] == length_of(self._loader.dataset) and state["share"] == share_of(self._index_sampler)
         if same and state["next_indices"] is not None and self._next_indices() != state["next_indices"]:
             raise self._does_not_fit("other indices come next")
 
     def _last_of(self, share: list[int | None] | None) -> Any:
-        """What another share of the same data has before the position."""
+        """Indices before the position in the order of another rank, of another number of ranks."""
         order = order_of_share(self._index_sampler, share)
         if order is None:
             raise self._does_not_fit("the samples are shared out among the ranks in another way")
@@ -281,7 +282,7 @@ class MapStyleCursor(Cursor):
         self._feed.begin(order, last, batch=self.batch, offset=self.offset, key=key)
 
     def _make_order(self) -> BatchOrder:
-        """Draws the epoch's order as the loader does: what it draws, when, and from which generator."""
+        """Draws the epoch's order exactly as the loader does: the same draws, in its sequence, from its generators."""
         loader = self._loader
         lookahead = max(1, loader.num_workers * (loader.prefetch_factor or 0))
         order = order_of(self._index_sampler, lookahead)
@@ -312,11 +313,12 @@ class MapStyleCursor(Cursor):
         return self._reader
 
     def _read_last_again(self, witness: Witness) -> None:
-        """A resumed process: see whether the batch before the position is the one that it was.
+        """In a resumed process: checks that the batch before the position is what it was.
 
-        A worker reads it under the random states that it had then. In this process those are not known, so it is read
-        under two others, and says nothing where these make a difference. Data that are not the same twice under the
-        same ones depend on what nobody can put back.
+        A worker reads it under the random states of that time. Without workers those states are not known. So the batch
+        is read twice under one made-up state and once under another. If the first two differ, the data depend on
+        something that cannot be restored: RunDoesNotFit. If only the third differs, random states matter and nothing
+        can be compared.
         """
         assert self._clone is not None
         if self._loader.num_workers > 0:
@@ -355,7 +357,7 @@ class MapStyleCursor(Cursor):
 
 
 def _as_indices(batch: Any) -> Indices:
-    """What a sampler gave for one batch as plain integers; None where it is anything else."""
+    """What a sampler gave for one batch, as plain integers; None if it is anything else."""
     entries = batch if isinstance(batch, (list, tuple)) else [batch]
     try:
         return tuple(operator.index(entry) for entry in entries)

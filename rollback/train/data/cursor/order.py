@@ -1,8 +1,8 @@
-"""The order in which an epoch's batches come, as indices alone.
+"""The order of an epoch's batches, as indices.
 
-An order hands out one batch of indices after another and can be moved forward without looking at the data. For
-torch's own samplers the whole epoch is one range or one permutation, and a batch is a slice of it, at any offset and
-at once. Any other sampler is run, which costs Python time for each index but reads no data.
+An order gives one batch of indices after another and can be moved forward without reading data. For torch's own
+samplers the whole epoch is a range or a permutation, and a batch is a slice of it: any offset is reached at once. All
+other samplers are run, which costs Python time for each index but reads no data.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from rollback.train.data import rng
 
 
 class BatchOrder(Protocol):
-    """One epoch's batches of indices. Made, and begun, under the random states of the epoch's opening."""
+    """One epoch's batches of indices. It must be made and begun under the random states of the epoch's opening."""
 
     exact: ClassVar[bool]
-    """Whether the order is known to follow from these states: torch's own samplers, not somebody's."""
+    """Whether the order is known to follow from these states. True for torch's own samplers only."""
 
     def begin(self) -> None:
-        """Draws what the sampler draws when it is first asked."""
+        """Draws what the sampler draws when its first index is asked for."""
 
     def take(self) -> Any:
-        """The next batch's indices (or the next index, without batching). StopIteration at the end."""
+        """The indices of the next batch (without batching: the next index). StopIteration at the end."""
 
     def seek(self, offset: int) -> None:
-        """Passes over `offset` batches of full size. Only directly after `begin`; past the end, `take` says so."""
+        """Moves `offset` full batches forward, directly after `begin`. Past the end, `take` raises StopIteration."""
 
 
 def order_of(index_sampler: Iterable[Any], lookahead: int) -> BatchOrder:
-    """The order that `index_sampler` (a loader's batch sampler, or its sampler without batching) will give.
+    """The order of `index_sampler`: a loader's batch sampler or, without batching, its sampler.
 
-    `lookahead`: how many batches the loader asks its sampler for before the first one is handed out.
+    lookahead: number of batches that the loader asks its sampler for before it returns the first one.
     """
     batching, sampler = _taken_apart(index_sampler)
     samples = _SAMPLES.get(type(sampler))
@@ -47,9 +47,9 @@ def order_of(index_sampler: Iterable[Any], lookahead: int) -> BatchOrder:
 
 
 def share_of(index_sampler: Any) -> list[int | None] | None:
-    """Which of an epoch's samples this rank reads: its number, how many ranks there are, its batch size.
+    """Which of an epoch's samples this rank reads: its rank, the number of ranks and the batch size.
 
-    None where that cannot be told: only torch's own DistributedSampler deals one order out to the ranks in turn.
+    None if the sampler is not torch's own DistributedSampler, which shares one order among the ranks in turn.
     """
     batching, sampler = _taken_apart(index_sampler)
     if type(sampler) is not DistributedSampler:
@@ -58,7 +58,7 @@ def share_of(index_sampler: Any) -> list[int | None] | None:
 
 
 def order_of_share(index_sampler: Any, share: list[int | None] | None) -> BatchOrder | None:
-    """The order that another rank, of another number of ranks, has of the same samples; None where it has none."""
+    """The order of another rank, of another number of ranks, over the same samples; None if that is not known."""
     batching, sampler = _taken_apart(index_sampler)
     if type(sampler) is not DistributedSampler or share is None:
         return None
@@ -79,7 +79,7 @@ def _taken_apart(index_sampler: Any) -> tuple[BatchSampler | None, Any]:
 
 
 class _Sliced:
-    """Batches as slices of a range or of a permutation held as a tensor (8 bytes for each sample, no list)."""
+    """Batches are slices of a range, or of a permutation that is held as a tensor (8 bytes for each sample)."""
 
     exact: ClassVar[bool] = True
 
@@ -113,7 +113,7 @@ class _Sliced:
         self._position = offset * self._size
 
     def _exhaust(self) -> None:
-        """The sampler has been asked for more than it has; that can cost a last draw, once."""
+        """Called when the sampler is asked for more than it has. Some samplers then draw once more."""
         if self._at_exhaustion is not None:
             self._at_exhaustion()
             self._at_exhaustion = None
@@ -122,9 +122,9 @@ class _Sliced:
 class _Iterated:
     """Batches of indices from the sampler itself.
 
-    What it draws from the random states of the process at the epoch's opening, it draws there, as it would without us.
-    What it draws later comes from a stream split off at the opening: otherwise the order would hang on what the model
-    drew in between, and no batch could be named before it was reached.
+    At the epoch's opening it draws from the random states of the process, as in an unguarded run. Later it draws from a
+    stream that is split off at the opening. Otherwise the order would depend on what the model draws in between, and
+    the indices of a batch would not be known before it is reached.
     """
 
     exact: ClassVar[bool] = False
@@ -152,7 +152,7 @@ class _Iterated:
             return self._draw()
 
     def _draw(self) -> Any:
-        """A copy: some samplers fill and hand out the same list again and again."""
+        """Returns a copy: some samplers fill and return the same list each time."""
         return copy.copy(next(self._iterator))
 
     def seek(self, offset: int) -> None:
@@ -167,7 +167,7 @@ class _Iterated:
 
 _Drawn = range | torch.Tensor
 _Samples = tuple[Callable[[], _Drawn], Callable[[], object] | None]
-"""What draws the epoch's samples, and what the sampler does when it is asked for more than it has."""
+"""Draws the epoch's samples; is called when the sampler is asked for more than it has."""
 
 
 def _sequential(sampler: SequentialSampler) -> _Samples:

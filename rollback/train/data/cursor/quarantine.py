@@ -1,4 +1,4 @@
-"""Samples that are left out of batches: an innocent neighbour takes the place of each, the same on every attempt."""
+"""Samples in quarantine: each is replaced by a neighbour, the same one on every attempt."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _SECONDS = 20.0  # for reading a batch once more, by a rank that is about to end
 
 
 class Neighbours:
-    """Puts the next sample that is not left out in the place of one that is. A function of the position alone.
+    """Replaces a sample that is left out by the next one that is not. Depends on the position alone.
 
-    listed: from which batch on which samples are left out, and no others; where two hold, the later one in the list
-    does. length: of the data set, whose first sample follows its last.
+    listed: pairs of a batch and the samples that are left out from there on; of several that apply, the last one in the
+    list is used alone. length: of the data set; its first sample follows its last one.
     """
 
     def __init__(self, listed: Sequence[tuple[int, Set[int]]], length: int) -> None:
@@ -22,7 +22,7 @@ class Neighbours:
         self._length = length
 
     def instead(self, indices: Any, batch: int) -> Any:
-        """The indices of a batch with neighbours in the place of samples that are left out of it."""
+        """The indices of a batch, with a neighbour in place of each sample that is left out."""
         left_out = next((samples for first, samples in reversed(self.listed) if first <= batch), frozenset())
         if not left_out or len(left_out) >= self._length:
             return indices
@@ -43,7 +43,7 @@ class Neighbours:
 
 
 def unreadable(dataset: Any, samples: Sequence[int]) -> list[int]:
-    """Those of the samples that raise when they are read singly."""
+    """Those of the samples that raise when read one by one."""
     read_many, found = getattr(dataset, "__getitems__", None), []
     until = time.monotonic() + _SECONDS
     for sample in samples:

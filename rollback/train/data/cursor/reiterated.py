@@ -1,4 +1,4 @@
-"""The cursor of what can only be iterated from the start: a list of batches, a DataLoader of an IterableDataset."""
+"""The cursor of a loader that is always iterated from its start: a list of batches, a DataLoader of an IterableDataset."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from rollback.train.data.cursor.inorder import InOrderCursor
 
 
 class ReiteratedCursor(InOrderCursor):
-    """Goes to offset k of an epoch by iterating anew from the epoch's opening and dropping k batches.
+    """Goes to offset k of an epoch by iterating again from the epoch's opening and dropping k batches.
 
-    That reads k batches: in a long epoch of a large data set it can take hours. A map-style data set is sought at once,
-    and a loader with `state_dict` and `load_state_dict` as fast as it can.
+    That reads k batches, which can take hours in a long epoch of a large data set. A map-style data set, or a loader
+    with `state_dict` and `load_state_dict`, needs no such reading.
 
-    `iter(loader)` draws from the random states of the process, as without us. What is drawn while batches are read
-    comes from a stream split off there, so that batch b is the same whatever the model draws in between; this is the
-    one difference from the order of an unguarded run. Besides these random states nothing may decide what comes; worker
-    processes that outlive an epoch would, and so a DataLoader's `persistent_workers` is not honoured here. To know
-    before any harm is done, the first batch of a run is read twice from the same states: if the two differ, UsageError.
+    `iter(loader)` draws from the random states of the process, as in an unguarded run. Reading batches draws from a
+    stream that is split off there, so batch b is the same whatever the model draws in between. This is the one
+    difference from an unguarded run. The batches must depend on these random states alone. Workers that outlive an
+    epoch would carry states of their own, so a DataLoader's `persistent_workers` has no effect here. To find hidden
+    state early, the first batch of a run is read twice from the same random states; if the two differ, UsageError.
     """
 
     kind = "re-iterated"

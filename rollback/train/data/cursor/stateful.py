@@ -1,4 +1,4 @@
-"""The cursor of a loader that keeps its own position (torchdata's StatefulDataLoader, a streaming data set)."""
+"""The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from rollback.train.data.cursor.inorder import InOrderCursor
 
 
 class StatefulCursor(InOrderCursor):
-    """Position and exactness are the loader's: what its `state_dict` leaves out, no one can put back.
+    """The loader itself goes to the position. What its `state_dict` leaves out cannot be restored.
 
-    The contract is torchdata's: `state_dict` is true after each batch handed out, and after `load_state_dict` the next
-    `iter(loader)` goes on from there (at an epoch's end: begins the next one). The random states at the epoch's opening
-    are put back around that `iter`, for loaders that seed themselves there; where it is a generator function, which
-    does that when its first batch is asked for, around that batch too, unless batches were seen to draw themselves.
-    `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, since a checkpoint holds
+    The contract is torchdata's. `state_dict` is valid after each batch. After `load_state_dict`, the next
+    `iter(loader)` goes on from there, or at an epoch's end begins the next epoch. During that `iter` the random states of the epoch's
+    opening are restored, for loaders that seed themselves there. A generator function runs only when its first batch is
+    fetched, so they are restored for that batch too, unless its batches were seen to draw random numbers themselves.
+    `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, because a checkpoint holds
     nothing else.
     """
 
@@ -26,15 +26,15 @@ class StatefulCursor(InOrderCursor):
     def __init__(self, loader: Any) -> None:
         super().__init__(loader)
         self._beginning: Any = None
-        """The loader's state at the beginning of the first epoch, where this process has seen it."""
+        """The loader's state at the beginning of the first epoch; None if this process began later."""
         self._to_load: Any = None
-        """The state that the loader is given before it is iterated again."""
+        """The state to be loaded before the loader is iterated again."""
         self._unbegun = False
-        """Whether the iterator is a generator of a resumed epoch that has not begun to run."""
+        """Whether the iterator is a generator for a resumed epoch and has not run yet."""
         self._draws: bool | None = None
-        """Whether a generator's last batch, not its first, drew from the random states of the process."""
+        """Whether a generator's last batch drew from the random states of the process. First batches do not count."""
         self._stream: Any = None
-        """The random states that the batch at the position was read under, where it was read ahead in a step."""
+        """The random states under which the batch at the position was read ahead in a step; else None."""
 
     def loader_state(self) -> Any:
         return self._loader.state_dict() if self._to_load is None else self._to_load

@@ -1,5 +1,5 @@
-"""The loader that reads in place of a user's map-style loader, from any position on, and what goes into its worker
-processes: a data set that is read under random states of the position."""
+"""The clone of a user's map-style loader, which reads from any position on. Its workers get a data set that is read
+under random states of the position."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollback.train.data.workers import LeavesStoppingToTheRank
 
 
 class Keyed(NamedTuple):
-    """What a worker is asked for: the indices of a batch (or one index), and the key of its random states."""
+    """A request to a worker: the indices of a batch (or one index) and the key of its random states."""
 
     key: str
     indices: Any
@@ -27,11 +27,10 @@ def _seed(dataset: Any, key: str) -> None:
 
 
 class KeyedDataset:
-    """Reads `dataset` for a `Keyed` request, seeding Python, NumPy and torch from its key first, and with them the
-    generators that the data set keeps for itself.
+    """Reads `dataset` for a `Keyed` request. First it seeds Python, NumPy, torch and the data set's own generators.
 
-    To everyone else in the worker (`get_worker_info().dataset`) it is the user's data set: attributes are read from
-    and written to that, and `isinstance` sees its class.
+    For other code in the worker (`get_worker_info().dataset`) it behaves as the user's data set: attributes are read
+    from and written to that, and `isinstance` sees its class.
     """
 
     __slots__ = ("_dataset",)
@@ -74,10 +73,10 @@ class KeyedDataset:
 
 
 def clone_of(loader: DataLoader[Any], feed: Iterable[Any], seeding: torch.Tensor | None) -> DataLoader[Any]:
-    """A loader that reads what `feed` says, otherwise as `loader`. Its workers persist: whoever made it ends them.
+    """A loader that reads what `feed` gives, and is otherwise as `loader`. Its workers persist; the caller ends them.
 
-    seeding: state of the generator from which the loader would draw its base seed, so that workers have the seeds that
-    they would have without us, and that drawing it costs no one a draw.
+    seeding: state of the generator from which `loader` would draw its base seed. So workers get the seeds of an
+    unguarded run, and no other generator is drawn from.
     """
     dataset: Any = loader.dataset
     in_workers: dict[str, Any] = {}
