@@ -1,4 +1,4 @@
-"""The cursor of a loader that is always iterated from its start: a list of batches, a DataLoader of an IterableDataset."""
+"""The cursor of a loader that is always iterated from its start: a list of batches, an IterableDataset's loader."""
 
 from __future__ import annotations
 

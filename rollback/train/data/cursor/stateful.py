@@ -14,11 +14,11 @@ class StatefulCursor(InOrderCursor):
     """The loader itself goes to the position. What its `state_dict` leaves out cannot be restored.
 
     The contract is torchdata's. `state_dict` is valid after each batch. After `load_state_dict`, the next
-    `iter(loader)` goes on from there, or at an epoch's end begins the next epoch. During that `iter` the random states of the epoch's
-    opening are restored, for loaders that seed themselves there. A generator function runs only when its first batch is
-    fetched, so they are restored for that batch too, unless its batches were seen to draw random numbers themselves.
-    `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, because a checkpoint holds
-    nothing else.
+    `iter(loader)` goes on from there, or at an epoch's end begins the next epoch. During that `iter` the random states
+    of the epoch's opening are restored, for loaders that seed themselves there. A generator function runs only when its
+    first batch is fetched, so they are restored for that batch too, unless its batches were seen to draw random numbers
+    themselves. `skip` reads a batch and drops it. The state must be a tree of JSON values and tensors, because a
+    checkpoint holds nothing else.
     """
 
     kind = "stateful"
