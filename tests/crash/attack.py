@@ -455,9 +455,8 @@ class Assault(Undertaking):
             self.launch()
 
     def _damage(self, act: Act) -> None:
-        found = sorted(path for path in self.run.glob(act.what) if "outside" not in path.parts)
-        if found:
-            with contextlib.suppress(OSError):  # it has gone at this moment, or it cannot be done to such a file
+        with contextlib.suppress(OSError):  # a folder or the file has gone at this moment, or it cannot be done to it
+            if found := sorted(path for path in self.run.glob(act.what) if "outside" not in path.parts):
                 harm(found[int(act.pick * len(found))], act.how, act.share, self.outside)
 
     def _exhaust_memory(self, how: str) -> None:

@@ -10,16 +10,15 @@ from typing import Any
 from job_results import LAUNCH, Scenarios
 from toy import facts, require_same
 from trainer_job import JOB, LIMIT, MODULES, TrainerJob
+from warm_server import run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
 
 
-def require_all_same(
-    folder: Path, ranks: int, clean: Mapping[str, TrainerJob], bad: Mapping[str, TrainerJob], modules: str = MODULES
-) -> None:
-    """Run them all, and compare. modules: what is imported warm."""
-    scenarios = Scenarios(folder, JOB, modules, LIMIT)
+def require_all_same(folder: Path, ranks: int, clean: Mapping[str, TrainerJob], bad: Mapping[str, TrainerJob]) -> None:
+    """Run them all, and compare."""
+    scenarios = Scenarios(folder, JOB, MODULES, LIMIT)
     for name, job in clean.items():
         scenarios.add(f"clean {name}", job)
         scenarios.add(f"clean {name}, oracle", job, run=None)
@@ -55,14 +54,14 @@ TOLD: dict[str, dict[str, Any]] = {
 """For jobs without a bad batch: a stop saves, and where checkpoints lie decides what a rollback skips."""
 
 
-def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str], modules: str = MODULES) -> None:
+def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str]) -> None:
     """Kill a rank of two, or tell it to stop, in each of the phases: the job ends as one that was left alone."""
-    undisturbed = Scenarios(folder, JOB, modules, LIMIT)
+    undisturbed = Scenarios(folder, JOB, MODULES, LIMIT)
     undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
     how = {**PHASES, **TOLD}
     for number, phase in enumerate(phases):
-        killed = Scenarios(folder / str(number), JOB, modules, LIMIT)
+        killed = Scenarios(folder / str(number), JOB, MODULES, LIMIT)
         killed.folder.mkdir()
         killed.add("killed", job, **how[phase])
         run = killed.run("killed")
@@ -80,8 +79,8 @@ def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str], module
 
 
 def _launched(job: Scenarios) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
+    return run_warm(
         [*LAUNCH, "--nproc", "2", "--run", str(job.run("killed")), str(JOB), str(job.path)], cwd=job.folder,
-        env={**job.environment, "NO_COLOR": "1"}, timeout=LIMIT, text=True, check=False, stdout=subprocess.PIPE,
+        env={**job.environment, "NO_COLOR": "1"}, timeout=LIMIT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip

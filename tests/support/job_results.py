@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from toy import Toy
-from warm import ENV_MODULES
-from warm_server import run_warm
+from warm_server import ENV_MODULES, run_warm
 
 if TYPE_CHECKING:
     from trainer_job import TrainerJob
@@ -53,10 +52,8 @@ class Scenarios:
 
     def _start(self, *program: str) -> str:
         given = [*program, str(self.script), str(self.path)]
-        # What imports more than torch does so once, in a process that this job's ranks are forked from.
-        run, python = (subprocess.run, WARM_PYTHON) if self.environment[ENV_MODULES] else (run_warm, [sys.executable])
-        done = run(
-            [*python, *given], env=self.environment, timeout=self.limit, text=True,
+        done = run_warm(
+            [sys.executable, *given], env=self.environment, timeout=self.limit, text=True,
             stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout[-8000:]

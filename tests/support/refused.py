@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -10,15 +11,18 @@ from pathlib import Path
 from typing import Any
 
 from job_results import LAUNCH
-from trainer_job import LIMIT
+from trainer_job import LIMIT, MODULES
+from warm_server import ENV_MODULES, run_warm
 
 from rollback.errors import ExitCode
+
+ENVIRONMENT = {**os.environ, ENV_MODULES: MODULES}
 
 
 def answers_of(script: Path, cases: Iterable[str]) -> dict[str, Any]:
     """What each case was answered: `exit_code`, `message`, and `left`, the files that are there afterwards."""
-    done = subprocess.run(
-        [sys.executable, str(script), *cases], text=True, timeout=LIMIT, check=False,
+    done = run_warm(
+        [sys.executable, str(script), *cases], timeout=LIMIT, env=ENVIRONMENT,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
@@ -36,9 +40,9 @@ def require_refused(answer: dict[str, Any], met: str, instead: str) -> None:
 
 def require_one_message(script: Path, case: str, folder: Path) -> None:
     """The case under `rollback launch`."""
-    done = subprocess.run(
-        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, text=True,
-        timeout=LIMIT, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    done = run_warm(
+        [*LAUNCH, "--nproc", "1", "--run", "run", str(script), case], cwd=folder, env=ENVIRONMENT,
+        timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == ExitCode.USAGE, done.stdout
     assert done.stdout.count("rollback: error:") == 1, done.stdout

@@ -34,6 +34,7 @@ import psutil
 import torch
 import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+from warm_server import ENV_MODULES
 
 import rollback
 from rollback.supervisor.torchrun import host, standby
@@ -41,8 +42,6 @@ from rollback.system.processes import start_of
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"
-ENV_MODULES = "TESTS_MODULES"
-"""Modules to be imported besides torch, separated by blanks."""
 _register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
 
 

@@ -2,7 +2,8 @@
 
 Where a test starts a command, its process is forked from a server that has imported torch once, for all tests of a
 pytest process, and so is all that it starts (see `warm`). The server is a program of its own, since autograd does not
-survive a fork and pytest's process trains. It ends with the process that it works for.
+survive a fork and pytest's process trains. It ends with the process that it works for. For commands whose environment
+names further modules (`ENV_MODULES`) there is a server that has imported these as well.
 
     test ── asks ──> server ── forks ──> attendant ── forks ──> the command
 
@@ -25,6 +26,8 @@ from collections.abc import Sequence
 from typing import Any, AnyStr, NoReturn
 
 _NUMBER = struct.Struct("q")
+ENV_MODULES = "TESTS_MODULES"
+"""Modules to be imported besides torch, separated by blanks."""
 
 
 class WarmPopen(subprocess.Popen[AnyStr]):
@@ -37,9 +40,10 @@ class WarmPopen(subprocess.Popen[AnyStr]):
     ) -> None:  # fmt: skip
         assert args[0] == sys.executable, args
         assert preexec_fn is None
+        environment = dict(os.environ if env is None else env)
         order = {
             "arguments": [os.fsdecode(argument) for argument in args[1:]],
-            "environment": dict(os.environ if env is None else env),
+            "environment": environment,
             "folder": os.fspath(cwd or os.getcwd()),
             "new_session": more[5],
         }
@@ -51,7 +55,7 @@ class WarmPopen(subprocess.Popen[AnyStr]):
             streams: list[int] = [
                 own if number == -1 else number for own, number in enumerate((p2cread, c2pwrite, errwrite))
             ]
-            socket.send_fds(_server(), [b"start"], [*streams, theirs, sheet])
+            socket.send_fds(_server(environment.get(ENV_MODULES, "")), [b"start"], [*streams, theirs, sheet])
         finally:
             os.close(theirs)
             os.close(sheet)
@@ -101,13 +105,13 @@ def run_warm(
 
 
 @functools.cache
-def _server() -> socket.socket:
-    """The connection with the server, which is started now."""
+def _server(modules: str) -> socket.socket:
+    """The connection with the server that has imported `modules`, which is started now."""
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         subprocess.Popen(
             [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL, env={**os.environ, ENV_MODULES: modules},
         )  # fmt: skip
     return ours
 

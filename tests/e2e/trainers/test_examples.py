@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from toy import facts
-from trainer_job import LIMIT
+from trainer_job import LIMIT, MODULES
+from warm_server import ENV_MODULES, run_warm
 
 from rollback.facts.training import Finished
 
@@ -21,10 +21,9 @@ PAGES = {"huggingface_lm.py": "huggingface.md", "accelerate_lm.py": "accelerate.
 
 def printed_by(script: Path, folder: Path, *arguments: str) -> str:
     """The last line that it printed."""
-    done = subprocess.run(
-        [sys.executable, str(script), *arguments], text=True, timeout=LIMIT, check=False, cwd=folder,
-        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)},
-        capture_output=True,
+    done = run_warm(
+        [sys.executable, str(script), *arguments], timeout=LIMIT, cwd=folder, capture_output=True,
+        env={**os.environ, ENV_MODULES: MODULES, "PYTHONPATH": str(EXAMPLES)},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()[-1]
@@ -53,11 +52,11 @@ def test_the_example_of_trl_runs(tmp_path: Path, arguments: list[str]) -> None:
 def test_the_plain_example_is_adopted_and_trains_as_by_itself(tmp_path: Path) -> None:
     script = EXAMPLES / "plain_ddp.py"
     command = [sys.executable, "-m", "rollback", "launch", "--adopt=strict", str(script), "--epochs", "2"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=tmp_path)
+    done = run_warm(command, capture_output=True, timeout=LIMIT, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    alone = subprocess.run(
+    alone = run_warm(
         [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script), "--epochs", "2"],
-        capture_output=True, text=True, timeout=LIMIT, check=True, cwd=tmp_path,
+        capture_output=True, timeout=LIMIT, check=True, cwd=tmp_path,
     )  # fmt: skip
     assert done.stdout == alone.stdout
     assert facts(tmp_path / "runs" / "plain_ddp", Finished)

@@ -13,7 +13,6 @@ from trainer_job import TrainerJob
 
 LIGHTNING = TrainerJob(loop="lightning")
 """30 batches in an epoch, twice."""
-MODULES = "lightning transformers.models.gpt2.modeling_gpt2 accelerate"
 AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
 UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
 """78 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
@@ -64,19 +63,19 @@ def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
-    require_all_same(tmp_path, ranks, pick(CLEAN, FEW[ranks]), pick(BAD, FEW[ranks]), MODULES)
+    require_all_same(tmp_path, ranks, pick(CLEAN, FEW[ranks]), pick(BAD, FEW[ranks]))
 
 
 @pytest.mark.soak
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_each_way_to_fit_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
-    require_all_same(tmp_path, ranks, CLEAN, BAD, MODULES)
+    require_all_same(tmp_path, ranks, CLEAN, BAD)
 
 
 def test_a_rank_that_is_killed_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
-    require_undisturbed(tmp_path, KILLED, ["in the middle of the rollback"], MODULES)
+    require_undisturbed(tmp_path, KILLED, ["in the middle of the rollback"])
 
 
 @pytest.mark.soak
 def test_a_rank_that_is_killed_anywhere_costs_no_step_no_row_and_no_file(tmp_path: Path) -> None:
-    require_undisturbed(tmp_path, KILLED, list(PHASES), MODULES)
+    require_undisturbed(tmp_path, KILLED, list(PHASES))
