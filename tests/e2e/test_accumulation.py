@@ -10,7 +10,7 @@ from toy import Toy, facts, require_same, weights
 
 from rollback.facts.training import Planned
 
-TOY = Toy(808, epochs=3, sampler="distributed", accumulate=4, settings={"snapshot_every": 5, "skip_after": 20})
+TOY = Toy(808, epochs=2, sampler="distributed", accumulate=4, settings={"snapshot_every": 5, "skip_after": 20})
 
 
 @pytest.mark.parametrize("by_epoch", [True, False], ids=["counted anew in each epoch", "counted from epoch to epoch"])

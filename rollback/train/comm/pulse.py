@@ -6,20 +6,20 @@ alone, so they act in the same way. Values of one rank decide nothing.
 `HostFields` and `GaugeFields` are the one table of its content. What a rank sends (`Signs`, `Gauges`), the vector, and
 what is read (`Beat`) follow from this table. A new field is one line there.
 
-Layout of the vector (float64, summed): loss, gradient norm and gauges; the number of ranks that have each; the host's
-fields; one code for each rank, which says what was not finite there; and, if all ranks have agreed before that each has
-one to send, a letter of `LETTER` numbers from each rank. Non-finite values are left out of the sums, since a NaN would
-hide its sender. A rank's own place is zero on all other ranks, so codes and letters arrive exactly: whole numbers below
-2**53.
+Layout of the vector (float64, summed): loss, gradient norm and gauges; the number of ranks that have each; the number
+of ranks whose loss and norm were NaN and Inf; the host's fields. Values that are not finite are left out of the sums.
+So a beat costs a host the same for any number of ranks. Two things cost more, and are rare. If a value was not finite
+anywhere, `read` asks by a second all-reduce on which ranks. And if all ranks have agreed before that each has one to
+send, a letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks,
+so letters arrive exactly: whole numbers below 2**53.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, fields
-from enum import IntFlag
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
 
@@ -134,22 +134,11 @@ _GAUGES = tuple(field.name for field in fields(GaugeFields))
 _SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, _gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
 _SCALARS = 2 + len(_GAUGES)  # loss and gradient norm come first
-FIELDS = 2 * _SCALARS + len(_HOST)
-"""Numbers of the vector before the codes."""
+_AILMENTS = 4  # the loss is NaN, the loss is Inf, the gradient norm is NaN, it is Inf
+FIELDS = 2 * _SCALARS + _AILMENTS + len(_HOST)
+"""Numbers of the vector before the letters."""
 
 NO_GAUGES = Gauges()
-
-
-class Ailment(IntFlag):
-    """The values that were not finite on a rank."""
-
-    LOSS_NAN = 1
-    LOSS_INF = 2
-    GRAD_NAN = 4
-    GRAD_INF = 8
-
-
-_LOSS = int(Ailment.LOSS_NAN | Ailment.LOSS_INF)
 
 
 class Pulse:
@@ -164,12 +153,12 @@ class Pulse:
         self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
         if not ranks.distributed:
             self._device = device
-        size = FIELDS + ranks.world_size * (1 + LETTER)
+        size = FIELDS + ranks.world_size * LETTER
         self._cuda = self._device.type == "cuda"
         self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
-        self._weights = torch.tensor([1.0, 4.0], dtype=torch.float64, device=self._device)
+        self._ailments: Tensor | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | None = None
         self._handed: Handed | None = None  # the last vector that a collective got
@@ -195,7 +184,7 @@ class Pulse:
                 self._arrived.record(self._side)
 
     def read(self) -> Beat:
-        """The reduced beat."""
+        """The reduced beat. Collective: a beat with a value that is not finite is read on all ranks, or on none."""
         if self._vector is None:
             raise RuntimeError("no beat is under way")
         if self._arrived is not None:
@@ -206,7 +195,9 @@ class Pulse:
             self._host[: len(self._vector)].copy_(self._vector)
         vector = self._host[: len(self._vector)].tolist()
         self._work = self._vector = None
-        return _beat(vector, self._ranks.world_size)
+        beat = _beat(vector, self._ranks.world_size)
+        beat.ailing = self._ailing(beat)
+        return beat
 
     def close(self) -> None:
         """Wait until no beat is under way and the backend's threads hold no tensor. Not collective.
@@ -222,24 +213,37 @@ class Pulse:
         if self._handed is not None:
             self._handed.take_back()
 
+    def _ailing(self, beat: Beat) -> tuple[int, ...]:
+        """Collective where a value of the beat is not finite: the ranks that `Beat.ailing` tells of."""
+        if _is_finite(beat.loss) and _is_finite(beat.grad_norm):
+            return ()
+        assert self._ailments is not None
+        mine = self._ailments[2:] if _is_finite(beat.loss) else self._ailments[:2]
+        row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
+        row[self._ranks.rank] = mine.sum()
+        if self._ranks.distributed:
+            handed = Handed(row)
+            dist.all_reduce(row)
+            handed.take_back()
+        return tuple(row.nonzero().flatten().tolist())
+
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
-        values, counts, ailment = [0.0] * _SCALARS, [0.0] * _SCALARS, 0
+        values, counts, ailments = [0.0] * _SCALARS, [0.0] * _SCALARS, [0.0] * _AILMENTS
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
                 continue
             value = scalar.item()
             if math.isfinite(value):
                 values[place], counts[place] = value, 1.0
-            elif place < 2:  # 1 for NaN and 2 for Inf, in the digits of Ailment
-                ailment += (1 if math.isnan(value) else 2) << 2 * place
+            elif place < 2:
+                ailments[2 * place + math.isinf(value)] = 1.0
         known = list(map(float, _host_values(signs)))
         if gauges.found_inf is not None:
             known[_SCALER_SKIPPED] += gauges.found_inf.item() > 0
-        codes = [0.0] * self._ranks.world_size
-        codes[self._ranks.rank] = float(ailment)
-        return torch.tensor([*values, *counts, *known, *codes, *self._letter_row(signs)], dtype=torch.float64)
+        self._ailments = torch.tensor(ailments, dtype=torch.float64)
+        return torch.tensor([*values, *counts, *ailments, *known, *self._letter_row(signs)], dtype=torch.float64)
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -248,15 +252,12 @@ class Pulse:
         values = torch.stack([self._on_device(scalar) for scalar in given])
         finite = torch.isfinite(values)
         there = self._to_device([float(scalar is not None) for scalar in given])
-        # As on the host; the loss has weight 1, the gradient weight 4.
-        ill, nan = ~finite[:2], torch.isnan(values[:2])
-        codes = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
-        codes[self._ranks.rank] = (ill.double() * (2.0 - nan.double()) * self._weights).sum()
+        self._ailments = torch.stack([torch.isnan(values[:2]), torch.isinf(values[:2])], dim=1).flatten().double()
         known = self._to_device(list(map(float, _host_values(signs))))
         if gauges.found_inf is not None:
             known[_SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
         letters = self._to_device(self._letter_row(signs))
-        return torch.cat([torch.where(finite, values, 0.0), there * finite, known, codes, letters])
+        return torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, letters])
 
     def _letter_row(self, signs: Signs) -> list[float]:
         """This rank's letter at its place among those of all ranks; empty: no letter is sent."""
@@ -276,30 +277,28 @@ class Pulse:
 
 
 def _beat(vector: list[float], world_size: int) -> Beat:
-    values, counts, host = vector[:_SCALARS], vector[_SCALARS : 2 * _SCALARS], vector[2 * _SCALARS : FIELDS]
-    codes, letters = list(map(int, vector[FIELDS : FIELDS + world_size])), list(map(int, vector[FIELDS + world_size :]))
-    anywhere = 0
-    for code in codes:
-        anywhere |= code
+    """All of a beat but `ailing`."""
+    values, counts, rest = vector[:_SCALARS], vector[_SCALARS : 2 * _SCALARS], vector[2 * _SCALARS : FIELDS]
+    ailments, host, letters = rest[:_AILMENTS], rest[_AILMENTS:], list(map(int, vector[FIELDS:]))
     loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
     table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
     if table["squares"] is not None:
         grad_norm = math.sqrt(table["squares"])
     table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
-        loss=_unless_ill(loss, anywhere, Ailment.LOSS_NAN, Ailment.LOSS_INF),
-        grad_norm=_unless_ill(grad_norm, anywhere, Ailment.GRAD_NAN, Ailment.GRAD_INF),
-        ailing=_having(codes, _LOSS) or _having(codes, anywhere),
+        loss=_unless_ill(loss, *ailments[:2]),
+        grad_norm=_unless_ill(grad_norm, *ailments[2:]),
         letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
         **table,
     )
 
 
-def _having(codes: Sequence[int], ailment: int) -> tuple[int, ...]:
-    return tuple(rank for rank, code in enumerate(codes) if code & ailment)
-
-
-def _unless_ill(mean: float | None, anywhere: int, nan: int, inf: int) -> float | None:
-    if anywhere & nan:
+def _unless_ill(mean: float | None, nan: float, inf: float) -> float | None:
+    """nan, inf: the number of ranks with each."""
+    if nan:
         return math.nan
-    return math.inf if anywhere & inf else mean
+    return math.inf if inf else mean
+
+
+def _is_finite(value: float | None) -> bool:
+    return value is None or math.isfinite(value)

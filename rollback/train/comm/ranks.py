@@ -56,30 +56,23 @@ class Ranks:
         self.world_size = dist.get_world_size() if self.distributed else 1
         on_gpu = self.distributed and "nccl" in str(dist.get_backend())
         self.device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
-        self._hosts: list[str] | None = None
+        self.on_this_host = list(range(self.world_size))
+        """The ranks of this host, this rank included. Before `meet`, all ranks are assumed to share one."""
+        self.host_count = 1
 
     @property
     def first(self) -> bool:
         return self.rank == 0
 
     def meet(self) -> None:
-        """Collective: find out which ranks share a host and its memory. Before, all ranks are assumed to share one."""
-        self._hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
-
-    @property
-    def on_this_host(self) -> list[int]:
-        """The ranks of this host, this rank included."""
-        if self._hosts is None:
-            return list(range(self.world_size))
-        return [rank for rank, host in enumerate(self._hosts) if host == self._hosts[self.rank]]
+        """Collective: find out which ranks share a host and its memory."""
+        hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
+        self.on_this_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+        self.host_count = len(set(hosts))
 
     @property
     def first_of_host(self) -> bool:
         return self.rank == self.on_this_host[0]
-
-    @property
-    def host_count(self) -> int:
-        return len(set(self._hosts)) if self._hosts is not None else 1
 
     def collectives_begun(self) -> int | None:
         """Number of collectives that this rank's default process group has begun; None: there is no group.

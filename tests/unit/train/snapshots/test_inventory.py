@@ -56,7 +56,7 @@ class Thread(Ranks):
     def __init__(self, rank: int, meeting: Meeting) -> None:
         super().__init__()
         self.rank, self.world_size, self.distributed = rank, 2, True
-        self._hosts = ["one", "other"]
+        self.on_this_host, self.host_count = [rank], 2
         self._meeting = meeting
 
     def from_each(self, value: Any) -> list[Any]:

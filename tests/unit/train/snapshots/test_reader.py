@@ -30,7 +30,7 @@ def state_of(seed: int) -> TrainingState:
 def host(ranks: int) -> Ranks:
     """One rank that takes part, of so many that share its host."""
     one = Ranks()
-    one._hosts = ["here"] * ranks
+    one.on_this_host = list(range(ranks))
     return one
 
 
