@@ -29,6 +29,7 @@ from typing import Any, NoReturn
 
 from rollback.agent.fork_server import (
     ForkServer,
+    ForkServerGone,
     import_ahead,
     name_this_process,
     settle_objects,
@@ -352,9 +353,9 @@ def main() -> None:
             _refuse(instructions, str(error) or f"{type(error).__name__} before any rank was started")
         told = describe(error, sent)
         write_file(Path(instructions.failures), json.dumps(told).encode(), durable=False)
-        if not told["failures"]:
+        if not told["failures"] and not isinstance(error, ForkServerGone):
             raise
-        _leave_at_once(1)  # the supervisor says in a line what torchrun's traceback says in forty
+        _leave_at_once(1)  # the supervisor says in a line what a traceback says in forty
     finally:
         end_what_is_left()
 

@@ -72,6 +72,10 @@ def name_this_process(name: str) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
+class ForkServerGone(OSError):
+    """A rank could not be forked: the fork server, or its child that was forking the rank, was killed."""
+
+
 class ForkServer:
     """The process that forks ranks. Make it in the main thread, with everything imported, before any thread starts."""
 
@@ -86,21 +90,22 @@ class ForkServer:
         self._socket = ours
 
     def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
-        """A rank that runs `arguments` (script first). Raises OSError where it cannot be forked."""
+        """A rank that runs `arguments` (script first). Raises ForkServerGone."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         folder = os.open(".", os.O_RDONLY)  # the script's arguments may name files relative to it
         sheet = os.memfd_create("rank")  # arguments and environment may be larger than a message can be
         try:
             with open(sheet, "wb", closefd=False) as file:
                 file.write(request)
-            socket.send_fds(self._socket, [b"fork"], [stdout, stderr, folder, sheet])
+            with contextlib.suppress(ConnectionError):
+                socket.send_fds(self._socket, [b"fork"], [stdout, stderr, folder, sheet])
+                if answer := self._socket.recv(64):
+                    return ForkedRank(int(answer))
         finally:
             os.close(folder)
             os.close(sheet)
-        answer = self._socket.recv(64)
-        if not answer:
-            raise OSError("the process that forks ranks is gone")
-        return ForkedRank(int(answer))
+        # A rank may exist all the same, so it is not started in another way.
+        raise ForkServerGone("a process that was forking a rank was killed, or its fork failed")
 
 
 class ForkedRank:

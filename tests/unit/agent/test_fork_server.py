@@ -1,0 +1,47 @@
+"""The fork server as torchrun's process uses it, where it has been killed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+from warm_server import run_warm
+
+TORCHRUN = """
+import json, os, signal
+from dataclasses import asdict
+from pathlib import Path
+from rollback.agent import entry
+from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, Instructions
+
+class Killed(entry.ForkServer):
+    def __init__(self):
+        before = children()
+        super().__init__()
+        (server,) = children() - before
+        os.kill(server, signal.SIGKILL)
+
+def children():
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+given = Instructions(
+    supervisor=os.getppid(), refusal="refusal", failures="failures", guard="guard", run_id="run", restarts=0, grace=1.0
+)
+os.environ |= {ENV_TORCHRUN: json.dumps(asdict(given)), ENV_PRELOAD: "1"}
+entry.ForkServer = Killed
+entry.main()
+"""
+
+
+def test_a_fork_server_that_was_killed_is_told_in_the_report_and_without_a_traceback(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run_warm(
+        [sys.executable, "-c", TORCHRUN, "--standalone", "--nproc-per-node=1", "train.py"],
+        cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stdout
+    assert "Traceback" not in done.stdout
+    told = json.loads((tmp_path / "failures").read_text())
+    assert "a process that was forking a rank was killed" in told["error"]
