@@ -40,6 +40,31 @@ class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
+InitialLayout = Literal["safetensors", "dcp"]
+
+
+class InitialState(BaseModel, frozen=True, extra="forbid"):
+    """What a new run began with: a checkpoint that others have written."""
+
+    path: str
+    layout: InitialLayout
+    files: int
+    bytes: int
+    hash: str
+    """Of one file, as of a shard; of several, over their names and hashes."""
+    tensors: int
+    """Of the model."""
+    optimizer: int
+    """Tensors of the optimizer's state; 0: it began without one."""
+    left_aside: int
+    """Tensors in it that are neither's."""
+
+    def in_words(self) -> str:
+        state = f" and {self.optimizer} of the optimizer's state" if self.optimizer else ""
+        aside = f"; {self.left_aside} others were left aside" if self.left_aside else ""
+        return f"{self.tensors} tensors{state} from {self.path} ({self.bytes} bytes, hash {self.hash}){aside}"
+
+
 class Fact(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of all facts."""
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from recorded_run import RecordedRun
 from rollback.cli import app
-from rollback.cli.doctor import parse_size
+from rollback.cli.windows import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import Question, examine
 from rollback.doctor.findings import DoctorReport
@@ -120,13 +120,13 @@ def test_what_is_not_known_is_not_guessed() -> None:
     ("text", "count"), [("12GiB", 12 << 30), ("800MB", 800_000_000), ("1.5e9", 1_500_000_000), ("4k", 4000), ("7", 7)]
 )
 def test_sizes_are_read(text: str, count: int) -> None:
-    assert parse_size(text) == count
+    assert parse_size(text, "--state-bytes") == count
 
 
 @pytest.mark.parametrize("text", ["", "big", "1.2.3G", "-5G", "1e999", "5XB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
-        parse_size(text)
+        parse_size(text, "--state-bytes")
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
