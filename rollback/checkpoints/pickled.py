@@ -65,6 +65,8 @@ def read_pickled(data: bytes) -> Any:
         (result,) = reader.stack
     except (IndexError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"it is no sound pickle: {error!r}") from error
+    if result is _MARK:
+        raise ValueError("it is no sound pickle: it ends within something")
     return result
 
 
@@ -81,7 +83,7 @@ class _Reader:
         elif code in _CONSTANTS:
             stack.append(_CONSTANTS[code]())
         elif code in _TUPLES:
-            stack[-_TUPLES[code] :] = [tuple(stack[-_TUPLES[code] :])]
+            stack.append(tuple(reversed([stack.pop() for _ in range(_TUPLES[code])])))
         elif code not in _NOTHING:
             act = getattr(self, f"_{code.lower()}", None)
             if act is None:

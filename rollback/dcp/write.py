@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 import shutil
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -58,7 +59,9 @@ def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool 
         with _replacing_directory(output) as temporary:
             writer = FileSystemWriter(temporary, single_file_per_rank=False, per_thread_copy_ahead=0)
             try:
-                save(state, storage_writer=writer, planner=_Planner(stand_ins), no_dist=True)
+                with warnings.catch_warnings():  # that it saves from one process, which is what is wanted
+                    warnings.simplefilter("ignore", UserWarning)
+                    save(state, storage_writer=writer, planner=_Planner(stand_ins), no_dist=True)
             except CheckpointException as error:
                 raise _first_cause(error) from error
             size = sum(path.stat().st_size for path in temporary.iterdir())
