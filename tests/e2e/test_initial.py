@@ -56,7 +56,8 @@ def test_sharded_and_replicated_runs_begin_with_exports_of_a_sharded_run(tmp_pat
 
 @pytest.mark.soak
 @pytest.mark.parametrize(
-    ("ranks", "sharding", "later"), [(3, ("fsdp", "hsdp", "tensor parallel", None), 4), (4, ("fsdp", None), 3)]
+    ("ranks", "sharding", "later"),
+    [(3, ("fsdp", "hsdp", "tensor parallel", None), 4), (4, ("fsdp", None), 3), (2, ("fsdp",), 4)],
 )
 def test_on_other_numbers_of_ranks_and_meshes(
     tmp_path: Path, ranks: int, sharding: tuple[str | None, ...], later: int
