@@ -43,7 +43,16 @@ class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
 InitialLayout = Literal["safetensors", "dcp"]
 
 
-class InitialState(BaseModel, frozen=True, extra="forbid"):
+class JournalledModel(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
+    """Base of what a journal's line has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
+        return _writable(fields)
+
+
+class InitialState(JournalledModel):
     """What a new run began with: a checkpoint that others have written."""
 
     path: str
@@ -65,18 +74,13 @@ class InitialState(BaseModel, frozen=True, extra="forbid"):
         return f"{self.tensors} tensors{state} from {self.path} ({self.bytes} bytes, hash {self.hash}){aside}"
 
 
-class Fact(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
+class Fact(JournalledModel):
     """Base of all facts."""
 
     writer: ClassVar[Writer] = "train"
     """The journal that the fact belongs to."""
     kind: str
     """Names the kind of line."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
-        return _writable(fields)
 
 
 def _writable(value: Any) -> Any:
