@@ -94,8 +94,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
     accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
     init: Annotated[str | None, BeforeValidator(lambda path: os.fspath(path) if path else None)] = Field(
-        None, description="begin a new run with the weights at this path: a safetensors file, a folder with one or "
-        "with an index, or a DCP checkpoint (with its optimizer state); a run with checkpoints does not read it",
+        None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
+        "with checkpoints does not read it",
         json_schema_extra={"metavar": "PATH"},
     )  # fmt: skip
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
