@@ -78,12 +78,12 @@ def _tensors_of(state: TrainingState) -> JobTensors:
         for name, item in live.items()
     }
     kinds = {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in live.items()}
-    return JobTensors(kinds, same, [name for name in state.trained_names(live) if name is not None])
+    return JobTensors(kinds, same, [name for name in state.trained_names() if name is not None])
 
 
 def _load(found: OutsideCheckpoint, fitting: Fitting, state: TrainingState, ranks: Ranks) -> None:
     live = state.model.state_dict()
-    by_name = dict(zip(state.trained_names(live), enumerate(state.trained), strict=True))
+    by_name = dict(zip(state.trained_names(), enumerate(state.trained), strict=True))
     try:
         with reading(ranks) as reads:
             for name, full in fitting.model.items():

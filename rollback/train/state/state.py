@@ -21,7 +21,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import detached, is_sharded, part_of, refuse_unsupported
+from rollback.train.sharded import detached, is_sharded, local_of, part_of, refuse_unsupported
 from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
@@ -125,7 +125,7 @@ class TrainingState:
         shared = {
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
-            "trained": self.trained_names(model),
+            "trained": self.trained_names(),
             "objects": objects,
             "sentinel": self.sentinel.state_dict(),
             "counters": vars(self.counters),
@@ -187,15 +187,16 @@ class TrainingState:
         """The parameters that the optimizer trains, in its order."""
         return [item for group in self.optimizer.param_groups for item in group["params"]]
 
-    def trained_names(self, model: Mapping[str, Any]) -> list[str | None]:
+    def trained_names(self) -> list[str | None]:
         """Their names in the model's state; None for those of other modules."""
-        if len(self._of_trained) == len(self.trained):
-            return self._of_trained
-        names: dict[tuple[Any, ...], str] = {}
-        for name, item in model.items():
-            if isinstance(item, Tensor):
-                names.setdefault(memory_of(item), name)
-        self._of_trained = [names.get(memory_of(item)) for item in self.trained]
+        if len(self._of_trained) != len(self.trained):
+            names: dict[Any, str] = {}
+            for name, item in self.model.state_dict(keep_vars=True).items():
+                if isinstance(item, Tensor):
+                    names.setdefault(id(item), name)
+                    if local_of(item).numel():  # a state_dict may have other objects; what is empty has no memory
+                        names.setdefault(memory_of(item), name)
+            self._of_trained = [names.get(id(item), names.get(memory_of(item))) for item in self.trained]
         return self._of_trained
 
     def _tensor_in_words(self, name: str) -> str:

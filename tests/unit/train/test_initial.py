@@ -157,3 +157,14 @@ def test_a_rank_reads_the_rows_that_it_has_a_part_of(tmp_path: Path, monkeypatch
         assert torch.equal(rows, weight[300:305])
         assert sum(read) < 2500, "80 bytes of the tensor, and of the archive its table"
         found.close()
+
+
+def test_parameters_without_elements_keep_their_own_names(tmp_path: Path) -> None:
+    """As a rank's parts may be: they have no memory by which they could be told apart."""
+    model = nn.ParameterDict(
+        {name: nn.Parameter(torch.ones(size, 3)) for name, size in {"a": 0, "b": 0, "c": 2}.items()}
+    )
+    optimizer = torch.optim.SGD([model["c"], model["b"], model["a"]], lr=0.1)
+    guard = rollback.Guard(model=model, optimizer=optimizer, loader=[torch.zeros(1)], run=tmp_path / "run")
+    assert guard._state.trained_names() == ["c", "b", "a"]
+    guard.close()
