@@ -93,6 +93,11 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     evidence_limit: int = Field(64, ge=0, description="MiB of recent batches kept as evidence of an incident; 0: none")
     accept_data_change: bool = Field(False, description="go on although the data set has another length than before")
     accept_structural: bool = Field(False, description="go on although the run was stopped as structural")
+    init: Annotated[str | None, BeforeValidator(lambda path: os.fspath(path) if path else None)] = Field(
+        None, description="begin a new run with these weights: safetensors (file or folder) or a DCP checkpoint; a run "
+        "with checkpoints does not read it",
+        json_schema_extra={"metavar": "PATH"},
+    )  # fmt: skip
     skip: tuple[Window, ...] = Field((), description="batches to pass over from the start")
     skip_samples: tuple[SamplesFrom, ...] = Field(
         (), description="all data set samples to leave out, from a batch on or (default) from the start",

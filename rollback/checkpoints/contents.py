@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import base64
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from rollback.checkpoints.layout import ITEM_SIZE, TensorEntry
-from rollback.checkpoints.parts import Box, Part, cover, read_parts
+from rollback.checkpoints.parts import Box, Part, cover, read_parts, whole
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
@@ -26,6 +26,7 @@ _KEYS = {
 }
 _WITHOUT: Mapping[str, Any] = {"kept": {}, "nonpersistent_buffers": {}, "nonfinite": {}}
 """What a checkpoint means that lacks a key: those that once there were not."""
+_BAND = 16 << 20  # bytes of a tensor that are read at once where it is copied elsewhere
 
 
 @dataclass(frozen=True)
@@ -74,21 +75,28 @@ def _decode_tag(tag: str, body: Any, made: Decoding) -> Any:
             raise CheckpointDamaged(f"a state tree has the unknown tag {tag!r}")
 
 
+class TensorFile(Protocol):
+    """Something with the bytes of tensors: a shard, or what others have written."""
+
+    @property
+    def entries(self) -> Mapping[str, TensorEntry]: ...
+    def read_into(self, name: str, memory: memoryview, start: int | None = None) -> None: ...
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor where it lies."""
 
-    shard: ShardReader
+    shard: TensorFile
     name: str
 
     @property
     def entry(self) -> TensorEntry:
         return self.shard.entries[self.name]
 
-    @property
-    def data(self) -> memoryview:
-        """Its bytes, read anew each time, while the shard is open."""
-        return self.shard.data(self.name)
+    def blocks(self) -> Iterator[memoryview]:
+        """Its bytes in order, read anew each time, while the shard is open."""
+        return _bands(self.entry, [(whole(self.entry.shape), self)])
 
 
 @dataclass(frozen=True)
@@ -104,15 +112,29 @@ class StoredParts:
         dtype, shape = stored.entry.dtype, part.shape
         return TensorEntry(dtype, shape, 0, prod(shape) * ITEM_SIZE[dtype])
 
-    @property
-    def data(self) -> memoryview:
-        """The bytes of the whole tensor, read anew each time, while the shards are open."""
-        entry = self.entry
-        whole = np.empty((*entry.shape, ITEM_SIZE[entry.dtype]), np.uint8)
-        for part, stored in self.parts:
-            read = np.frombuffer(stored.data, np.uint8).reshape(*part.box.shape, -1)
-            whole[part.box.inside(Box((0,) * len(part.shape), part.shape))] = read
-        return whole.reshape(-1).data
+    def blocks(self) -> Iterator[memoryview]:
+        """The bytes of the whole tensor in order, read anew each time, while the shards are open."""
+        return _bands(self.entry, self.parts)
+
+
+def _bands(entry: TensorEntry, parts: Sequence[tuple[Part, Stored]]) -> Iterator[memoryview]:
+    """The bytes of a whole tensor, some of its rows at a time, so that memory does not grow with it."""
+    if not entry.nbytes:
+        return
+    shape = entry.shape or (1,)
+    step = max(1, _BAND // (entry.nbytes // shape[0]))
+    for first in range(0, shape[0], step):
+        band = Box((first, *(0,) * len(shape[1:])), (min(step, shape[0] - first), *shape[1:]))
+        room = np.empty((*band.shape, ITEM_SIZE[entry.dtype]), np.uint8)
+        for part, stored in parts:
+            box = part.box if entry.shape else band
+            if (common := box.overlap(band)) is None:
+                continue
+            rows = np.empty((common.shape[0], *box.shape[1:], ITEM_SIZE[entry.dtype]), np.uint8)
+            start = (common.at[0] - box.at[0]) * rows[0].nbytes
+            stored.shard.read_into(stored.name, rows.reshape(-1).data, start)
+            room[common.inside(band)] = rows[common.inside(Box((common.at[0], *box.at[1:]), rows.shape[:-1]))]
+        yield room.reshape(-1).data
 
 
 @dataclass(frozen=True)

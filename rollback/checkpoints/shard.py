@@ -31,13 +31,13 @@ _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
 class ShardPiece:
     """One tensor to write: `data` holds `prod(shape)` items of `dtype`, row-major, little endian.
 
-    A function is called when the tensor is written, so that not all of them need be in memory at once.
+    A function is called when the tensor is written, and gives these bytes in parts, so that they need not be in memory.
     """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    data: memoryview | Callable[[], memoryview]
+    data: memoryview | Callable[[], Iterable[memoryview]]
 
 
 @dataclass(frozen=True)
@@ -84,10 +84,12 @@ def _blocks(layout: Layout, pieces: Mapping[str, ShardPiece], metadata: Mapping[
     yield memoryview(layout.head(metadata))
     for name, entry in layout.entries.items():
         data = pieces[name].data
-        block = data() if callable(data) else data
-        if block.nbytes != entry.nbytes:
-            raise ValueError(f"tensor {name}: {block.nbytes} bytes for {entry.dtype}{list(entry.shape)}")
-        yield block
+        count = 0
+        for block in data() if callable(data) else (data,):
+            count += block.nbytes
+            yield block
+        if count != entry.nbytes:
+            raise ValueError(f"tensor {name}: {count} bytes for {entry.dtype}{list(entry.shape)}")
 
 
 def _chunks(block: memoryview, size: int) -> Iterator[memoryview]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated
 
@@ -11,11 +10,11 @@ import typer
 from rollback.cli.answers import show
 from rollback.cli.launch import default_run
 from rollback.cli.launch_options import GRACE
+from rollback.cli.windows import parse_size
 from rollback.errors import UsageError
 from rollback.terminal.messages import say
 
 DOCTOR_CODES = "Exit codes: 0 nothing fails (there may be warnings); 1 something does; 2 usage."
-_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def doctor(
@@ -50,18 +49,7 @@ def doctor(
     if script is not None and not Path(script).exists():
         raise UsageError(f"there is no training script {script!r}")
     chosen = run or (default_run(script, {}) if script else Path("runs"))
-    wanted = None if state_bytes is None else parse_size(state_bytes)
+    wanted = None if state_bytes is None else parse_size(state_bytes, "--state-bytes")
     report = examine(Question(chosen, ring, wanted, nproc, keep, grace), lambda what: say(f"looking at {what}"))
     show(report, print_report, json=json)
     raise typer.Exit(report.exit_code)
-
-
-def parse_size(text: str) -> int:
-    """Bytes from `12GiB`, `12G`, `12e9`. Raises UsageError."""
-    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
-    try:
-        if match is None or match[2] not in _UNITS:
-            raise ValueError("no size")
-        return int(float(match[1]) * _UNITS[match[2]])
-    except (ValueError, OverflowError) as error:
-        raise UsageError(f"--state-bytes: {text!r} is not a size", hint="such as 12GiB, 800MB or 1.5e9") from error

@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from rollback.cli.answers import RunArgument, say_notices, show
-from rollback.errors import RunDirectoryError, reporting
+from rollback.cli.windows import parse_size
+from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.terminal.messages import say
 
 ring = typer.Typer(no_args_is_help=True, add_completion=False, help="List, verify, export and pin checkpoints.")
@@ -69,23 +70,50 @@ def export(
     name: Annotated[
         str | None, typer.Argument(help=f"{_NAMES} Default: `final`, else `newest-good`.", show_default=False)
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="File to write.")] = Path("model.safetensors"),
-    force: Annotated[bool, typer.Option("--force", help="Replace the file if it exists.")] = False,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="File to write (default: model.safetensors).", show_default=False),
+    ] = None,
+    max_shard_size: Annotated[
+        str, typer.Option(metavar="SIZE", help="Above this, several files and an index, as Hugging Face has them.")
+    ] = "5GB",
+    dcp: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write model and optimizer for torch.distributed.checkpoint into this directory instead. Needs torch.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
 ) -> None:
-    """Write the model's weights as a plain safetensors file, under the names of `model.state_dict()`.
+    """Write the model's weights as plain safetensors, under the names of `model.state_dict()`.
 
-    Parameters, and the buffers of rank 0. The checkpoint is verified first. One that is only in memory of this host is
-    held there until it is written: the run postpones a snapshot that would need that room.
+    Parameters, and the buffers of rank 0; a sharded model is put together. The checkpoint is verified first. One that
+    is only in memory of this host is held there until it is written: the run postpones a snapshot that would need that
+    room.
     """
     from rollback.inspect.ring.at_url import readable
     from rollback.inspect.ring.export import export as export_model
     from rollback.terminal.quantities import size
 
-    with readable(run) as place:
-        done = export_model(place, name, output, force=force)
+    largest = parse_size(max_shard_size, "--max-shard-size")
+    if dcp is not None:
+        if output is not None:
+            raise UsageError("--dcp and --output exclude each other", hint="export twice")
+        from rollback.dcp.write import export_dcp
+
+        with readable(run) as place:
+            done = export_dcp(place, name, dcp, force=force)
+        what = f"{done.tensors} tensors of model and optimizer"
+    else:
+        output = output or Path("model.safetensors")
+        with readable(run) as place:
+            done = export_model(place, name, output, force=force, max_shard_size=largest)
+        what = f"{done.tensors} tensors" + (f" in {done.files} files" if done.files > 1 else "")
     if done.notice:
         say(f"notice: {done.notice}")
-    say(f"{output}: {done.tensors} tensors, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
+    say(f"{dcp or output}: {what}, {size(done.bytes)}, of step {done.step} ({done.checkpoint})")
     if done.left_out:
         say(f"notice: left out, since they are not tensors: {', '.join(map(str, done.left_out))}")
 

@@ -1,12 +1,15 @@
-"""Ranges of batches, and samples, as they are written on a command line."""
+"""Ranges of batches, samples, and sizes, as they are written on a command line."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from rollback.errors import UsageError
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 
 
 def parse_window(text: str, where: str) -> Window:
@@ -39,3 +42,14 @@ def cumulative(given: Sequence[SamplesFrom]) -> list[SamplesFrom]:
     batches = sorted({one.batch for one in given})
     together = [{sample for one in given if one.batch <= batch for sample in one.samples} for batch in batches]
     return [SamplesFrom(batch=b, samples=tuple(sorted(samples))) for b, samples in zip(batches, together, strict=True)]
+
+
+def parse_size(text: str, where: str) -> int:
+    """Bytes from `12GiB`, `12G`, `12e9`. Raises UsageError naming `where` it stood."""
+    match = re.fullmatch(r"\s*([0-9.]+(?:e[0-9]+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    try:
+        if match is None or match[2] not in _UNITS:
+            raise ValueError("no size")
+        return int(float(match[1]) * _UNITS[match[2]])
+    except (ValueError, OverflowError) as error:
+        raise UsageError(f"{where}: {text!r} is not a size", hint="such as 12GiB, 800MB or 1.5e9") from error

@@ -38,10 +38,11 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
     what it finds: that becomes a finding."""
     paths = RunPaths(question.run)
     findings: list[Finding] = []
-    state_bytes, ranks = question.state_bytes, question.ranks
+    state_bytes, ranks, here = question.state_bytes, question.ranks, None
     try:
         identity = read_identity(paths)
         ranks = ranks or (identity.job.world_size if identity else None)
+        here = _bytes_here(paths, ranks) if state_bytes is None and ranks else None
         state_bytes = state_bytes or _state_bytes(paths)
         tier = fast_tier_of(paths)
         held = bytes_of(tier.root) if tier else 0
@@ -51,7 +52,7 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
     keep = question.keep or Settings().keep
     tell("torch")
     findings.append(look_at_torch())
-    findings.append(look_at_fast_tier(question.base, state_bytes, keep, held=held))
+    findings.append(look_at_fast_tier(question.base, here or state_bytes, keep, held=held))
     tell("the run directory's disk")
     about_disk, rate = look_at_disk(question.run, state_bytes, keep)
     findings += about_disk
@@ -70,6 +71,12 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         ranks=ranks,
         findings=findings,
     )
+
+
+def _bytes_here(paths: RunPaths, ranks: int) -> int | None:
+    """What so many ranks, those of one host, store of the newest checkpoint at the most."""
+    found = locate(paths)
+    return sum(sorted(shard.size for shard in found[-1].manifest.shards)[-ranks:]) if found else None
 
 
 def _state_bytes(paths: RunPaths) -> int | None:

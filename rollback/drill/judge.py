@@ -114,7 +114,8 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
     seen = _SEE[fault.expected](fault, trial, undisturbed)
     row = row.model_copy(update={name: value for name, value in vars(seen).items() if value is not None})
     why = row.why or _exactness(row, comparison)
-    if why is None and not trial.ended_well:
+    # A state that is not the same on all ranks is never kept, so the run cannot end as one that is complete.
+    if why is None and not trial.ended_well and (fault.expected is not Expected.FOUND or trial.overdue):
         why = f"the run did not end well{_unless_well(trial)}"
     remark = why or (comparison.why if comparison and comparison.bitwise != "yes" else None)
     return row.model_copy(update={"passed": why is None, "why": remark})

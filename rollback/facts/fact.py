@@ -40,18 +40,47 @@ class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
-class Fact(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
+InitialLayout = Literal["safetensors", "dcp"]
+
+
+class JournalledModel(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
+    """Base of what a journal's line has."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
+        return _writable(fields)
+
+
+class InitialState(JournalledModel):
+    """What a new run began with: a checkpoint that others have written."""
+
+    path: str
+    layout: InitialLayout
+    files: int
+    bytes: int
+    hash: str
+    """Of one file, as of a shard; of several, over their names and hashes."""
+    tensors: int
+    """Of the model."""
+    optimizer: int
+    """Tensors of the optimizer's state; 0: it began without one."""
+    left_aside: int
+    """Tensors in it that are neither's."""
+
+    def in_words(self) -> str:
+        state = f" and {self.optimizer} of the optimizer's state" if self.optimizer else ""
+        aside = f"; {self.left_aside} others were left aside" if self.left_aside else ""
+        return f"{self.tensors} tensors{state} from {self.path} ({self.bytes} bytes, hash {self.hash}){aside}"
+
+
+class Fact(JournalledModel):
     """Base of all facts."""
 
     writer: ClassVar[Writer] = "train"
     """The journal that the fact belongs to."""
     kind: str
     """Names the kind of line."""
-
-    @model_validator(mode="before")
-    @classmethod
-    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
-        return _writable(fields)
 
 
 def _writable(value: Any) -> Any:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rollback.errors import JournalDamaged
+from rollback.facts.fact import InitialState
 from rollback.facts.training import (
     Accepted,
     Advice,
@@ -81,6 +82,8 @@ class History:
     """Whether the run has ever accepted a data set of another length."""
     requests: dict[str, Requested] = field(default_factory=dict)
     answers: dict[str, Answered] = field(default_factory=dict)
+    init: InitialState | None = None
+    """What the run began with; None: with what the script made."""
     first_writes: int | None = None
     """`Attached.writes` of the first attempt."""
     finished: Finished | None = None
@@ -169,6 +172,7 @@ def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
             history.settings, history.structural = fact.settings, None
+            history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
         case Stopped():

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, Union
 from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
 from rollback.facts.ending import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.facts.fact import Fact, Window
+from rollback.facts.fact import Fact, InitialState, Window
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
     AttemptEnded,
@@ -53,6 +53,8 @@ class Attached(Fact):
     """Where the checkpoint was read: from the slots of all hosts, or from the ring."""
     writes: int | None = None
     """How often the script had written to the parameters in place before it made the guard, as torch counts."""
+    init: InitialState | None = None
+    """The checkpoint of others that a new run began with: its files, their hash, and how much of it was read."""
 
 
 class Accepted(Fact):

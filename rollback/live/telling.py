@@ -30,6 +30,8 @@ def line_of(record: JournalEntry) -> str | None:
             return f"attempt {record.attempt} starts on {fact.host}{changed}"
         case Attached() as fact if fact.checkpoint:
             return f"resumed at step {fact.step} from {fact.checkpoint}"
+        case Attached() as fact if fact.init:
+            return f"began with {fact.init.in_words()}"
         case Incident() as fact:
             threshold = "" if fact.threshold is None else f", threshold {number(fact.threshold)}"
             return f"incident {fact.incident}: {fact.explanation} ({fact.rule}: {number(fact.value)}{threshold})"

@@ -74,6 +74,8 @@ class EndState(_Written):
     rank: int
     step: int
     batch: int
+    replicas: int = 1
+    """The most ranks, this one included, that have the same part of a weight: 1 where all weights are sharded."""
     parts: dict[str, str]
     """Hashes by part: `model`, `optimizer`, `random`, `data`, ..."""
 

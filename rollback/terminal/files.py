@@ -11,20 +11,24 @@ from rollback.errors import OutputNotWritten, UsageError, reporting
 from rollback.system.durable import sync_directory
 
 
-@contextmanager
-def replacing(output: Path, run: Path) -> Iterator[Path]:
-    """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
-
-    Where `output` is no regular file (`/dev/null`, `/dev/stdout`) it is that path itself: nothing takes its place.
-    Raises UsageError where nothing may be written there (inside the run directory `run`, say), and OutputNotWritten
-    where the disk refuses, also for an OSError of the body.
-    """
+def require_place(output: Path, run: Path) -> None:
+    """Raise UsageError where no file may be written: inside the run directory `run`, in no directory, or over one."""
     if run.resolve() in output.resolve().parents:
         raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
     if not output.parent.is_dir():
         raise UsageError(f"there is no directory {output.parent} to write {output.name} into")
     if output.is_dir():
         raise UsageError(f"{output} is a directory", hint="name a file")
+
+
+@contextmanager
+def replacing(output: Path, run: Path) -> Iterator[Path]:
+    """A path to write to, which becomes `output` at the end, replacing a file that is there, and vanishes on an error.
+
+    Where `output` is no regular file (`/dev/null`, `/dev/stdout`) it is that path itself: nothing takes its place.
+    Raises as `require_place`, and OutputNotWritten where the disk refuses, also for an OSError of the body.
+    """
+    require_place(output, run)
     through = output.exists() and not output.is_file()
     temporary = output if through else output.with_name(f".{output.name}.{os.getpid()}.tmp")
     hint = "check the permissions and the free space there; what was there before is untouched"

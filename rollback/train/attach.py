@@ -50,6 +50,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.initial import begin_with
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.draining import fetch_run, reach_ring
@@ -59,7 +60,7 @@ from rollback.train.start_record import leave_out_what_is_new, require_a_change
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
-from rollback.train.updates.advice import JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
+from rollback.train.updates.advice import INIT_NOT_READ, JOURNAL_GONE, NOT_IN_CHECKPOINT, NOT_KEPT
 
 
 def supervised() -> bool:
@@ -250,6 +251,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     traces = traces_of(state.model, state.optimizer)
     chosen, source = _restore_newest(paths, found, state, ranks) or (None, None)
+    init = begin_with(settings.init, state, ranks) if settings.init and chosen is None else None
     found_so = state.finite.begin(share_of(state.image(), ranks).tensors)
     state.finite.accept(union(ranks.from_each(found_so)))
     run_id, record = _first_writes(paths, found, state, ranks)
@@ -271,13 +273,15 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             ranks_before=ranks_before,
             tier=source.tier if source else None,
             writes=traces.writes,
+            init=init,
         ),
-        _where(history, chosen) if chosen else None,
+        _where(history, chosen) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)
     record.advise_of(NOT_KEPT, state.not_kept())
     if chosen is not None:
+        record.advise_of(INIT_NOT_READ, [settings.init] if settings.init else [])
         record.advise_of(NOT_IN_CHECKPOINT, state.not_in_checkpoint, checkpoint=chosen.name)
         _finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in found.manifests if manifest.name not in damaged]

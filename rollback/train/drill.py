@@ -44,7 +44,7 @@ from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
 from rollback.train.process.stopping import StopRequest
 from rollback.train.run import AttachedRun
-from rollback.train.sharded import detached
+from rollback.train.sharded import copies_of, detached
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
@@ -192,10 +192,9 @@ class _DrilledRank:
         return changed
 
     def _flip_bit(self, batch: Any) -> Any:
-        trained = (p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point())
-        weights = [part for part in map(detached, trained) if part.numel()]
+        weights = self._weights()
         if self._mine and self._struck is None and weights:
-            weight = max(weights, key=lambda parameter: parameter.numel())
+            _, weight = max(weights, key=lambda item: (item[0], item[1].numel()))
             kind, bit = _BIT_OF[weight.element_size()]
             place = self._exercise.seed % weight.numel()
             self._note(f"bit {bit.bit_length() - 1} of element {place} of a weight of {weight.numel()} is flipped")
@@ -203,6 +202,13 @@ class _DrilledRank:
                 element = weight.view(-1)[place : place + 1].view(kind)
                 element ^= bit
         return batch
+
+    def _weights(self) -> list[tuple[int, Tensor]]:
+        """This rank's parts of the weights, each with the number of ranks that have the same."""
+        size = self._guard.run.ranks.world_size
+        trained = (p for p in self._guard.model.parameters() if p.requires_grad and p.is_floating_point())
+        parts = ((copies_of(parameter, size), detached(parameter)) for parameter in trained)
+        return [(copies, part) for copies, part in parts if part.numel()]
 
     def _die(self, batch: Any) -> Any:
         if self._mine and self._struck is None:
@@ -251,7 +257,13 @@ class _DrilledRank:
         self._disk.full = False
         self._folder.write(
             self._folder.end(self._rank),
-            EndState(rank=self._rank, step=state.counters.step, batch=state.cursor.batch, parts=self._parts()),
+            EndState(
+                rank=self._rank,
+                step=state.counters.step,
+                batch=state.cursor.batch,
+                parts=self._parts(),
+                replicas=max((copies for copies, _ in self._weights()), default=1),
+            ),
         )
         self._guard.run.ranks.barrier()
         self._guard.close()
@@ -370,5 +382,5 @@ def _digest(value: Any) -> str:
 
 def _add(digest: Any, value: Tensor) -> None:
     digest.update(f"{value.dtype}{list(value.shape)}".encode())
-    flat = value.detach().cpu().contiguous().reshape(-1)
+    flat = detached(value).cpu().contiguous().reshape(-1)
     digest.update(flat.view(torch.uint8).numpy().data if flat.numel() else b"")

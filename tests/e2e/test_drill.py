@@ -101,6 +101,38 @@ def test_two_ranks_under_torchrun_by_the_command_line(tmp_path: Path, monkeypatc
     assert row["caught"].startswith("rank 1")
 
 
+def drilled_sharded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, replicas: int, *faults: str) -> list[Any]:
+    """The rows of a drill on two ranks with as many replicas of a sharded model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    only = [word for fault in faults for word in ("--only", fault)]
+    command = ["drill", "--nproc", "2", "--steps", "60", "--json", "--scratch", "here", *only]
+    result = CliRunner().invoke(app, [*command, str(JOBS / "drilled.py"), "--sharded", str(replicas)])
+    assert result.exit_code == 0, (result.stdout, result.stderr)
+    return list(json.loads(result.stdout)["rows"])
+
+
+def test_a_flipped_bit_in_a_replica_of_a_sharded_model_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (row,) = drilled_sharded(tmp_path, monkeypatch, 2, "weight-bit")
+    assert (row["passed"], row["skipped"]) == (True, False)
+    assert "is flipped" in row["struck"]
+    assert "ranks 0 and 1" in row["caught"]
+    assert "no checkpoint has it" in row["recovered"]
+
+
+@pytest.mark.soak
+def test_every_row_passes_on_a_sharded_job_and_a_bit_that_nobody_else_has_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = {row["fault"]: row for row in drilled_sharded(tmp_path, monkeypatch, 1)}
+    assert {name for name, row in rows.items() if row["skipped"]} == {"weight-bit"}
+    assert "no other rank has" in rows["weight-bit"]["why"]
+    exact = {name for name, row in rows.items() if row["bitwise"] == "yes"}
+    assert exact >= {"nan-loss", "killed-rank", "hung-rank", "sigterm", "full-disk"}
+
+
 def test_a_job_that_does_not_run_is_not_drilled(one_rank: Path) -> None:
     broken = one_rank / "broken.py"
     broken.write_text("raise SystemExit('out of luck')")

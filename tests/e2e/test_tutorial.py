@@ -7,7 +7,10 @@ import re
 import sys
 from pathlib import Path
 
+from job_results import LAUNCH
 from warm_server import run_warm
+
+from rollback.inspect.ring.export import export
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 
@@ -36,6 +39,17 @@ def test_the_tutorial_s_scripts_print_the_same_numbers(tmp_path: Path) -> None:
     assert [line.partition(":")[0] for line in lines] == ["iter 0", "iter 50", "iter 100"]
     assert printed_by(tmp_path / "after.py") == lines
     assert printed_by(tmp_path / "nested.py") == lines
+
+
+def test_the_page_of_sharded_models_has_its_script_and_it_runs(tmp_path: Path) -> None:
+    path = DOCS.parent / "scripts" / "examples" / "fsdp_lm.py"
+    assert script("scripts/examples/fsdp_lm.py", "sharded.md") == path.read_text()
+    command = [*LAUNCH, "--nproc", "2", str(path), "--steps", "4"]
+    done = run_warm(command, cwd=tmp_path, env={**os.environ, "OMP_NUM_THREADS": "1"}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    assert "step 0: loss " in done.stdout
+    exported = export(tmp_path / "runs" / "fsdp_lm", "final", tmp_path / "model.safetensors", max_shard_size=10**6)
+    assert (exported.step, exported.files) == (4, 2)
 
 
 def test_the_guide_s_script_runs_and_goes_on(tmp_path: Path) -> None:

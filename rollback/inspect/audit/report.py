@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from rollback.facts.fact import InitialState
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
 
@@ -246,6 +247,7 @@ class AttemptEntry(ReportItem):
     pid: int | None
     changed: list[str] = Field(description="what was not as at the start before: arguments, environment, the script")
     checkpoint: str | None = Field(description="what it resumed from")
+    init: InitialState | None = Field(None, description="what a new run began with, written by others")
     begins: Point | None = Field(description="null: the ranks did not get as far as agreeing where to begin")
     reached: int | None = Field(description="step in progress when last heard of")
     at_least: bool = Field(

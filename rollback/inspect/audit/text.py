@@ -262,6 +262,7 @@ def _attempt(entry: AttemptEntry) -> str:
     else:
         reached = at_least(or_unknown(entry.reached), entry.at_least and entry.reached is not None)
         source = f"from {entry.checkpoint}, " if entry.checkpoint else ""
+        source = f"with {entry.init.in_words()}, " if entry.init else source
         parts.append(f"{source}step {entry.begins.step} to {reached}")
     if entry.changed:
         parts.append(f"other than at the last start: {'; '.join(entry.changed)}")

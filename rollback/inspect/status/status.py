@@ -19,6 +19,7 @@ from pydantic import Field
 
 from rollback.checkpoints.tiers import locate
 from rollback.errors import RunDirectoryError
+from rollback.facts.fact import InitialState
 from rollback.facts.history import History
 from rollback.facts.training import Attached, Drained, JournalEntry, RestartScheduled, Restored, Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
@@ -120,6 +121,7 @@ class Status(Document):
     durable: Durable | None = Field(description="null: nothing was copied to one yet")
     work: Work | None = Field(description="null: nothing but training")
     began: str | None = Field(description="time of the first fact")
+    init: InitialState | None = Field(None, description="what the run began with, written by others")
     incidents: int
     rollbacks: int
     skipped_batches: int
@@ -246,6 +248,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
         advice=dict(past.advice),
+        init=past.history.init,
         ending=ending,
         notices=notices,
     )

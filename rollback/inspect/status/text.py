@@ -28,6 +28,7 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
     if status.attempt:
         state.append(f", attempt {status.attempt}")
     yield "state", state
+    yield from [("began with", quoted(status.init.in_words()))] if status.init else []
     if status.holder:
         who = status.holder
         yield "held by", quoted(f"{who.role}, pid {who.pid} on {who.host} since {who.since} (alive: {who.alive})")

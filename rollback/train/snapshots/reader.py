@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollback.checkpoints.contents import Stored, parts_by_name, require_keys
+from rollback.checkpoints.contents import Stored, TensorFile, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.parts import Box, Part, cover, whole
@@ -85,7 +85,7 @@ class Whole:
                 raise CheckpointDamaged(f"the checkpoint has the sharded tensor {key!r}; this job has no such tensor")
             return part(key, like, self._parts[key])
 
-        with _reading(ranks) as reads:
+        with reading(ranks) as reads:
             shared, local = self._decode(plain, sharded)
         state.load(shared, adopt(local, self._rank, len(self.shards)))
         return None
@@ -169,7 +169,7 @@ class Parted:
         local: Any = None
         fault: str | None = None
         try:
-            with _reading(ranks) as reads:
+            with reading(ranks) as reads:
                 for key in self._wanted:
                     if self._owner[key] == ranks.rank:
                         found[key] = reads.want(self._shard, key, live.get(key))
@@ -240,13 +240,13 @@ def _fresh(kind: Kind) -> Tensor:
     return torch.empty(shape, dtype=tree.DTYPE[dtype])
 
 
-class _Reads:
+class Reads:
     """Tensors that are to be read from shards into memory."""
 
     def __init__(self) -> None:
-        self.wanted: list[tuple[ShardReader, str, memoryview]] = []
+        self.wanted: list[tuple[TensorFile, str, memoryview]] = []
 
-    def want(self, shard: ShardReader, key: str, present: Tensor | None) -> Tensor:
+    def want(self, shard: TensorFile, key: str, present: Tensor | None) -> Tensor:
         """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
         else has. Decoding a tree puts tensors in their places and looks into none."""
         entry = shard.entries[key]
@@ -304,15 +304,15 @@ def _threads(ranks: Ranks) -> int:
 
 
 @contextmanager
-def _reading(ranks: Ranks) -> Iterator[_Reads]:
+def reading(ranks: Ranks) -> Iterator[Reads]:
     """Behind the body all that is wanted has been read. Raises CheckpointUnreadable; nobody reads any more then."""
-    reads, threads = _Reads(), _threads(ranks)
+    reads, threads = Reads(), _threads(ranks)
     yield reads
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
         for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
             ended.result()
 
 
-def _read_all(wanted: Sequence[tuple[ShardReader, str, memoryview]]) -> None:
+def _read_all(wanted: Sequence[tuple[TensorFile, str, memoryview]]) -> None:
     for shard, key, memory in wanted:
         shard.read_into(key, memory)

@@ -21,7 +21,7 @@ from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint
 from rollback.train.data import rng
 from rollback.train.data.cursor import Cursor
-from rollback.train.sharded import detached, is_sharded, part_of, refuse_unsupported
+from rollback.train.sharded import detached, is_sharded, local_of, part_of, refuse_unsupported
 from rollback.train.state import tree
 from rollback.train.state.kept_values import Memory
 from rollback.train.state.module_buffers import all_of, can_be_written, nonpersistent, not_kept, put
@@ -96,6 +96,7 @@ class TrainingState:
         """Buffers without a value in the last `load`; they did not change."""
         others = tuple(f"shared/objects/{tree.escape(name)}/" for name in modules)
         self.finite = FiniteCheck((*_IN_PLACE, *others), self._tensor_in_words)
+        self._of_trained: list[str | None] = []
         self._loaded_at = 0
         self._random: dict[str, Any] = {}
 
@@ -124,6 +125,7 @@ class TrainingState:
         shared = {
             "model": {name: value for name, value in model.items() if name not in buffers},
             "optimizer": self.optimizer.state_dict(),
+            "trained": self.trained_names(),
             "objects": objects,
             "sentinel": self.sentinel.state_dict(),
             "counters": vars(self.counters),
@@ -170,7 +172,7 @@ class TrainingState:
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         tensors: dict[str, Tensor] = {}
         tree.encode({"model": self.model.state_dict(), "objects": objects}, "shared", tensors)
-        trained: list[nn.Parameter] = [item for group in self.optimizer.param_groups for item in group["params"]]
+        trained = self.trained
 
         def find(name: str) -> Tensor | None:
             match name.split("/"):
@@ -180,10 +182,27 @@ class TrainingState:
 
         return find
 
+    @property
+    def trained(self) -> list[nn.Parameter]:
+        """The parameters that the optimizer trains, in its order."""
+        return [item for group in self.optimizer.param_groups for item in group["params"]]
+
+    def trained_names(self) -> list[str | None]:
+        """Their names in the model's state; None for those of other modules."""
+        if len(self._of_trained) != len(self.trained):
+            names: dict[Any, str] = {}
+            for name, item in self.model.state_dict(keep_vars=True).items():
+                if isinstance(item, Tensor):
+                    names.setdefault(id(item), name)
+                    if local_of(item).numel():  # a state_dict may have other objects; what is empty has no memory
+                        names.setdefault(memory_of(item), name)
+            self._of_trained = [names.get(id(item), names.get(memory_of(item))) for item in self.trained]
+        return self._of_trained
+
     def _tensor_in_words(self, name: str) -> str:
         """A tensor of an image in words, by its name there."""
         names = {id(item): name for name, item in self.model.named_parameters()}
-        trained = [names.get(id(item), "?") for group in self.optimizer.param_groups for item in group["params"]]
+        trained = [names.get(id(item), "?") for item in self.trained]
         match name.split("/"):
             case ["shared", "model", *path]:
                 return f"the parameter {'/'.join(path)!r}"
@@ -211,7 +230,7 @@ class TrainingState:
         image = self.image()
         kept = {id(parameter) for module in self.modules.values() for parameter in module.parameters()}
         memory = {memory_of(item) for item in (*image.shared_tensors.values(), *image.local_tensors.values())}
-        trained = [parameter for group in self.optimizer.param_groups for parameter in group["params"]]
+        trained = self.trained
         lost = [item for item in trained if id(item) not in kept and memory_of(item) not in memory]
         if not lost:
             return
@@ -267,6 +286,15 @@ class TrainingState:
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
         self._random = local["random"]
         self.restore_random_states()
+
+    def begin_with(self, model: Mapping[str, Tensor], optimizer: Mapping[int, Mapping[str, Any]]) -> None:
+        """A new run begins with these tensors of the model, of which most have been read into its own, and with this
+        state of the optimizer, by the number of its parameter; hyperparameters stay as they are."""
+        present = self.model.state_dict()
+        if not _is_in_place(model, {name: present[name] for name in model}):
+            self.model.load_state_dict({**present, **model}, strict=True)
+        if optimizer:
+            self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": optimizer})
 
     @property
     def batch_in_hand(self) -> bool:

@@ -97,6 +97,10 @@ JOURNAL_GONE = (
     "was planned when they ended, is not known. Training goes on from it as if that were nothing; if the run directory "
     "was copied, bring its journal/ too",
 )
+INIT_NOT_READ = (
+    "init-not-read",
+    "the run has checkpoints and goes on from them: {names}, which `init` names, is read by a run that has none",
+)
 NOT_IN_CHECKPOINT = (
     "buffers-not-in-checkpoint",
     "checkpoint {checkpoint} has no values for the buffers {names}, which are in no state_dict: it was taken before "

@@ -1,6 +1,7 @@
-"""A guarded job of a tiny model, seeded throughout, that trains until it is told to end. `drilled.py [--silent]`
+"""A guarded job of a tiny model, seeded throughout, that trains until it is told to end.
 
-With --silent the guard is never told a loss. Where the training is over it leaves `reached-the-end` in its folder.
+`drilled.py [--silent] [--sharded N]`: with --silent the guard is never told a loss; with --sharded the model is
+sharded, in N replicas. Where the training is over it leaves `reached-the-end` in its folder.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, TensorDataset
 
 import rollback
@@ -23,7 +26,11 @@ torch.manual_seed(1)
 random.seed(1)
 np.random.seed(1)
 model: nn.Module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
-if dist.is_initialized():
+if "--sharded" in sys.argv:
+    replicas = int(sys.argv[sys.argv.index("--sharded") + 1])
+    mesh = (replicas, dist.get_world_size() // replicas)
+    fully_shard(model, mesh=init_device_mesh("cpu", mesh, mesh_dim_names=("replicas", "shards")))
+elif dist.is_initialized():
     model = nn.parallel.DistributedDataParallel(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 inputs = torch.randn(4000, 8)

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from rollback.checkpoints import contents
 from rollback.checkpoints.contents import StoredParts, read_contents
 from rollback.checkpoints.parts import METADATA, Box, Part, cover, read_parts, whole, write_parts
 from rollback.checkpoints.shard import ShardPiece, ShardReader, write_shard
@@ -109,12 +110,16 @@ def shards_of(folder: Path, array: np.ndarray, boxes: list[Box]) -> list[ShardRe
     ],
     ids=["rows", "columns, one twice", "squares, one empty"],
 )
-def test_a_sharded_tensor_is_read_as_a_whole(tmp_path: Path, boxes: list[Box]) -> None:
+@pytest.mark.parametrize("band", [1, 40, 1 << 20], ids=["a row at a time", "two rows", "all at once"])
+def test_a_sharded_tensor_is_read_as_a_whole(
+    tmp_path: Path, boxes: list[Box], band: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(contents, "_BAND", band)
     array = np.arange(20, dtype=np.float32).reshape(5, 4)
     value = read_contents(shards_of(tmp_path, array, boxes)).model(0)["w"]
     assert isinstance(value, StoredParts)
     assert (value.entry.dtype, value.entry.shape, value.entry.nbytes) == ("F32", (5, 4), 80)
-    assert bytes(value.data) == array.tobytes()
+    assert b"".join(value.blocks()) == array.tobytes()
 
 
 def test_a_checkpoint_that_lacks_a_part_is_damaged(tmp_path: Path) -> None:

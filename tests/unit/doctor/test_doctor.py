@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
+from rollback.checkpoints import ring
 from rollback.cli import app
-from rollback.cli.doctor import parse_size
+from rollback.cli.windows import parse_size
 from rollback.doctor import machine, storage
 from rollback.doctor.examine import Question, examine
-from rollback.doctor.findings import DoctorReport
+from rollback.doctor.findings import DoctorReport, size
 from rollback.doctor.machine import judge_clock, judge_cores, judge_limits, judge_torch
 from rollback.doctor.memory import judge_fast_tier, look_at_fast_tier
 from rollback.doctor.storage import (
@@ -30,6 +32,7 @@ from rollback.doctor.storage import (
     measure,
 )
 from rollback.errors import UsageError
+from rollback.rundir.paths import RunPaths
 
 GIB = 1 << 30
 SHM = Path("/dev/shm")
@@ -120,13 +123,13 @@ def test_what_is_not_known_is_not_guessed() -> None:
     ("text", "count"), [("12GiB", 12 << 30), ("800MB", 800_000_000), ("1.5e9", 1_500_000_000), ("4k", 4000), ("7", 7)]
 )
 def test_sizes_are_read(text: str, count: int) -> None:
-    assert parse_size(text) == count
+    assert parse_size(text, "--state-bytes") == count
 
 
 @pytest.mark.parametrize("text", ["", "big", "1.2.3G", "-5G", "1e999", "5XB"])
 def test_what_is_no_size_is_refused(text: str) -> None:
     with pytest.raises(UsageError, match="not a size"):
-        parse_size(text)
+        parse_size(text, "--state-bytes")
 
 
 # --- what is measured -------------------------------------------------------------------------------------------------
@@ -171,6 +174,20 @@ def test_the_whole_examination_makes_no_run_directory(tmp_path: Path) -> None:
         "torch", "fast tier", "run directory", "disk space", "sync", "saving to disk", "cores", "limits", "clock"
     }  # fmt: skip
     assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_asked_for_what_the_ranks_of_this_host_store(tmp_path: Path) -> None:
+    """Of two ranks each has its own host: its slots hold one shard, the ring's disk both."""
+    paths = RunPaths(tmp_path / "run")
+    paths.root.mkdir()
+    write_checkpoint(paths, 0, 10)
+    shards = ring.manifests(paths)[0][0].shards
+    assert shards[0].size == shards[1].size
+    for ranks, bytes_here in ((1, shards[0].size), (2, 2 * shards[0].size), (None, 2 * shards[0].size)):
+        report = examine(Question(paths.root, None, None, ranks, None, 60.0, base=tmp_path))
+        (tier,) = [finding.found for finding in report.findings if finding.topic == "fast tier"]
+        assert f"a checkpoint has {size(bytes_here)}" in tier
+        assert report.state_bytes == 2 * shards[0].size
 
 
 def test_what_a_run_directory_tells_need_not_be_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

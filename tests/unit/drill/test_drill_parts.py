@@ -159,6 +159,16 @@ def test_what_did_not_happen_fails_with_the_reason(
     assert words in (row.why or "")
 
 
+def test_a_difference_between_ranks_passes_if_it_is_found_though_such_a_run_cannot_be_complete(
+    run: RecordedRun,
+) -> None:
+    run.tell(41, Dropped(checkpoint="c000002-s00000040", step=40, reason="the parameters of ranks 0 and 1 differ"))
+    row = judge(FAULT["weight-bit"], trial(run, "weight-bit", codes=(74,)), trial(None, None), None)
+    assert (row.passed, row.caught_after_steps) == (True, 0)
+    overdue = trial(run, "weight-bit", codes=(-1,), overdue=True)
+    assert not judge(FAULT["weight-bit"], overdue, trial(None, None), None).passed
+
+
 def test_a_fault_that_the_loss_shrugs_off_is_harmless_where_that_is_allowed(run: RecordedRun) -> None:
     undisturbed = trial(None, None)
     assert judge(FAULT["gradient-x10"], trial(run, "gradient-x10"), undisturbed, None).passed

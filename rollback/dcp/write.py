@@ -1,0 +1,193 @@
+"""Writes a checkpoint of a run as one of torch.distributed.checkpoint (`rollback ring export --dcp`).
+
+DCP's own writer writes it, from stand-ins without values; each tensor is read when its turn comes. It has a file for
+each tensor: into one file, the writer would take all of them into memory.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItem
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from rollback.checkpoints.contents import Contents, Stored, StoredParts
+from rollback.checkpoints.layout import DTYPE_NAME
+from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
+from rollback.inspect.ring.at_url import ReadableRun
+from rollback.inspect.ring.export import Exported, open_checkpoint
+from rollback.rundir.identity import read_identity
+from rollback.rundir.paths import RunPaths
+from rollback.system.durable import sync_directory
+
+MODEL, OPTIMIZER = "model", "optim"
+"""The names under which the two states are saved, as in torch's own examples."""
+_METADATA = ".metadata"
+
+
+def export_dcp(run: ReadableRun, word: str | None, output: Path, *, force: bool = False) -> Exported:
+    """Write `{"model": ..., "optim": ...}` with the names that `get_model_state_dict` and `get_optimizer_state_dict`
+    give. `torch.distributed.checkpoint.load` reads it on any number of ranks.
+
+    word: as for `export`. `output`: a directory that is not there, or is empty, or (force) has such a checkpoint. It
+    takes its name when all is written. Memory is that of the largest tensor.
+
+    Raises as `export`, and UsageError where the checkpoint does not say which parameter the optimizer's state is of.
+    """
+    _require_place(output, run.root, force=force)
+    with open_checkpoint(run, word) as found:
+        identity = read_identity(RunPaths(run.root))
+        if identity is None:
+            raise UsageError(f"{run.name} has no run.json, which says what its model is", hint="restore it from a copy")
+        model, left_out = found.model()
+        optimizer = _optimizer_state(found.contents, [name for name, _, _ in identity.job.model])
+        stand_ins: dict[int, Stored | StoredParts] = {}
+        state = {MODEL: _stand_ins(model, stand_ins), OPTIMIZER: _stand_ins(optimizer, stand_ins)}
+        with _replacing_directory(output) as temporary:
+            writer = FileSystemWriter(temporary, single_file_per_rank=False, per_thread_copy_ahead=0)
+            try:
+                with warnings.catch_warnings():  # that it saves from one process, which is what is wanted
+                    warnings.simplefilter("ignore", UserWarning)
+                    save(state, storage_writer=writer, planner=_Planner(stand_ins), no_dist=True)
+            except CheckpointException as error:
+                raise _first_cause(error) from error
+            size = sum(path.stat().st_size for path in temporary.iterdir())
+    return Exported(found.name, found.manifest.step, len(stand_ins), size, left_out, found.notice)
+
+
+class _Planner(DefaultSavePlanner):
+    """Of stand-ins: the tensor itself is read when it is written."""
+
+    def __init__(self, stored: Mapping[int, Stored | StoredParts]) -> None:
+        super().__init__()
+        self._stored = stored
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        return self.state_dict[index.fqn]
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> torch.Tensor | io.BytesIO:
+        if (stored := self._stored.get(id(object))) is not None:
+            return _read(stored)
+        made: torch.Tensor | io.BytesIO = super().transform_object(write_item, object)
+        return made
+
+
+def _stand_ins(value: Any, stored: dict[int, Stored | StoredParts]) -> Any:
+    """The state with a tensor without values for each one that is stored, which is noted by that tensor's id."""
+    if isinstance(value, Stored | StoredParts):
+        dtype = getattr(torch, DTYPE_NAME[value.entry.dtype])
+        stand_in = torch.empty(value.entry.shape, dtype=dtype, device="meta")
+        stored[id(stand_in)] = value
+        return stand_in
+    if isinstance(value, Mapping):
+        return {key: _stand_ins(item, stored) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_stand_ins(item, stored) for item in value]
+    return value
+
+
+def _read(stored: Stored | StoredParts) -> torch.Tensor:
+    entry = stored.entry
+    tensor = torch.empty(entry.shape, dtype=getattr(torch, DTYPE_NAME[entry.dtype]))
+    memory: np.ndarray[Any, Any] = tensor.reshape(-1).view(torch.uint8).numpy()
+    place = 0
+    for block in stored.blocks():
+        memory[place : place + block.nbytes] = np.frombuffer(block, np.uint8)
+        place += block.nbytes
+    return tensor
+
+
+def _optimizer_state(contents: Contents, order: list[str]) -> dict[str, Any]:
+    """As get_optimizer_state_dict gives it: by the names of parameters in place of their numbers.
+
+    order: the names in the model's state, for a checkpoint from before `trained` was kept: they are those of the
+    optimizer's parameters if there are as many, in one group.
+    """
+    state = contents.shared["optimizer"]
+    names = contents.shared.get("trained")
+    groups, numbers = state["param_groups"], [number for group in state["param_groups"] for number in group["params"]]
+    if names is None:
+        names = [name for name in order if name in contents.shared["model"]]
+        if len(groups) != 1 or len(names) != len(numbers):
+            raise UsageError(
+                "the checkpoint does not say which parameter each part of the optimizer's state is of: it is from "
+                "before checkpoints said so, and the optimizer has several groups, or not all parameters",
+                hint="run one more step with this version and export that checkpoint, or export without --dcp",
+            )
+    if len(names) != len(numbers):
+        raise CheckpointDamaged("the checkpoint names another number of trained parameters than its optimizer has")
+    if None in names:
+        raise UsageError(
+            "the optimizer trains parameters that are not the model's, for which DCP has no names",
+            hint="export without --dcp: the model's weights alone",
+        )
+    named = dict(zip(numbers, names, strict=True))
+    return {
+        "state": {named[number]: item for number, item in state["state"].items()},
+        "param_groups": [{**group, "params": [named[number] for number in group["params"]]} for group in groups],
+    }
+
+
+def _require_place(output: Path, run: Path, *, force: bool) -> None:
+    if run.resolve() in (output.resolve(), *output.resolve().parents):
+        raise UsageError(f"{output} is inside the run directory {run}", hint="write it somewhere else")
+    if not output.absolute().parent.is_dir():
+        raise UsageError(f"there is no directory {output.absolute().parent} to write {output.name} into")
+    if not os.path.lexists(output):
+        return
+    if output.is_symlink() or not output.is_dir():
+        raise UsageError(f"{output} is not a directory", hint="name one that is not there yet")
+    there = [path.name for path in output.iterdir()]
+    if others := [name for name in there if name != _METADATA and not name.endswith(".distcp")]:
+        raise UsageError(
+            f"{output} has other files than those of a DCP checkpoint ({others[0]})",
+            hint="name a directory that is not there yet",
+        )
+    if there and not force:
+        raise UsageError(f"{output} exists already", hint="--force replaces it")
+
+
+@contextmanager
+def _replacing_directory(output: Path) -> Iterator[Path]:
+    """A directory to write to, which becomes `output` at the end, and vanishes on an error.
+
+    What was there before steps aside first: whenever this is killed, `output` is old, new, or not there.
+    """
+    output = output.absolute()
+    temporary, aside = (output.with_name(f".{output.name}.{os.getpid()}.{kind}") for kind in ("tmp", "old"))
+    hint = "check the permissions and the free space there; what was there before is untouched"
+    with reporting(OutputNotWritten, f"writing {output}", hint):
+        try:
+            temporary.mkdir()
+            yield temporary
+            sync_directory(temporary)
+            if output.exists():
+                os.rename(output, aside)
+            os.rename(temporary, output)
+            sync_directory(output.parent)
+        finally:
+            for leftover in (temporary, aside):
+                shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _first_cause(error: CheckpointException) -> Exception:
+    """What DCP wraps: an error of ours or of the system as it was, any other in its own words."""
+    cause: BaseException | None = next((found for found, _ in error.failures.values()), None)
+    while cause is not None:
+        if isinstance(cause, OSError | CheckpointDamaged):
+            return cause
+        last, cause = cause, cause.__cause__ or cause.__context__
+    return OSError(str(last).splitlines()[0]) if error.failures else OSError(str(error))

@@ -1,0 +1,133 @@
+"""Checkpoints of runs in DCP's form: what torch.distributed.checkpoint loads from them."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
+from toy import Toy, train
+from typer.testing import CliRunner
+
+from rollback.cli import app
+from rollback.dcp import write
+from rollback.errors import ExitCode, UsageError
+from rollback.inspect.ring.at_url import ReadableRun
+from rollback.inspect.ring.export import export
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("dcp") / "run"
+    train(Toy(40), run)
+    return run
+
+
+def command(*words: object) -> Any:
+    return CliRunner().invoke(app, ["ring", "export", *map(str, words)])
+
+
+def objects() -> tuple[nn.Module, torch.optim.Optimizer]:
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 1))
+    return model, torch.optim.AdamW(model.parameters(), lr=0.5)
+
+
+def test_dcp_loads_model_and_optimizer_by_the_names_that_it_gives_them(run: Path, tmp_path: Path) -> None:
+    said = command(run, "--dcp", tmp_path / "out")
+    assert said.exit_code == 0, said.output
+    model, optimizer = objects()
+    state = {"model": get_model_state_dict(model), "optim": get_optimizer_state_dict(model, optimizer)}
+    dcp.load(state, checkpoint_id=tmp_path / "out", no_dist=True)
+    export(run, None, tmp_path / "model.safetensors")
+    weights = load_file(tmp_path / "model.safetensors")
+    assert state["model"].keys() == weights.keys()
+    assert all(torch.equal(state["model"][name], weights[name]) for name in weights)
+    assert {*state["optim"]["state"]} == {name for name, _ in model.named_parameters()}
+    assert all(item["step"] == 10 and item["exp_avg_sq"].any() for item in state["optim"]["state"].values())
+    (group,) = state["optim"]["param_groups"]
+    assert group["lr"] == pytest.approx(1e-2 * 0.998**10)
+    assert [path.name for path in tmp_path.iterdir() if path.name.startswith(".")] == []
+
+
+def test_memory_does_not_grow_with_the_model(run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The memory of a tensor that has been written is let go of before the next one is read."""
+    alive: list[int] = []
+    references: list[weakref.ref[np.ndarray[Any, Any]]] = []
+    read = write._read
+
+    def watched(stored: Any) -> torch.Tensor:
+        alive.append(sum(reference() is not None for reference in references))
+        memory = read(stored).numpy().copy()
+        references.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    monkeypatch.setattr(write, "_read", watched)
+    write.export_dcp(ReadableRun(run, "run"), None, tmp_path / "out")
+    assert len(alive) > 10
+    assert max(alive) <= 1
+
+
+def test_what_is_there_is_replaced_with_force_and_only_if_it_is_a_dcp_checkpoint(run: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    out.mkdir()
+    assert command(run, "--dcp", out).exit_code == 0, "an empty directory"
+    assert "--force replaces it" in str(command(run, "--dcp", out).exception)
+    assert command(run, "--dcp", out, "--force").exit_code == 0
+    (out / "thesis.txt").write_text("mine")
+    refused = command(run, "--dcp", out, "--force").exception
+    assert isinstance(refused, UsageError)
+    assert "thesis.txt" in refused.message
+    assert (out / "thesis.txt").read_text() == "mine"
+    for place in (run / "out", run, tmp_path / "gone" / "out", out / "thesis.txt"):
+        assert isinstance(command(run, "--dcp", place, "--force").exception, UsageError)
+    assert isinstance(command(run, "--dcp", tmp_path / "new", "-o", tmp_path / "x").exception, UsageError)
+
+
+@pytest.mark.parametrize("place", [1, 4, 9])
+def test_a_disk_that_fails_leaves_nothing_behind(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
+) -> None:
+    read = write._read
+    calls = iter(range(100))
+
+    def failing(stored: Any) -> torch.Tensor:
+        if next(calls) == place:
+            raise OSError(28, "No space left on device")
+        return read(stored)
+
+    monkeypatch.setattr(write, "_read", failing)
+    refused = command(run, "--dcp", tmp_path / "out").exception
+    assert refused.exit_code == ExitCode.IO
+    assert "No space left on device" in refused.message
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_disk_is_said_in_one_sentence(run: Path, tmp_path: Path) -> None:
+    """A real one: no file may grow beyond some bytes."""
+    code = (
+        "import resource, sys, torch\nresource.setrlimit(resource.RLIMIT_FSIZE, (900, 900))\n"
+        "from rollback.cli import main\nsys.argv[0] = 'rollback'\nmain()"
+    )
+    words = ["ring", "export", str(run), "--dcp", str(tmp_path / "out")]
+    done = subprocess.run([sys.executable, "-c", code, *words], capture_output=True, text=True, check=False)
+    assert done.returncode == ExitCode.IO, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "File too large" in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_command_line_imports_torch_for_this_alone(run: Path, tmp_path: Path) -> None:
+    code = "import sys\nfrom rollback.cli import app\napp(sys.argv[1:], standalone_mode=False)\n"
+    code += "print('torch' in sys.modules)"
+    for words, known in ((["-o", str(tmp_path / "x")], "False"), (["--dcp", str(tmp_path / "y")], "True")):
+        command = [sys.executable, "-c", code, "ring", "export", str(run), *words]
+        assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.split()[-1] == known
