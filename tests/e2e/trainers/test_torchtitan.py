@@ -1,0 +1,191 @@
+"""torchtitan under `rollback.protect`: bit for bit the unprotected run, the one given its skips, or the undisturbed one.
+
+With what was logged. torchtitan wants other versions of what the other tests stand on, so it is not installed with them:
+where it cannot be imported the few of the default suite are skipped, and `scripts/test --soak
+tests/e2e/trainers/test_torchtitan.py` installs it into a folder of its own and tries all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compared_runs import require_all_same, require_undisturbed
+from refused import answers_of, require_one_message, require_refused
+from trainer_job import LIMIT, TrainerJob
+
+ROOT = Path(__file__).parents[3]
+REFUSING = ROOT / "tests" / "e2e" / "jobs" / "refused_by_torchtitan.py"
+PACKAGES = [
+    "torchtitan==0.3.0", "torch_checkpointing==0.1.1", "spmd_types==0.2.3", "tyro==1.0.17", "einops==0.8.2",
+    "docstring-parser==0.18.0", "typeguard==4.6.0",
+]  # fmt: skip
+"""Itself, and of what it needs what the tests do not have. Its bound datasets<4.8 is not kept."""
+IMPORTED = ("torchtitan", "torch_checkpointing", "spmd_types", "tyro", "einops", "torchdata", "datasets", "tensorboard")
+MISSING = [name for name in IMPORTED if importlib.util.find_spec(name) is None]
+MODULES = "torchtitan_loop accelerate"
+
+TITAN = TrainerJob(loop="torchtitan", samples=40, max_steps=40)
+"""Its documents have 30 batches for a rank; then they are read again, shuffled."""
+BEFORE_THE_END = TITAN.but(max_steps=36)
+SURGICAL: dict[str, Any] = {"policy": "surgical", "rewind": None, "skip_after": None}
+ACCUMULATED = TITAN.but(accumulate=3, max_steps=20)
+
+CLEAN = {
+    "plain": TITAN,
+    "accumulation, logged now and then": ACCUMULATED.but(more={"log": 7}),
+    "validation": TITAN.but(evaluate=6),
+    "several optimizers": TITAN.but(more={"several": True}),
+    "points": TITAN.but(more={"tensorboard": True}),
+    "bfloat16": TITAN.but(more={"dtype": "bfloat16"}),
+    "recomputed": TITAN.but(more={"recomputed": True}),
+    "worker": TITAN.but(workers=2),
+    "streamed": TITAN.but(stream="datasets"),
+    "interleaved": TITAN.but(stream="interleaved"),
+    "long documents": TITAN.but(samples=200),
+}
+BAD = {
+    "in the middle": TITAN.but(bad_at=(17,)),
+    "in the last step": TITAN.but(bad_at=(39,)),
+    "in the first step": TITAN.but(bad_at=(0,)),
+    "over the end of the documents": TITAN.but(bad_at=(33,)),
+    "over the end of the documents, alone": TITAN.but(bad_at=(31,), settings=SURGICAL),
+    "over the end of the documents, worker": TITAN.but(bad_at=(33,), workers=2),
+    "over the end of the documents, streamed": TITAN.but(bad_at=(33,), stream="datasets"),
+    "over the end of the documents, interleaved": TITAN.but(bad_at=(33,), stream="interleaved"),
+    "twice": TITAN.but(bad_at=(12, 30), max_steps=50),
+    "accumulation": ACCUMULATED.but(bad_at=(31,)),
+    "logged now and then": TITAN.but(bad_at=(18,), more={"log": 7}),
+    "validation": TITAN.but(bad_at=(18,), evaluate=4),
+    "several optimizers": TITAN.but(bad_at=(18,), more={"several": True}),
+    "points": TITAN.but(bad_at=(18,), more={"tensorboard": True}),
+    "bfloat16": TITAN.but(bad_at=(18,), more={"dtype": "bfloat16"}),
+}
+KILLED = TITAN.but(bad_at=(32,), bad_rank=1, accumulate=2, max_steps=38, evaluate=7)
+PHASES_ = [
+    "in the first step", "in a step", "behind an epoch's start", "while a checkpoint is committed",
+    "before the incident is journalled", "in the middle of the rollback", "before the end is",
+]  # fmt: skip
+REFUSED = {
+    "twice": ("before", "call it once"),
+    "trained twice": ("a second time", "another Trainer"),
+    "its checkpoints": ("checkpoints of its own ('checkpoint')", "checkpoint.load_only=True"),
+    "resumed from its checkpoints": ("goes on from step 5", "checkpoint.enable=False"),
+    "CUDA graphs": ("CUDA graphs", "training.disable_cuda_graphs=True"),
+    "pipeline": ("pipeline_parallel_degree=2", "data_parallel_shard_degree"),
+    "experts": ("expert_parallel_degree=2", "expert_parallel_degree=1"),
+    "float8": ("quantized layers", "without converters"),
+    "states in bfloat16": ("a state in bfloat16", 'optimizer.implementation="fused"'),
+    "documents that end": ("HuggingFaceTextDataset with infinite=False", "dataloader.infinite=True"),
+    "interleaved documents that end": ("HuggingFaceTextDataset", "dataloader.infinite=True"),
+    "torchft": ("torchft", "rollback launch"),
+    "a loop of its own": ("Own has a loop of its own", "inherits train"),
+    "fake ranks": ("comm.mode='fake_backend'", 'comm.mode="default"'),
+    "another version": ("torchtitan 0.3 and later, below 0.4; installed is 0.2.2", "pip install"),
+}
+
+needs_torchtitan = pytest.mark.skipif(
+    bool(MISSING), reason=f"{', '.join(MISSING)} cannot be imported: see the head of this file"
+)
+
+
+@pytest.fixture(scope="module")
+def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """It can be imported in what the tests start."""
+    with pytest.MonkeyPatch.context() as patch:
+        if MISSING:
+            folder = tmp_path_factory.mktemp("torchtitan")
+            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
+            done = subprocess.run(install, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+            assert done.returncode == 0, done.stdout
+            patch.setenv("PYTHONPATH", str(folder))
+        yield
+
+
+def pick(jobs: dict[str, TrainerJob], *names: str) -> dict[str, TrainerJob]:
+    return {name: jobs[name] for name in names}
+
+
+@needs_torchtitan
+def test_a_protected_training_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path) -> None:
+    bad = pick(BAD, "over the end of the documents")
+    require_all_same(tmp_path, 2, pick(CLEAN, "plain"), bad, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
+    require_all_same(tmp_path, ranks, CLEAN, BAD, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_weights_that_are_replicated_or_split_by_tensors_too(tmp_path: Path) -> None:
+    jobs = {"replicated": TITAN.but(more={"replicas": 2}), "split by tensors": TITAN.but(more={"tp": 2})}
+    require_all_same(tmp_path, 2, jobs, {name: job.but(bad_at=(33,)) for name, job in jobs.items()}, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_the_debug_model_as_it_is(tmp_path: Path) -> None:
+    whole = TITAN.but(samples=400, max_steps=24, more={"model": {"layers": 6}})
+    require_all_same(tmp_path, 2, {"whole": whole}, {"whole": whole.but(bad_at=(13,))}, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, PHASES_, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_a_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED.but(bad_at=()), ["by SIGTERM", "by rollback stop"], MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_it_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+    answers = answers_of(REFUSING, REFUSED)
+    for case, (met, instead) in REFUSED.items():
+        require_refused(answers[case], met, instead)
+    require_one_message(REFUSING, "CUDA graphs", tmp_path)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_the_example_trains_as_without_the_lines_that_protect_it(tmp_path: Path) -> None:
+    script = ROOT / "scripts" / "examples" / "torchtitan_lm.py"
+    lines = script.read_text().splitlines(keepends=True)
+    own = [line for line in lines if "rollback" in line]
+    assert len(own) == 2  # the import is one of them
+    bare = tmp_path / "bare_torchtitan_lm.py"
+    bare.write_text("".join(line for line in lines if line not in own))
+    protected, alone = (
+        printed_by([*start, str(which), "--cpu", "--steps", "8"], tmp_path / which.stem)
+        for start, which in (
+            ([sys.executable, "-m", "rollback", "launch", "--nproc", "2"], script),
+            ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], bare),
+        )
+    )
+    assert protected == alone
+    assert protected.startswith("loss of the last step: ")
+
+
+def printed_by(command: list[str], folder: Path) -> str:
+    """The last line that it printed about the loss."""
+    folder.mkdir()
+    done = subprocess.run(
+        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT, check=False,
+        capture_output=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-8000:]
+    return next(line for line in reversed(done.stdout.splitlines()) if "loss of the last step" in line)
