@@ -49,9 +49,8 @@ def _require_known(trainer: Any) -> None:
     """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
     config, dims, kind = trainer.config, trainer.parallel_dims, type(trainer)
     own = [what for name, what in _LOOP.items() if getattr(kind, name) is not getattr(torchtitan.trainer.Trainer, name)]
-    ending = [
-        type(item).__name__ for item in data_sets_of(trainer.dataloader) if getattr(item, "infinite", None) is False
-    ]
+    data = data_sets_of(trainer.dataloader)
+    ending = sorted({type(item).__name__ for item in data if getattr(item, "infinite", None) is False})
     for met, what, instead in (
         (hasattr(trainer, "ft_manager"), "it trains with torchft",
          "take torchtitan.trainer.Trainer: rollback launch starts ranks that are lost again, and all go on together"),

@@ -25,7 +25,7 @@ from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
 from torchtitan.models.common.attention import ScaledDotProductAttention
-from torchtitan.models.llama3 import model_registry
+from torchtitan.models.llama3 import ComplexRoPE, _build_llama3_layers, model_registry
 from torchtitan.trainer import Trainer
 
 import rollback
@@ -52,7 +52,7 @@ def configuration(job: Job) -> Trainer.Config:
     data = text_datasets.HuggingFaceTextDataLoader.Config(dataset="made", num_workers=given.workers)
     per_rank = given.batch_size * given.accumulate
     return Trainer.Config(
-        model_spec=small(**more.get("model", {})), hf_assets_path=str(job.output), dump_folder=str(job.output),
+        model_spec=debug_model(whole=more.get("whole", False)), hf_assets_path=str(job.output), dump_folder=str(job.output),
         loss=CrossEntropyLoss.Config(), optimizer=optimizer(several=more.get("several", False)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4, decay_ratio=0.8, decay_type="cosine"),
         training=TrainingConfig(
@@ -81,15 +81,24 @@ def optimizer(*, several: bool) -> OptimizersContainer.Config:
     if not several:
         return default_adamw(**ADAM)
     kinds = {r"\.norm|_norm": "Adam", ".*": "AdamW"}
-    groups = [ParamGroupConfig(pattern=name, optimizer_name=kind, optimizer_kwargs=ADAM) for name, kind in kinds.items()]
+    groups = [
+        ParamGroupConfig(pattern=name, optimizer_name=kind, optimizer_kwargs=ADAM) for name, kind in kinds.items()
+    ]
     return OptimizersContainer.Config(param_groups=groups)
 
 
-def small(layers: int = 2) -> Any:
-    """The debug model with so many of its layers, and attention that a CPU can do."""
+def debug_model(*, whole: bool = False) -> Any:
+    """The debug model with attention that a CPU can do; unless it is to be whole, with two narrow layers."""
     spec = model_registry("debugmodel")
     model: Any = spec.model
-    model.layers = model.layers[:layers]
+    if not whole:
+        model.dim, model.vocab_size = 32, WORDS + 2
+        model.tok_embeddings.num_embeddings, model.tok_embeddings.embedding_dim = WORDS + 2, 32
+        model.norm.normalized_shape, model.lm_head.in_features, model.lm_head.out_features = 32, 32, WORDS + 2
+        rope = ComplexRoPE.Config(dim=16, max_seq_len=256, theta=500000, scaling="llama")
+        model.layers = _build_llama3_layers(
+            n_layers=2, dim=32, n_heads=2, hidden_dim=64, rope=rope, attn_backend="flex"
+        )  # fmt: skip
     for layer in model.layers:
         layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return spec
@@ -119,7 +128,13 @@ def alone() -> None:
         with socket.socket() as free:
             free.bind(("localhost", 0))
             port = str(free.getsockname()[1])
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": port}
+        os.environ |= {
+            "RANK": "0",
+            "LOCAL_RANK": "0",
+            "WORLD_SIZE": "1",
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": port,
+        }
 
 
 class Rows:

@@ -21,7 +21,7 @@ from refused import answers_of, require_one_message, require_refused
 from trainer_job import LIMIT, TrainerJob
 
 ROOT = Path(__file__).parents[3]
-REFUSING = ROOT / "tests" / "e2e" / "jobs" / "refused_by_torchtitan.py"
+REFUSING = ROOT / "tests" / "e2e" / "jobs" / "refused_torchtitan.py"
 PACKAGES = [
     "torchtitan==0.3.0", "torch_checkpointing==0.1.1", "spmd_types==0.2.3", "tyro==1.0.17", "einops==0.8.2",
     "docstring-parser==0.18.0", "typeguard==4.6.0",
@@ -101,7 +101,17 @@ def torchtitan(tmp_path_factory: pytest.TempPathFactory) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         if MISSING:
             folder = tmp_path_factory.mktemp("torchtitan")
-            install = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(folder), *PACKAGES]
+            install = [
+                sys.executable,
+                "-m",
+                "pip",
+                "install",
+                "--quiet",
+                "--no-deps",
+                "--target",
+                str(folder),
+                *PACKAGES,
+            ]
             done = subprocess.run(install, text=True, check=False, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
             assert done.returncode == 0, done.stdout
             patch.setenv("PYTHONPATH", str(folder))
@@ -135,7 +145,7 @@ def test_weights_that_are_replicated_or_split_by_tensors_too(tmp_path: Path) -> 
 @pytest.mark.soak
 @pytest.mark.usefixtures("torchtitan")
 def test_the_debug_model_as_it_is(tmp_path: Path) -> None:
-    whole = TITAN.but(samples=400, max_steps=24, more={"model": {"layers": 6}})
+    whole = TITAN.but(samples=400, max_steps=24, more={"whole": True})
     require_all_same(tmp_path, 2, {"whole": whole}, {"whole": whole.but(bad_at=(13,))}, MODULES)
 
 
@@ -157,6 +167,7 @@ def test_it_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
     answers = answers_of(REFUSING, REFUSED)
     for case, (met, instead) in REFUSED.items():
         require_refused(answers[case], met, instead)
+        assert not answers[case]["left"]
     require_one_message(REFUSING, "CUDA graphs", tmp_path)
 
 
