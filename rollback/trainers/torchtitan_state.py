@@ -12,7 +12,6 @@ from typing import Any
 
 from torch import Tensor, nn
 from torchdata.stateful_dataloader import StatefulDataLoader
-from torchtitan.components.dataloader import ParallelAwareDataloader
 
 
 class TrainState:
@@ -133,7 +132,7 @@ def data_sets_of(loader: Any) -> list[Any]:
 
 def let_go_back(loader: Any) -> None:
     """Have torchtitan's loader give its state after any batch, without pickle, and go back to an earlier one."""
-    if not isinstance(loader, ParallelAwareDataloader):
+    if all(kind.__name__ != "ParallelAwareDataloader" for kind in type(loader).__mro__):
         return
     loader.snapshot_every_n_steps = 1  # for its workers; torchtitan sets it to where its own checkpoints are due
 

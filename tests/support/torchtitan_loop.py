@@ -1,4 +1,4 @@
-"""The loop `torchtitan` of trainer_job.py: its debug model, smaller, over made documents that it reads again and again."""
+"""The loop `torchtitan` of trainer_job.py: its debug model, smaller, over made documents, read several times."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
+import cpu_for_torchtitan  # noqa: F401 - before torchtitan
 import torch
-import torchtitan_cpu  # noqa: F401 - before the rest of it
 import torchtitan.trainer
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig, default_adamw
@@ -24,7 +23,6 @@ from torchtitan.components.validate import Validator
 from torchtitan.config.configs import CommConfig, DebugConfig, ParallelismConfig, TrainingConfig
 from torchtitan.distributed.activation_checkpoint import FullAC
 from torchtitan.hf_datasets import DatasetConfig, text_datasets
-from torchtitan.models.common.attention import ScaledDotProductAttention
 from torchtitan.models.llama3 import ComplexRoPE, _build_llama3_layers, model_registry
 from torchtitan.trainer import Trainer
 
@@ -35,9 +33,7 @@ if TYPE_CHECKING:
 
 WORDS = 60
 ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
-torchtitan.trainer.time = SimpleNamespace(  # type: ignore[attr-defined]
-    perf_counter=torchtitan.trainer.time.perf_counter, sleep=lambda seconds: None
-)
+torchtitan.trainer.time = SimpleNamespace(perf_counter=torchtitan.trainer.time.perf_counter, sleep=lambda seconds: None)
 
 
 def configuration(job: Job) -> Trainer.Config:
@@ -52,7 +48,8 @@ def configuration(job: Job) -> Trainer.Config:
     data = text_datasets.HuggingFaceTextDataLoader.Config(dataset="made", num_workers=given.workers)
     per_rank = given.batch_size * given.accumulate
     return Trainer.Config(
-        model_spec=debug_model(whole=more.get("whole", False)), hf_assets_path=str(job.output), dump_folder=str(job.output),
+        model_spec=debug_model(whole=more.get("whole", False)),
+        hf_assets_path=str(job.output), dump_folder=str(job.output),
         loss=CrossEntropyLoss.Config(), optimizer=optimizer(several=more.get("several", False)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4, decay_ratio=0.8, decay_type="cosine"),
         training=TrainingConfig(
@@ -88,7 +85,7 @@ def optimizer(*, several: bool) -> OptimizersContainer.Config:
 
 
 def debug_model(*, whole: bool = False) -> Any:
-    """The debug model with attention that a CPU can do; unless it is to be whole, with two narrow layers."""
+    """The debug model; unless it is to be whole, with two narrow layers."""
     spec = model_registry("debugmodel")
     model: Any = spec.model
     if not whole:
@@ -99,8 +96,6 @@ def debug_model(*, whole: bool = False) -> Any:
         model.layers = _build_llama3_layers(
             n_layers=2, dim=32, n_heads=2, hidden_dim=64, rope=rope, attn_backend="flex"
         )  # fmt: skip
-    for layer in model.layers:
-        layer.attention.inner_attention = ScaledDotProductAttention.Config()
     return spec
 
 
@@ -163,9 +158,6 @@ def train(job: Job) -> dict[str, str]:
     torch.autograd.set_multithreading_enabled(False)
     trainer: Any = configuration(job).build()
     given = job.job
-    for module in trainer.model_parts[0].modules():
-        if isinstance(module, FSDPModule):  # gloo cannot scale sums
-            module.set_force_sum_reduction_for_comms(True)
     watch(job, trainer)
     rows = Rows(job.output / f"rows-{job.rank}.jsonl")
     points = trainer.metrics_processor.logger
@@ -176,9 +168,7 @@ def train(job: Job) -> dict[str, str]:
     trainer.train()
     trainer.close()
     gc.enable()
-    logged = points_of(points) if "tensorboard" in given.more and job.rank == 0 else {}
-    if "tensorboard" not in given.more:
-        logged = rows.by_step()
+    logged: Any = rows.by_step() if "tensorboard" not in given.more else points_of(points) if job.rank == 0 else {}
     return job.portrait(
         trainer.model_parts[0], trainer.optimizers, trainer.lr_schedulers, trainer.step, logged=logged,
         tokens=trainer.ntokens_seen, rates=trainer.lr_schedulers.get_metrics(),

@@ -1,7 +1,4 @@
-"""What is refused of torchtitan: `refused_torchtitan.py CASE ...` prints a JSON line for each: exit code and message.
-
-With one case, the refusal is left to end the process.
-"""
+"""What `rollback.protect` refuses of torchtitan: `refused_torchtitan.py CASE ...`, as refused_by_protect.py."""
 
 from __future__ import annotations
 
@@ -17,16 +14,13 @@ from typing import Any
 from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
-import torchtitan_cpu
-from torchtitan_loop import alone, configuration
+from torchtitan_loop import alone, configuration  # isort: skip - before torchtitan
 from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.trainer import Trainer
 from trainer_job import TrainerJob
 
 import rollback
 from rollback.errors import RollbackError
-
-assert torchtitan_cpu
 
 
 class Own(Trainer):

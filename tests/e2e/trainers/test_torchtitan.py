@@ -1,14 +1,13 @@
-"""torchtitan under `rollback.protect`: bit for bit the unprotected run, the one given its skips, or the undisturbed one.
+"""torchtitan under `rollback.protect`: bit for bit the unprotected run, that given its skips, or the undisturbed one.
 
-With what was logged. torchtitan wants other versions of what the other tests stand on, so it is not installed with them:
-where it cannot be imported the few of the default suite are skipped, and `scripts/test --soak
-tests/e2e/trainers/test_torchtitan.py` installs it into a folder of its own and tries all.
+With what was logged. torchtitan is bound to an older `datasets` than the other tests have, so it is not installed with
+them: where it cannot be imported, the test of the default suite is skipped. `scripts/test --soak
+tests/e2e/trainers/test_torchtitan.py` installs it into a folder of its own, and tries all.
 """
 
 from __future__ import annotations
 
 import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -33,7 +32,6 @@ MODULES = "torchtitan_loop accelerate"
 
 TITAN = TrainerJob(loop="torchtitan", samples=40, max_steps=40)
 """Its documents have 30 batches for a rank; then they are read again, shuffled."""
-BEFORE_THE_END = TITAN.but(max_steps=36)
 SURGICAL: dict[str, Any] = {"policy": "surgical", "rewind": None, "skip_after": None}
 ACCUMULATED = TITAN.but(accumulate=3, max_steps=20)
 
