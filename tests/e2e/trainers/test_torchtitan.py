@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -16,11 +17,13 @@ from typing import Any
 
 import pytest
 from compared_runs import require_all_same, require_undisturbed
+from job_results import LAUNCH
 from refused import answers_of, require_one_message, require_refused
 from trainer_job import LIMIT, TrainerJob
 
 ROOT = Path(__file__).parents[3]
 REFUSING = ROOT / "tests" / "e2e" / "jobs" / "refused_torchtitan.py"
+ON_CPU = ROOT / "tests" / "support" / "cpu_for_torchtitan.py"
 PACKAGES = [
     "torchtitan==0.3.0", "torch_checkpointing==0.1.1", "spmd_types==0.2.3", "tyro==1.0.17", "einops==0.8.2",
     "docstring-parser==0.18.0", "typeguard==4.6.0",
@@ -66,7 +69,7 @@ BAD = {
     "bfloat16": TITAN.but(bad_at=(18,), more={"dtype": "bfloat16"}),
 }
 KILLED = TITAN.but(bad_at=(32,), bad_rank=1, accumulate=2, max_steps=38, evaluate=7)
-PHASES_ = [
+KILLED_AT = [
     "in the first step", "in a step", "behind an epoch's start", "while a checkpoint is committed",
     "before the incident is journalled", "in the middle of the rollback", "before the end is",
 ]  # fmt: skip
@@ -149,8 +152,8 @@ def test_the_debug_model_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("torchtitan")
-def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path) -> None:
-    require_undisturbed(tmp_path, KILLED, PHASES_, MODULES)
+def test_a_rank_that_is_killed_in_torchtitan_costs_nothing(tmp_path: Path) -> None:
+    require_undisturbed(tmp_path, KILLED, KILLED_AT, MODULES)
 
 
 @pytest.mark.soak
@@ -161,7 +164,7 @@ def test_a_job_that_is_told_to_stop_is_saved_and_goes_on(tmp_path: Path) -> None
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("torchtitan")
-def test_it_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
+def test_what_cannot_be_kept_of_torchtitan_is_refused_with_what_to_do_instead(tmp_path: Path) -> None:
     answers = answers_of(REFUSING, REFUSED)
     for case, (met, instead) in REFUSED.items():
         require_refused(answers[case], met, instead)
@@ -178,23 +181,23 @@ def test_the_example_trains_as_without_the_lines_that_protect_it(tmp_path: Path)
     assert len(own) == 2  # the import is one of them
     bare = tmp_path / "bare_torchtitan_lm.py"
     bare.write_text("".join(line for line in lines if line not in own))
-    protected, alone = (
-        printed_by([*start, str(which), "--cpu", "--steps", "8"], tmp_path / which.stem)
-        for start, which in (
-            ([sys.executable, "-m", "rollback", "launch", "--nproc", "2"], script),
-            ([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], bare),
-        )
+    (tmp_path / "bare").mkdir()
+    protected = logged_by([*LAUNCH, "--nproc", "2"], script, tmp_path)
+    alone = logged_by(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"], bare, tmp_path / "bare"
     )
     assert protected == alone
-    assert protected.startswith("loss of the last step: ")
+    assert set(protected) == {str(step) for step in range(1, 7)}
 
 
-def printed_by(command: list[str], folder: Path) -> str:
-    """The last line that it printed about the loss."""
-    folder.mkdir()
+def logged_by(command: list[str], script: Path, folder: Path) -> dict[str, tuple[str, str]]:
+    """Loss and norm of each step, as they are printed."""
     done = subprocess.run(
-        command, cwd=folder, env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT, check=False,
-        capture_output=True,
+        [*command, str(ON_CPU), str(script), "--steps", "6"], cwd=folder, text=True, timeout=LIMIT, check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-8000:]
-    return next(line for line in reversed(done.stdout.splitlines()) if "loss of the last step" in line)
+    assert done.returncode == 0, done.stdout[-8000:]
+    plain = re.sub(r"\x1b\[[\d;]*m", "", done.stdout)
+    return {
+        step: (loss, norm) for step, loss, norm in re.findall(r"step: +(\d+) +loss: +(\S+) +grad_norm: +(\S+)", plain)
+    }
