@@ -1,4 +1,4 @@
-"""The guard in the Trainer of torchtitan, with one model part: FSDP2, HSDP, and tensor parallelism with it.
+"""The guard in the Trainer of torchtitan, with data parallelism: FSDP2 and HSDP.
 
 Before each step torchtitan's loop asks `should_continue_training`, with all of the step before done and the counter not
 raised yet. There the guard is asked for the batches of the next step, and so it judges, saves and goes back there: a
@@ -57,7 +57,11 @@ def _require_known(trainer: Any) -> None:
         (own, f"{kind.__name__} has {' and '.join(own)} of its own ({kind.__module__})",
          "protect a Trainer that inherits train and should_continue_training"),
         (dims.pp_enabled, f"pipeline_parallel_degree={dims.pp}, and the ranks have different models",
-         "parallelism.pipeline_parallel_degree=1; shard with data_parallel_shard_degree and tensor_parallel_degree"),
+         "parallelism.pipeline_parallel_degree=1; data_parallel_shard_degree shards the model"),
+        (dims.tp_enabled, f"tensor_parallel_degree={dims.tp}, and buffers are DTensors, of which the guard keeps none",
+         "parallelism.tensor_parallel_degree=1; data_parallel_shard_degree shards the model"),
+        (dims.cp_enabled, f"context_parallel_degree={dims.cp}, with which the guard was never tried",
+         "parallelism.context_parallel_degree=1"),
         (dims.ep_enabled, f"expert_parallel_degree={dims.ep}, with which the guard was never tried",
          "parallelism.expert_parallel_degree=1"),
         (config.comm.mode != "default", f"comm.mode={config.comm.mode!r}: its ranks do not talk to each other by "
@@ -153,7 +157,7 @@ class _GuardedTraining:
         except UsageError as error:
             attach.refuse(error)
         dims = trainer.parallel_dims
-        self._summands = dims.dp_replicate * dims.dp_shard * dims.cp * trainer.gradient_accumulation_steps
+        self._summands = dims.dp_replicate * dims.dp_shard * trainer.gradient_accumulation_steps
         self._batches = trainer.batch_generator(self)
         return loaded
 

@@ -16,6 +16,7 @@ import torchtitan.trainer
 from datasets import Dataset
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.metrics import MetricsProcessor
 from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig, default_adamw
@@ -53,17 +54,17 @@ def configuration(job: Job) -> Trainer.Config:
         loss=CrossEntropyLoss.Config(), optimizer=optimizer(several=more.get("several", False)),
         lr_scheduler=LRSchedulersContainer.Config(warmup_steps=4, decay_ratio=0.8, decay_type="cosine"),
         training=TrainingConfig(
-            local_batch_size=given.batch_size, global_batch_size=per_rank * job.ranks // more.get("tp", 1), seq_len=16,
+            local_batch_size=given.batch_size, global_batch_size=per_rank * job.ranks, seq_len=16,
             steps=given.max_steps, disable_cuda_graphs=True, mixed_precision_param=more.get("dtype", "float32"),
             enable_cpu_offload=more.get("offload", False),
         ),
         dataloader=interleaved(data) if given.stream == "interleaved" else data,
         parallelism=ParallelismConfig(
             spmd_backend="partial_dtensor", data_parallel_replicate_degree=more.get("replicas", 1),
-            tensor_parallel_degree=more.get("tp", 1),
         ),
         metrics=MetricsProcessor.Config(log_freq=more.get("log", 1), enable_tensorboard="tensorboard" in more),
         debug=DebugConfig(seed=7, enable_structured_logging=False), comm=CommConfig(trace_buf_size=0),
+        checkpoint=CheckpointManager.Config(**more.get("checkpoint", {})),
         activation_checkpoint=FullAC.Config() if more.get("recomputed") else None,
         validator=Validator.Config(enable=given.evaluate > 0, freq=max(given.evaluate, 1), steps=2, dataloader=data),
     )  # fmt: skip

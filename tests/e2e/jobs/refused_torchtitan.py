@@ -15,7 +15,6 @@ from unittest import mock
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "support"))
 from torchtitan_loop import alone, configuration  # isort: skip - before torchtitan
-from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.trainer import Trainer
 from trainer_job import TrainerJob
 
@@ -32,7 +31,6 @@ def trainer(stream: str = "", kind: type[Trainer] = Trainer, **changes: Any) -> 
     """changes: attributes of its configuration's parts, as `training__steps`."""
     job: Any = SimpleNamespace(job=TrainerJob(samples=40, max_steps=4, stream=stream), ranks=1, output=Path("assets"))
     config = configuration(job)
-    config.checkpoint = CheckpointManager.Config()
     for name, value in changes.items():
         part, _, field = name.partition("__")
         setattr(getattr(config, part), field, value)
@@ -88,6 +86,8 @@ CASES: dict[str, Callable[[], object]] = {
     "resumed from its checkpoints": resumed,
     "CUDA graphs": of("config", "training", SimpleNamespace(disable_cuda_graphs=False)),
     "pipeline": of("parallel_dims", "pp", 2),
+    "tensors": of("parallel_dims", "tp", 2),
+    "context": of("parallel_dims", "cp", 2),
     "experts": of("parallel_dims", "ep", 2),
     "float8": of("metrics_processor", "has_quantization", True),
     "states in bfloat16": lambda: rollback.protect(trainer(optimizer__implementation="fused_opt_states_bf16")),

@@ -17,9 +17,12 @@ from typing import Any
 
 import pytest
 from compared_runs import require_all_same, require_undisturbed
-from job_results import LAUNCH
+from job_results import LAUNCH, Scenarios
 from refused import answers_of, require_one_message, require_refused
-from trainer_job import LIMIT, TrainerJob
+from toy import facts, require_same
+from trainer_job import JOB, LIMIT, TrainerJob
+
+from rollback.facts.training import Incident
 
 ROOT = Path(__file__).parents[3]
 REFUSING = ROOT / "tests" / "e2e" / "jobs" / "refused_torchtitan.py"
@@ -80,6 +83,8 @@ REFUSED = {
     "resumed from its checkpoints": ("goes on from step 5", "checkpoint.enable=False"),
     "CUDA graphs": ("CUDA graphs", "training.disable_cuda_graphs=True"),
     "pipeline": ("pipeline_parallel_degree=2", "data_parallel_shard_degree"),
+    "tensors": ("tensor_parallel_degree=2", "data_parallel_shard_degree"),
+    "context": ("context_parallel_degree=2", "context_parallel_degree=1"),
     "experts": ("expert_parallel_degree=2", "expert_parallel_degree=1"),
     "float8": ("quantized layers", "without converters"),
     "states in bfloat16": ("a state in bfloat16", 'optimizer.implementation="fused"'),
@@ -138,9 +143,9 @@ def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks:
 
 @pytest.mark.soak
 @pytest.mark.usefixtures("torchtitan")
-def test_weights_that_are_replicated_or_split_by_tensors_too(tmp_path: Path) -> None:
-    jobs = {"replicated": TITAN.but(more={"replicas": 2}), "split by tensors": TITAN.but(more={"tp": 2})}
-    require_all_same(tmp_path, 2, jobs, {name: job.but(bad_at=(33,)) for name, job in jobs.items()}, MODULES)
+def test_parts_that_several_ranks_have(tmp_path: Path) -> None:
+    replicated = TITAN.but(more={"replicas": 2})
+    require_all_same(tmp_path, 2, {"hsdp": replicated}, {"hsdp": replicated.but(bad_at=(33,))}, MODULES)
 
 
 @pytest.mark.soak
@@ -148,6 +153,36 @@ def test_weights_that_are_replicated_or_split_by_tensors_too(tmp_path: Path) -> 
 def test_the_debug_model_as_it_is(tmp_path: Path) -> None:
     whole = TITAN.but(samples=400, max_steps=24, more={"whole": True})
     require_all_same(tmp_path, 2, {"whole": whole}, {"whole": whole.but(bad_at=(13,))}, MODULES)
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_a_run_may_begin_with_the_weights_of_a_checkpoint_of_torchtitan(tmp_path: Path) -> None:
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    saving = {"enable": True, "interval": 5}
+    scenarios.add("saved", TITAN.but(max_steps=5, more={"checkpoint": saving}), run=None)
+    saved = tmp_path / "saved-output" / "checkpoint" / "step-5"
+    begun = TITAN.but(more={"checkpoint": {"enable": True, "load_only": True, "initial_load_path": str(saved)}})
+    scenarios.add("protected", begun)
+    scenarios.add("unprotected", begun, run=None)
+    scenarios.add("from nothing", TITAN, run=None)
+    scenarios.torchrun(2)
+    assert list(saved.iterdir())
+    for rank in (0, 1):
+        protected = scenarios.portrait("protected", rank)
+        require_same(protected, scenarios.portrait("unprotected", rank), f"rank {rank}")
+        assert protected != scenarios.portrait("from nothing", rank)
+        assert not list((tmp_path / "protected-output").glob("checkpoint*"))
+
+
+@pytest.mark.soak
+@pytest.mark.usefixtures("torchtitan")
+def test_where_the_guard_only_observes_the_check_of_the_loss_ends_the_job_as_without_it(tmp_path: Path) -> None:
+    scenarios = Scenarios(tmp_path, JOB, MODULES, LIMIT)
+    scenarios.add("observed", TITAN.but(bad_at=(7,), settings={"observe_only": True}))
+    with pytest.raises(AssertionError, match=r"Loss is not finite.* at step 8\. Stopping training"):
+        scenarios.torchrun(1)
+    assert facts(scenarios.run("observed"), Incident)
 
 
 @pytest.mark.soak
