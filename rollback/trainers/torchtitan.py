@@ -129,12 +129,17 @@ class _GuardedTraining:
             attach.refuse(error)
         with self._until_done:
             self._originals["train"]()
-            if self._stopped is not None:  # torch's `record`, around `train`, takes an exit with status 0 for a return
+            if self._stopped is not None:
                 raise self._stopped
             self.guard.close()
 
     def load(self, step: int = -1) -> Any:
         loaded = self._originals["load"](step)
+        with self._noted():
+            self._make_guard()
+        return loaded
+
+    def _make_guard(self) -> None:
         trainer, config = self._trainer, self._trainer.config
         try:
             if trainer.step:
@@ -159,10 +164,10 @@ class _GuardedTraining:
         dims = trainer.parallel_dims
         self._summands = dims.dp_replicate * dims.dp_shard * trainer.gradient_accumulation_steps
         self._batches = trainer.batch_generator(self)
-        return loaded
 
     def should_continue_training(self) -> bool:
-        self._draw()
+        with self._noted():
+            self._draw()
         if self._state.has_moved():
             self._left = None
         elif self._left is not None and (self._exhausted or self._trainer.step >= self._left_at + _PATIENCE):
@@ -198,9 +203,6 @@ class _GuardedTraining:
                 self._drawn.append(next(self._batches))
         except DataloaderExhaustedError as end:
             self._exhausted = end
-        except SystemExit as stop:
-            self._stopped = stop
-            raise
 
     def _hand_out(self) -> Iterator[Any]:
         while self._drawn:
@@ -212,6 +214,15 @@ class _GuardedTraining:
         losses, self._losses = self._losses, []
         for place, loss in enumerate(losses, 1):
             self.guard.observe(loss, grad_norm=grad_norm if place == len(losses) else None)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """The guard may end this rank: torch's `record`, around `train`, takes an exit with status 0 for a return."""
+        try:
+            yield
+        except SystemExit as stop:
+            self._stopped = stop
+            raise
 
     @contextlib.contextmanager
     def _watched_clipping(self) -> Iterator[None]:

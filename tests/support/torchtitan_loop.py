@@ -56,7 +56,6 @@ def configuration(job: Job) -> Trainer.Config:
         training=TrainingConfig(
             local_batch_size=given.batch_size, global_batch_size=per_rank * job.ranks, seq_len=16,
             steps=given.max_steps, disable_cuda_graphs=True, mixed_precision_param=more.get("dtype", "float32"),
-            enable_cpu_offload=more.get("offload", False),
         ),
         dataloader=interleaved(data) if given.stream == "interleaved" else data,
         parallelism=ParallelismConfig(

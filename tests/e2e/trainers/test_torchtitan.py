@@ -204,7 +204,8 @@ def test_what_cannot_be_kept_of_torchtitan_is_refused_with_what_to_do_instead(tm
     for case, (met, instead) in REFUSED.items():
         require_refused(answers[case], met, instead)
         assert not answers[case]["left"]
-    require_one_message(REFUSING, "CUDA graphs", tmp_path)
+    for case in ("CUDA graphs", "resumed from its checkpoints"):  # by protect, and within train
+        require_one_message(REFUSING, case, tmp_path)
 
 
 @pytest.mark.soak
