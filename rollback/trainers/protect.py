@@ -14,6 +14,7 @@ _KNOWN = {
     ("accelerate.accelerator", "Accelerator"): ("accelerate", "accelerate"),
     ("lightning.pytorch.trainer.trainer", "Trainer"): ("lightning", "lightning"),
     ("pytorch_lightning.trainer.trainer", "Trainer"): ("lightning", "pytorch-lightning"),
+    ("torchtitan.trainer", "Trainer"): ("torchtitan", "torchtitan"),
 }
 """The class whose loop, or whose objects, a module of this room knows; that module, and the libraries that it stands
 on. A subclass is known by what it inherits."""
@@ -24,6 +25,7 @@ def protect(*given: Any, **settings: Any) -> Any:
 
         rollback.protect(trainer)                       # a Trainer of Hugging Face transformers; before trainer.train()
         rollback.protect(trainer)                       # a Trainer of Lightning; before trainer.fit(...)
+        rollback.protect(trainer)                       # a Trainer of torchtitan; before trainer.train()
         model, optimizer, loader, scheduler = rollback.protect(accelerator, model, optimizer, loader, scheduler)
 
     given: the trainer alone, or an Accelerator and what its `prepare` has returned. Returns the trainer, or the objects
@@ -52,6 +54,6 @@ def module_of(given: tuple[Any, ...]) -> Any:
     what = f"a {type(given[0]).__module__}.{type(given[0]).__qualname__}" if given else "nothing"
     raise UsageError(
         f"rollback.protect got {what}, whose loop it does not know",
-        hint="it takes a Trainer of Hugging Face transformers or of Lightning, or an Accelerator and what its "
-        "prepare() returned; in a loop of your own make a rollback.Guard",
+        hint="it takes a Trainer of Hugging Face transformers, of Lightning or of torchtitan, or an Accelerator and "
+        "what its prepare() returned; in a loop of your own make a rollback.Guard",
     )

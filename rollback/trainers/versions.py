@@ -9,7 +9,7 @@ from rollback.errors import UsageError
 
 SUPPORTED = {
     "transformers": ("5.3", "6"), "accelerate": ("1.3", "2"), "lightning": ("2.6", "3"),
-    "pytorch-lightning": ("2.6", "3"),
+    "pytorch-lightning": ("2.6", "3"), "torchtitan": ("0.3", "0.4"),
 }  # fmt: skip
 """From the first of the two on, and below the second. transformers has `_run_epoch` since 5.3, and cannot do without
 what accelerate has since 1.3."""

@@ -44,9 +44,9 @@ class TrainerJob:
     """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
 
     loop: str = "trainer"
-    """`trainer`, `sft`, `accelerate`, `lightning`."""
+    """`trainer`, `sft`, `accelerate`, `lightning`, `torchtitan`."""
     samples: int = 60
-    """A rank's."""
+    """A rank's; `torchtitan`: words in a document."""
     batch_size: int = 2
     epochs: float = 2
     max_steps: int = -1
@@ -316,6 +316,13 @@ class Job:
         import lightning_loop
 
         return lightning_loop.train(self)
+
+    # torchtitan ------------------------------------------------------------------------------------------------------
+
+    def train_by_torchtitan(self) -> dict[str, str]:
+        import torchtitan_loop
+
+        return torchtitan_loop.train(self)
 
     # All -------------------------------------------------------------------------------------------------------------
 

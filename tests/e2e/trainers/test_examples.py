@@ -17,6 +17,7 @@ from rollback.facts.training import Finished
 ROOT = Path(__file__).parents[3]
 EXAMPLES = ROOT / "scripts" / "examples"
 PAGES = {"huggingface_lm.py": "huggingface.md", "accelerate_lm.py": "accelerate.md", "lightning_lm.py": "lightning.md"}
+OTHERS = {"plain_ddp.py": "adopt.md", "torchtitan_lm.py": "torchtitan.md"}
 
 
 def printed_by(script: Path, folder: Path, *arguments: str) -> str:
@@ -62,9 +63,9 @@ def test_the_plain_example_is_adopted_and_trains_as_by_itself(tmp_path: Path) ->
     assert facts(tmp_path / "runs" / "plain_ddp", Finished)
 
 
-@pytest.mark.parametrize("name", [*PAGES, "plain_ddp.py"])
+@pytest.mark.parametrize("name", [*PAGES, *OTHERS])
 def test_the_page_has_the_script_as_it_is(name: str) -> None:
-    page = (ROOT / "docs" / "trainers" / PAGES.get(name, "adopt.md")).read_text()
+    page = (ROOT / "docs" / "trainers" / {**PAGES, **OTHERS}[name]).read_text()
     found = re.search(rf"<!-- scripts/examples/{name} -->\n```python\n(.*?)```\n<!-- end -->", page, re.DOTALL)
     assert found is not None
     assert found[1] == (EXAMPLES / name).read_text()

@@ -1,0 +1,240 @@
+"""The guard in the Trainer of torchtitan, with data parallelism: FSDP2 and HSDP.
+
+Before each step torchtitan's loop asks `should_continue_training`, with all of the step before done and the counter not
+raised yet. There the guard is asked for the batches of the next step, and so it judges, saves and goes back there: a
+rollback only has to put the counters back, and the loop goes on.
+
+    torchtitan                  here
+    train                       refuses what cannot be kept exact; a stop of the ranks ends the script too
+    checkpointer.load           as it is (weights to begin with); then the guard is made
+    should_continue_training    first the batches of the next step are drawn from the guard
+    batch_generator             as it is, over the guard's batches
+    train_step                  is given them; its check of the loss is left to the verdict of the guard
+    clip_grad_norm_             then the guard is told the losses of the step, and the norm
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torchtitan.trainer
+from torchtitan.components.dataloader import DataloaderExhaustedError
+from torchtitan.distributed import utils as distributed
+
+from rollback.errors import UsageError
+from rollback.train import attach
+from rollback.train.guard import Guard
+from rollback.train.sharded import local_of
+from rollback.trainers.torchtitan_state import JoinedOptimizer, TrainState, as_it_lies, data_sets_of, let_go_back
+
+_NOT_FINITE = "Loss is not finite"
+"""What torchtitan's check of the loss begins its message with."""
+_PATIENCE = 2
+"""Updates behind one without a finite loss until the guard has given its verdict: it comes with the next update."""
+_LOOP = {"train": "a loop", "should_continue_training": "an end"}
+
+
+def protect(trainer: Any, **settings: Any) -> Any:
+    """See `rollback.protect`."""
+    if isinstance(getattr(trainer.train, "__self__", None), _GuardedTraining):
+        raise UsageError("this Trainer has been given to rollback.protect before", hint="call it once")
+    _require_known(trainer)
+    _GuardedTraining(trainer, settings).install()
+    return trainer
+
+
+def _require_known(trainer: Any) -> None:
+    """Raises UsageError for what the Trainer is set to do, and a guard cannot go along with."""
+    config, dims, kind = trainer.config, trainer.parallel_dims, type(trainer)
+    own = [what for name, what in _LOOP.items() if getattr(kind, name) is not getattr(torchtitan.trainer.Trainer, name)]
+    data = data_sets_of(trainer.dataloader)
+    ending = sorted({type(item).__name__ for item in data if getattr(item, "infinite", None) is False})
+    for met, what, instead in (
+        (hasattr(trainer, "ft_manager"), "it trains with torchft",
+         "take torchtitan.trainer.Trainer: rollback launch starts ranks that are lost again, and all go on together"),
+        (own, f"{kind.__name__} has {' and '.join(own)} of its own ({kind.__module__})",
+         "protect a Trainer that inherits train and should_continue_training"),
+        (dims.pp_enabled, f"pipeline_parallel_degree={dims.pp}, and the ranks have different models",
+         "parallelism.pipeline_parallel_degree=1; data_parallel_shard_degree shards the model"),
+        (dims.tp_enabled, f"tensor_parallel_degree={dims.tp}, and buffers are DTensors, of which the guard keeps none",
+         "parallelism.tensor_parallel_degree=1; data_parallel_shard_degree shards the model"),
+        (dims.cp_enabled, f"context_parallel_degree={dims.cp}, with which the guard was never tried",
+         "parallelism.context_parallel_degree=1"),
+        (dims.ep_enabled, f"expert_parallel_degree={dims.ep}, with which the guard was never tried",
+         "parallelism.expert_parallel_degree=1"),
+        (config.comm.mode != "default", f"comm.mode={config.comm.mode!r}: its ranks do not talk to each other by "
+         "torch.distributed alone", 'comm.mode="default"'),
+        (config.checkpoint.enable and not config.checkpoint.load_only, "it saves checkpoints of its own "
+         f"({config.checkpoint.folder!r})", "checkpoint.enable=False: the guard has its checkpoints. To begin with the "
+         "weights of a checkpoint, leave it enabled and set checkpoint.load_only=True"),
+        (not config.training.disable_cuda_graphs, "it replays its steps as CUDA graphs, which hide them from the guard",
+         "training.disable_cuda_graphs=True"),
+        (trainer.metrics_processor.has_quantization, "it has quantized layers (float8, MXFP8, NVFP4), with which the "
+         "guard was never tried", "build the model without converters"),
+        (config.optimizer.implementation == "fused_opt_states_bf16", "its optimizer keeps a state in bfloat16, which "
+         "torch loads in another precision", 'optimizer.implementation="fused"'),
+        (ending, f"its data set ends ({', '.join(ending)} with infinite=False), and near its end its position is not "
+         "exact", "dataloader.infinite=True; training.steps says where training ends"),
+    ):  # fmt: skip
+        if met:
+            raise UsageError(f"rollback.protect cannot guard this Trainer: {what}", hint=instead)
+
+
+class _GuardedTraining:
+    """One training of one Trainer, and the iterable of its batches."""
+
+    guard: Guard
+
+    def __init__(self, trainer: Any, settings: dict[str, Any]) -> None:
+        self._trainer = trainer
+        self._settings = settings
+        self._drawn: list[Any] = []
+        """Batches of the next step."""
+        self._state = TrainState(trainer, self._drawn)
+        self._batches: Iterator[Any] = iter(())
+        self._losses: list[Any] = []
+        """Of the step in progress; the guard was not told them yet."""
+        self._summands = 1
+        """Into how many parts torchtitan divides the loss of a step: over ranks, and over what it accumulates."""
+        self._exhausted: DataloaderExhaustedError | None = None
+        self._left: RuntimeError | None = None
+        """What the check of the loss has raised, until the guard's verdict."""
+        self._left_at = 0
+        self._stopped: SystemExit | None = None
+        self._until_done = contextlib.ExitStack()
+        self._originals: dict[str, Callable[..., Any]] = {}
+
+    def install(self) -> None:
+        trainer = self._trainer
+        for owner, name in (
+            (trainer, "train"), (trainer.checkpointer, "load"), (trainer, "should_continue_training"),
+            (trainer, "train_step"), (trainer, "forward_backward_step"),
+        ):  # fmt: skip
+            self._originals[name] = getattr(owner, name)
+            setattr(owner, name, getattr(self, name))
+
+    # In the place of torchtitan's methods ----------------------------------------------------------------------------
+
+    def train(self) -> None:
+        try:
+            if hasattr(self, "guard"):
+                raise UsageError(
+                    "trainer.train() a second time: rollback.protect guards one training",
+                    hint="make another Trainer, and give it another run directory: rollback.protect(trainer, run=...)",
+                )
+            _require_known(self._trainer)
+        except UsageError as error:
+            attach.refuse(error)
+        with self._until_done:
+            self._originals["train"]()
+            if self._stopped is not None:
+                raise self._stopped
+            self.guard.close()
+
+    def load(self, step: int = -1) -> Any:
+        loaded = self._originals["load"](step)
+        with self._noted():
+            self._make_guard()
+        return loaded
+
+    def _make_guard(self) -> None:
+        trainer, config = self._trainer, self._trainer.config
+        try:
+            if trainer.step:
+                raise UsageError(
+                    f"the Trainer goes on from step {trainer.step} of its own checkpoints, and rollback.protect from "
+                    "the run directory",
+                    hint=f"checkpoint.enable=False, or move {config.checkpoint.folder!r} in {config.dump_folder!r}",
+                )
+            schedulers = list(trainer.lr_schedulers)
+            others = {
+                f"scheduler_{number}" if number > 1 else "scheduler": it for number, it in enumerate(schedulers, 1)
+            }
+            self._until_done.enter_context(as_it_lies(trainer.model_parts[0]))
+            let_go_back(trainer.dataloader)
+            self.guard = Guard(
+                model=trainer.model_parts[0], optimizer=JoinedOptimizer(trainer.optimizers),  # type: ignore[arg-type]
+                loader=trainer.dataloader, max_steps=config.training.steps, **others, **self._settings,
+            )  # fmt: skip
+            self.guard.keep(torchtitan=self._state)
+        except UsageError as error:
+            attach.refuse(error)
+        dims = trainer.parallel_dims
+        self._summands = dims.dp_replicate * dims.dp_shard * trainer.gradient_accumulation_steps
+        self._batches = trainer.batch_generator(self)
+
+    def should_continue_training(self) -> bool:
+        with self._noted():
+            self._draw()
+        if self._state.has_moved():
+            self._left = None
+        elif self._left is not None and (self._exhausted or self._trainer.step >= self._left_at + _PATIENCE):
+            raise self._left  # the guard has left it alone: it only observes
+        return bool(self._originals["should_continue_training"]())
+
+    def train_step(self, data_iterator: Any) -> None:
+        try:
+            with self._watched_clipping():
+                self._originals["train_step"](self._hand_out())
+        except RuntimeError as error:
+            if not str(error).startswith(_NOT_FINITE):
+                raise
+            if self._left is None:
+                self._left, self._left_at = error, self._trainer.step
+        self._tell()
+
+    def forward_backward_step(self, **given: Any) -> Any:
+        loss = self._originals["forward_backward_step"](**given)
+        self._losses.append(local_of(loss).detach() * self._summands)
+        return loss
+
+    # Its batches, and what the guard is told -------------------------------------------------------------------------
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.guard)
+
+    def _draw(self) -> None:
+        """All batches of the next step, or the end of the data. Where the guard goes back, none of before is left."""
+        self._drawn.clear()
+        try:
+            while len(self._drawn) < self._trainer.gradient_accumulation_steps:
+                self._drawn.append(next(self._batches))
+        except DataloaderExhaustedError as end:
+            self._exhausted = end
+
+    def _hand_out(self) -> Iterator[Any]:
+        while self._drawn:
+            yield self._drawn.pop(0)
+        if self._exhausted is not None:
+            raise self._exhausted
+
+    def _tell(self, grad_norm: Any = None) -> None:
+        losses, self._losses = self._losses, []
+        for place, loss in enumerate(losses, 1):
+            self.guard.observe(loss, grad_norm=grad_norm if place == len(losses) else None)
+
+    @contextlib.contextmanager
+    def _noted(self) -> Iterator[None]:
+        """The guard may end this rank: torch's `record`, around `train`, takes an exit with status 0 for a return."""
+        try:
+            yield
+        except SystemExit as stop:
+            self._stopped = stop
+            raise
+
+    @contextlib.contextmanager
+    def _watched_clipping(self) -> Iterator[None]:
+        original = distributed.clip_grad_norm_
+
+        def clip_grad_norm_(*given: Any, **others: Any) -> Any:
+            norm = original(*given, **others)
+            self._tell(norm)
+            return norm
+
+        distributed.clip_grad_norm_ = clip_grad_norm_
+        try:
+            yield
+        finally:
+            distributed.clip_grad_norm_ = original
