@@ -115,7 +115,7 @@ class TwoHosts:
         return name
 
     def place(self, rank: int) -> CheckpointPlace:
-        return CheckpointPlace(self.tiers[rank].slot(SLOT), in_slot=True)
+        return CheckpointPlace(self.tiers[rank].slot(SLOT), self.paths, in_slot=True)
 
     def restore(self, states: list[TrainingState]) -> list[RestoreOutcome]:
         return self.both(lambda rank: restore(self.name, [self.place(rank)], self.ranks[rank], states[rank]))
