@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +15,14 @@ from launching import Launch, launching
 from safetensors.numpy import load_file
 from toy import Base, Hook, Toy, facts, files, require_same, same_skips_from_the_start, train
 from typer.testing import CliRunner
+from warm_server import run_warm
 
 from checkpoints import damage
 from rollback.checkpoints import manifest as manifests
 from rollback.checkpoints import ring
 from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint
-from rollback.facts.training import Attached, Committed, Drifted, Dropped, Restored
+from rollback.facts.training import Attached, Committed, Drifted, Dropped, Finished, Restored
 from rollback.inspect.ring.verify import verify
 from rollback.rundir import identity, paths
 from rollback.rundir.paths import RunPaths
@@ -70,8 +73,14 @@ def test_a_run_goes_on_from_the_url_alone_and_after_a_kill_with_its_frozen_weigh
 def test_weights_that_move_although_nothing_trains_them_are_restored_bit_for_bit(tmp_path: Path) -> None:
     job = Toy(base="slow", samples=240, nan=(37,))
     ended = train(job, tmp_path / "run")
-    first, *_ = facts(tmp_path / "run", Dropped)
-    assert "0.wide.bias" in first.reason
+    (
+        first,
+        dropped,
+        *_,
+    ) = facts(tmp_path / "run", Committed, Dropped)
+    assert (first.step, dropped.step) == (0, 10)
+    assert "0.wide.bias" in dropped.reason
+    assert facts(tmp_path / "run", Committed)[1].step < 15, "the one that was dropped is made up for"
     assert facts(tmp_path / "run", Restored)
     require_same(ended, same_skips_from_the_start(job, tmp_path / "run", tmp_path / "fresh"), "slow weights")
 
@@ -143,6 +152,36 @@ def test_without_the_file_a_script_that_makes_the_same_weights_goes_on_and_it_is
     require_same(ended, train(job, log=tmp_path / "undisturbed"), "the script made the same")
     assert list(run.frozen.iterdir()) == [file]
     assert verify(run.root).exit_code == ExitCode.DONE
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from toy import Toy, train
+from rollback.checkpoints import ring
+ring.commit = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+train(Toy.from_json(sys.argv[1]), Path(sys.argv[2]), log=Path(sys.argv[3]))
+"""
+
+
+def test_a_kill_between_the_file_and_the_first_checkpoint_costs_the_beginning(tmp_path: Path) -> None:
+    job, run, log = FROZEN.but(samples=80), RunPaths(tmp_path / "run"), tmp_path / "log"
+    given = [sys.executable, "-c", KILLED, job.to_json(), str(run.root), str(log)]
+    assert run_warm(given, env={**os.environ, "OMP_NUM_THREADS": "1"}).returncode == -signal.SIGKILL
+    (file,) = run.frozen.iterdir()
+    assert not ring.names(run)
+    half = file.with_name(f".{file.name}.tmp")
+    half.write_bytes(file.read_bytes()[:1000])  # as a kill in the middle of it leaves
+    ended = train(job, run.root, log=log)
+    require_same(ended, train(job, log=tmp_path / "undisturbed"), "killed")
+    assert list(run.frozen.iterdir()) == [file]
+
+
+def test_the_state_at_the_end_is_kept_where_frozen_weights_have_moved_since_the_last_snapshot(tmp_path: Path) -> None:
+    train(Toy(base="slow", samples=40).with_settings(snapshot_every=1000), tmp_path / "run")
+    (finished,) = facts(tmp_path / "run", Finished)
+    assert finished.checkpoint is not None
+    assert len(facts(tmp_path / "run", Dropped)) == 1
 
 
 @pytest.mark.soak

@@ -179,7 +179,10 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     on_device = {name: item for name, item in tensors.items() if item.is_cuda}
     sums: Sequence[int] = []
     if on_device:
-        with torch.cuda.stream(torch.cuda.Stream(next(iter(on_device.values())).device)):  # type: ignore[no-untyped-call]
+        device = next(iter(on_device.values())).device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
             sums = torch.stack([drift.on_device([item]) for item in on_device.values()]).tolist()
     here = digests_of({name: item for name, item in tensors.items() if name not in on_device})
     return {**dict(zip(on_device, map(str, sums), strict=True)), **here}
