@@ -7,7 +7,7 @@ process take snapshots in turn, to slots in /dev/shm. Figures are medians over t
 
 bytes      of a snapshot, as committed
 slot       of the fast tier
-blocking   seconds that the loop waited for a snapshot (`Snapshots.stalled`)
+blocking   seconds that the loop waited for a snapshot (`Snapshots.stalled`), copied at once and beside the next step
 digest     of the base, which a thread computes with each snapshot
 restore    into the live model, all of whose weights are right
 """
@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from rollback.supervisor.torchrun.command import LARGE_COPIES
 from rollback.train.snapshots import frozen
+from rollback.train.snapshots.tier_choice import CaptureMode
 from savers import SAMPLES, WIDTH, Ours, Script
 
 NEVER = 1 << 60
@@ -96,9 +97,13 @@ def main() -> None:
 
 
 def measured(run: Ours) -> dict[str, float]:
-    run.save()
-    blocking = run.blocked()
-    run.finish()
+    modes: dict[CaptureMode, str] = {"at_once": "blocking, at once", "overlapped": "blocking, overlapped"}
+    blocking = {}
+    for mode, name in modes.items():
+        run.guard._checkpoints.snapshots.mode = mode
+        run.save()
+        blocking[name] = run.blocked()
+        run.finish()
     base = {name: item for name, item in run.script.model.named_parameters() if not item.requires_grad}
     began = time.perf_counter()
     frozen.prints_of(base)
@@ -110,7 +115,7 @@ def measured(run: Ours) -> dict[str, float]:
     assert newest is not None
     assert allotted is not None
     return {
-        "bytes": newest.bytes, "slot": allotted.slot_bytes, "blocking": blocking, "restore": restored,
+        "bytes": newest.bytes, "slot": allotted.slot_bytes, **blocking, "restore": restored,
         "digest": digested,
     }  # fmt: skip
 
