@@ -110,7 +110,73 @@ def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_
     dropped = facts(run, Dropped)
     assert [fact.step for fact in dropped] == [30, 70]
     assert all("what is kept has grown" in fact.reason for fact in dropped)
-    assert {fact.step for fact in facts(run, Committed)} == {0, 10, 20, 40, 50, 60, 80, 90, 100}
+    committed = {fact.step for fact in facts(run, Committed)}
+    assert committed > {0, 10, 20, 40, 50, 60, 100}
+    assert all(any(step < after < step + 10 for after in committed) for step in (30, 70)), "made up for at once"
+    assert {fact.capture for fact in facts(run, Saving)} == {mode}
+    assert {fact.tier for fact in facts(run, Committed)} == {"fast"}
+    assert [fact.route for fact in facts(run, Restored)] == ["in_process"]
+    assert not facts(run, Dropped)
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), mode)
+
+
+def test_good_checkpoints_and_the_last_one_are_in_the_ring_at_the_end_and_the_memory_is_given_back(
+    tmp_path: Path, base: Path
+) -> None:
+    run = tmp_path / "run"
+    train(fast(Toy(), base).with_settings(checkpoint_every="20"), run)
+    newest = facts(run, Committed)[-1].checkpoint
+    drained = [fact.checkpoint for fact in facts(run, Drained)]
+    assert newest in drained
+    assert sorted(drained) == ring.names(RunPaths(run))
+    assert {fact.tier for fact in facts(run, Committed)} == {"fast"}, facts(run)
+    assert {fact.tier for fact in facts(run, Evicted)} == {"fast"}, facts(run)
+    assert tiers.fast_tier_of(RunPaths(run)) is None
+    assert not any(base.iterdir())
+    again = train(fast(Toy(), base), run)
+    assert facts(run, Attached)[-1].checkpoint == newest
+    require_same(weights(again), weights(train(Toy())), "run again")
+
+
+def test_slots_are_never_more_nor_larger_than_was_said(tmp_path: Path, base: Path) -> None:
+    run = tmp_path / "run"
+
+    def look(_guard: object, position: int) -> None:
+        if position and position % 10 == 5:
+            said = facts(run, Saving)[-1]
+            found = list(base.glob("*/*/slot-*"))
+            assert len(found) <= said.slots == 5
+            assert (
+                sum(file.stat().st_size for path in found for file in path.glob("rank-*"))
+                <= said.slots * said.slot_bytes
+            )
+
+    train(fast(Toy(), base).with_settings(keep=4), run, hook=look)
+
+
+@pytest.mark.parametrize("memory", [True, False], ids=["slots", "no slots"])
+@pytest.mark.parametrize("mode", ["at_once", "overlapped"])
+def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_room(
+    tmp_path: Path, base: Path, monkeypatch: pytest.MonkeyPatch, memory: bool, mode: str
+) -> None:
+    """What the scheduler keeps, which goes into the header, grows by half a megabyte and then by two."""
+    monkeypatch.setattr("rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: (mode, "the test says so"))
+    run, toy = tmp_path / "run", fast(Toy(), base) if memory else Toy()
+
+    def grow(guard: object, position: int) -> None:
+        if position in (25, 65):
+            guard._state.objects["scheduler"].notes = str(position) * 10_000 * position  # type: ignore[attr-defined]
+        said = facts(run, Saving)[-1]
+        for file in base.glob("*/*/slot-*/rank-*"):
+            assert file.stat().st_size <= said.slot_bytes, "larger than was said"
+
+    ended = train(toy, run, hook=grow, log=tmp_path / "log")
+    dropped = facts(run, Dropped)
+    assert [fact.step for fact in dropped] == [30, 70]
+    assert all("what is kept has grown" in fact.reason for fact in dropped)
+    usual = {0, 10, 20, 40, 50, 60, 80, 90, 100}
+    made_up_for = sorted({fact.step for fact in facts(run, Committed)} ^ usual)
+    assert [step // 10 for step in made_up_for] == [3, 7], made_up_for
     assert {fact.capture for fact in facts(run, Saving)} == {mode}
     require_same(weights(ended), weights(train(Toy())), "what is kept has grown")
     again = train(toy, run, log=tmp_path / "log")
