@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from rollback.checkpoints.frozen import read_digests
 from rollback.checkpoints.layout import ITEM_SIZE, TensorEntry
 from rollback.checkpoints.parts import Box, Part, cover, read_parts, whole
 from rollback.checkpoints.shard import ShardReader
@@ -149,17 +150,19 @@ class Contents:
         return {**self.shared["model"], **self.local[rank]["buffers"]}
 
 
-def read_contents(shards: Sequence[ShardReader]) -> Contents:
-    """Decode all trees of a checkpoint from its open shards, in rank order.
+def read_contents(shards: Sequence[ShardReader], frozen: ShardReader | None = None) -> Contents:
+    """Decode all trees of a checkpoint from its open shards, in rank order, and from the file with its frozen weights.
 
-    Raises CheckpointDamaged where a tree is missing, is no such tree, or refers to a tensor that no shard has.
+    Raises CheckpointDamaged where a tree is missing, is no such tree, or refers to a tensor that none of these has.
     """
     everywhere = {name: shard for shard in shards for name in shard.entries}
     try:
+        still = read_digests(shards[0].metadata) if frozen is not None else {}
+        everywhere = {name: frozen for name in still if frozen and name in frozen.entries} | everywhere
         parts = parts_by_name(shards)
         sharded = {name: _whole(name, found) for name, found in parts.items()}
     except ValueError as error:
-        raise CheckpointDamaged(f"the sharded tensors of the checkpoint do not fit together: {error}") from error
+        raise CheckpointDamaged(f"the tensors of the checkpoint do not fit together: {error}") from error
     shared = _read_tree(shards[0], "shared", everywhere, sharded)
     # The names of local tensors are the same in every shard, so they are looked up in the rank's own.
     local = [_read_tree(shard, "local", dict.fromkeys(shard.entries, shard), {}) for shard in shards]

@@ -35,6 +35,21 @@ class ShardRecord(BaseModel, frozen=True, extra="forbid"):
         return Written(self.size, self.hash)
 
 
+class FrozenRecord(BaseModel, frozen=True, extra="forbid"):
+    """The file with the frozen weights of a run (`frozen`)."""
+
+    size: int = Field(ge=8)
+    hash: str = Field(pattern=r"^[0-9a-f]{32}$")
+
+    @property
+    def file(self) -> str:
+        return f"{self.hash}.safetensors"
+
+    @property
+    def written(self) -> Written:
+        return Written(self.size, self.hash)
+
+
 class Manifest(BaseModel, frozen=True, extra="forbid"):
     """Content of manifest.json; the fields are those of docs/format.md. over: it was taken behind the last batch of an
     epoch."""
@@ -51,6 +66,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
     created: str
     world_size: int = Field(ge=1)
     shards: tuple[ShardRecord, ...]
+    frozen: FrozenRecord | None = None
 
     def to_json(self) -> bytes:
         body = self.model_dump(mode="json")
@@ -65,6 +81,7 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def bytes(self) -> int:
+        """Of the shards; what the checkpoint shares with others does not count."""
         return sum(shard.size for shard in self.shards)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 import xxhash
 
 from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
-from rollback.checkpoints.layout import HEADER_LIMIT, Layout, TensorEntry, header_space_for, lay_out, parse_header
+from rollback.checkpoints.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.checkpoints.region import address_of, copy
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.system import files
@@ -50,11 +50,18 @@ class Written:
 
 def write_shard(path: Path, pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Written:
     """Write a new safetensors file and sync it; `path` must not exist. Raises OSError; a partial file is removed."""
-    named = {piece.name: piece for piece in pieces}
-    kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
-    layout = lay_out(kinds, header_space_for(kinds, metadata))
     fd = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
-    return write_hashed(path, fd, _blocks(layout, named, metadata), write_all, 4 * _CHUNK)
+    return write_hashed(path, fd, _blocks(pieces, metadata), write_all, 4 * _CHUNK)
+
+
+def hash_shard(pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Written:
+    """What `write_shard` would return, without a file."""
+    digest, size = ShardHash(), 0
+    for block in _blocks(pieces, metadata):
+        size += block.nbytes
+        for chunk in _chunks(block, 4 * _CHUNK):
+            digest.update(chunk)
+    return Written(size, digest.hexdigest())
 
 
 def write_hashed(
@@ -80,10 +87,13 @@ def write_hashed(
     return Written(size, digest.hexdigest())
 
 
-def _blocks(layout: Layout, pieces: Mapping[str, ShardPiece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+def _blocks(pieces: Iterable[ShardPiece], metadata: Mapping[str, str]) -> Iterator[memoryview]:
+    named = {piece.name: piece for piece in pieces}
+    kinds = {name: (piece.dtype, piece.shape) for name, piece in named.items()}
+    layout = lay_out(kinds, header_space_for(kinds, metadata))
     yield memoryview(layout.head(metadata))
     for name, entry in layout.entries.items():
-        data = pieces[name].data
+        data = named[name].data
         count = 0
         for block in data() if callable(data) else (data,):
             count += block.nbytes

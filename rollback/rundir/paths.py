@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-FORMAT = 3
+FORMAT = 4
 """What is written."""
-FORMATS = (2, 3)
-"""What is read: in 2 there are no sharded tensors."""
-READS = f"formats {' and '.join(map(str, FORMATS))}"
+FORMATS = (2, 3, 4)
+"""What is read: in 3 there are no frozen weights, in 2 no sharded tensors either."""
+READS = f"formats {', '.join(map(str, FORMATS[:-1]))} and {FORMAT}"
 
 _CHECKPOINT_NAME = re.compile(r"c(\d{6,12})-s(\d{8,15})")
 
@@ -83,6 +83,7 @@ class RunPaths:
     skips = _Below("skips")
     ring = _Below("ring")
     quarantine = _Below("quarantine")
+    frozen = _Below("frozen")
     fast_pointer = _Below("fast-tier.json")
     nodes = _Below("nodes")
     orders = _Below("nodes", "orders.json")

@@ -18,12 +18,12 @@ from typing import Any, NoReturn
 import torch
 
 from rollback import errors
-from rollback.checkpoints import ring, tiers
+from rollback.checkpoints import frozen, ring, tiers
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
 from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
-from rollback.errors import NoUsableCheckpoint, RollbackError, RunDirectoryError
+from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.history import History, fold
 from rollback.facts.training import (
     Accepted,
@@ -46,7 +46,7 @@ from rollback.rundir.identity import (
 )
 from rollback.rundir.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.system import files
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
@@ -232,6 +232,8 @@ def _restore_newest(
             del found.slots[manifest.name]
             say(f"checkpoint {manifest.name} in the fast tier cannot be used: {result.fault}")
         if result.place is not None:
+            if (put_back := max(ranks.from_each(result.reread))) and ranks.first:
+                say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
             return manifest, result.place
         damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
@@ -315,9 +317,10 @@ def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
     places: dict[str, list[CheckpointPlace]] = {}
     for name in (manifest.name for manifest in found.manifests):
-        places[name] = [CheckpointPlace(slots.slot(found.slots[name]), in_slot=True)] if name in found.slots else []
+        slot = found.slots.get(name)
+        places[name] = [] if slot is None else [CheckpointPlace(slots.slot(slot), paths, in_slot=True)]
         if name in found.in_ring:
-            places[name].append(CheckpointPlace(paths.checkpoint(name)))
+            places[name].append(CheckpointPlace(paths.checkpoint(name), paths))
     return places
 
 
@@ -333,9 +336,11 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             job = state.job(ranks.world_size)
             if found.identity is None:
                 write_identity(paths, new_identity(job))
-            elif found.accepted:
-                write_identity(paths, found.identity.model_copy(update={"job": job}))
+            elif found.accepted or found.identity.format != FORMAT:
+                accepted = {"job": job} if found.accepted else {}
+                write_identity(paths, found.identity.model_copy(update={**accepted, "format": FORMAT}))
             ring.sweep(paths)
+            _sweep_frozen(paths, found)
             require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
@@ -346,6 +351,16 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
     return run_id, record or Recorder(paths, found.attempt, first=False)
+
+
+def _sweep_frozen(paths: RunPaths, found: FoundRun) -> None:
+    """Rank 0: remove the files of frozen weights that no checkpoint names, where it can be told what each names."""
+    present = [manifest.frozen.file for manifest in found.manifests if manifest.frozen]
+    try:
+        if not found.damaged:
+            frozen.sweep(paths, present)
+    except (OSError, CheckpointDamaged) as error:
+        say(f"removing frozen weights that no checkpoint needs failed ({error}); they stay")
 
 
 def _quarantine(paths: RunPaths, name: str) -> None:

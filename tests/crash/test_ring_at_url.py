@@ -36,11 +36,11 @@ def hurried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RecordedRun:
-    """A run directory with three checkpoints, all good, and a pin."""
+    """A run directory with three checkpoints, all good, two with the same frozen weights, and a pin."""
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
     for seq, name in enumerate(NAMES):
-        write_checkpoint(run.paths, seq, 10 * seq)
+        write_checkpoint(run.paths, seq, 10 * seq, still="base" if seq else None)
         run.commit(10.0 * seq, name, 10 * seq)
     run.paths.pins.mkdir()
     run.paths.pin(NAMES[0]).write_text('{"at": "2030-01-01"}')
@@ -413,3 +413,51 @@ def test_given_up_means_no_further_request(run: RecordedRun, bucket: Bucket, mon
     with pytest.raises(RingUnavailable):
         put(at_url, run.paths, NAMES[0])
     assert len(bucket.operations) == 1
+
+
+def frozen_there(bucket: Bucket) -> list[str]:
+    return sorted(key.rpartition("/")[2] for key in bucket.objects if "/frozen/" in key)
+
+
+def test_frozen_weights_are_uploaded_once_and_leave_with_the_last_checkpoint_that_needs_them(
+    run: RecordedRun, bucket: Bucket
+) -> None:
+    others = [write_checkpoint(run.paths, seq, 10 * seq, still="another base") for seq in (3, 4)]
+    first, second = (read_manifest(run.paths.checkpoint(name)).frozen for name in (NAMES[1], others[0]))
+    assert first is not None
+    assert second is not None
+    at_url = opened(run.paths)
+    put(at_url, run.paths, NAMES[1])
+    assert frozen_there(bucket) == [first.file]
+    (run.paths.frozen / first.file).rename(aside := run.paths.root / "aside")  # a second upload would need it
+    put(at_url, run.paths, NAMES[2])
+    aside.rename(run.paths.frozen / first.file)
+    put(at_url, run.paths, others[0])
+    assert frozen_there(bucket) == sorted([first.file, second.file])
+    at_url.evict(NAMES[1])
+    assert len(frozen_there(bucket)) == 2, "another one needs them"
+    at_url = opened(run.paths)  # another process
+    at_url.evict(NAMES[2])
+    assert frozen_there(bucket) == [second.file]
+    assert at_url.held() == (others[0],)
+
+
+def test_frozen_weights_that_are_damaged_here_are_fetched_again_and_damaged_there_the_checkpoint_comes_alone(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path
+) -> None:
+    at_url = opened(run.paths)
+    for name in NAMES:
+        put(at_url, run.paths, name)
+    (file,) = run.paths.frozen.iterdir()
+    sound = file.read_bytes()
+    damage(file)
+    fetch(Store(URL), run.paths, lambda text: None)
+    assert file.read_bytes() == sound
+    (key,) = (key for key in bucket.objects if "/frozen/" in key)
+    bucket.objects[key] = sound[:-1] + b"?"
+    said: list[str] = []
+    (tmp_path / "new").mkdir()
+    fetch(Store(URL), new := RunPaths(tmp_path / "new"), said.append)
+    assert ring.names(new) == NAMES[-2:]
+    assert any("frozen weights at the ring cannot be used" in text and file.name in text for text in said)
+    assert list(new.frozen.iterdir()) == []

@@ -110,7 +110,9 @@ def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_
     dropped = facts(run, Dropped)
     assert [fact.step for fact in dropped] == [30, 70]
     assert all("what is kept has grown" in fact.reason for fact in dropped)
-    assert {fact.step for fact in facts(run, Committed)} == {0, 10, 20, 40, 50, 60, 80, 90, 100}
+    committed = {fact.step for fact in facts(run, Committed)}
+    assert committed > {0, 10, 20, 40, 50, 60, 100}
+    assert all(any(step < after < step + 10 for after in committed) for step in (30, 70)), "made up for at once"
     assert {fact.capture for fact in facts(run, Saving)} == {mode}
     require_same(weights(ended), weights(train(Toy())), "what is kept has grown")
     again = train(toy, run, log=tmp_path / "log")

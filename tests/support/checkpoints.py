@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from rollback.checkpoints import ring
+from rollback.checkpoints import frozen, ring
 from rollback.checkpoints.direct import BLOCK, write_direct
 from rollback.checkpoints.layout import header_space_for, lay_out
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.checkpoints.region import Region
+from rollback.checkpoints.shard import ShardPiece
 from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
 
 RANKS = 2
@@ -35,9 +36,14 @@ def shard_of(rank: int, step: int) -> Region:
     return region
 
 
-def write_checkpoint(paths: RunPaths, seq: int, step: int) -> str:
-    """Every step of the protocol, by both ranks, as their threads take them."""
+def write_checkpoint(paths: RunPaths, seq: int, step: int, *, still: str | None = None) -> str:
+    """Every step of the protocol, by both ranks, as their threads take them. still: frozen weights that it names."""
     manifest = manifest_of(seq, step)
+    if still is not None:
+        pieces = [ShardPiece("still", "U8", (64,), memoryview(still.encode().ljust(64)))]
+        record = frozen.describe(pieces)
+        assert frozen.is_there(paths, record) or frozen.store(paths, record, pieces)
+        manifest = manifest.model_copy(update={"frozen": record})
     shards = []
     for rank in range(RANKS):
         directory = ring.begin_writing(paths, manifest.name)
@@ -55,6 +61,8 @@ def whole(paths: RunPaths, name: str) -> bool:
     held = [bytes(reader.data(f"w{rank}")) for rank, reader in enumerate(readers)]
     for reader in readers:
         reader.close()
+    if manifest.frozen is not None:
+        frozen.read_frozen(paths, manifest.frozen).close()
     extra = {path.name for path in paths.checkpoint(name).iterdir()} - {"manifest.json", shard_name(0), shard_name(1)}
     return held == [content(rank, manifest.step) for rank in range(RANKS)] and not extra
 

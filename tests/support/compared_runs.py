@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from collections.abc import Mapping
 from pathlib import Path
@@ -54,22 +55,30 @@ TOLD: dict[str, dict[str, Any]] = {
 """For jobs without a bad batch: a stop saves, and where checkpoints lie decides what a rollback skips."""
 
 
-def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str]) -> None:
-    """Kill a rank of two, or tell it to stop, in each of the phases: the job ends as one that was left alone."""
-    undisturbed = Scenarios(folder, JOB, MODULES, LIMIT)
+def require_undisturbed(
+    folder: Path, job: TrainerJob, phases: list[str], modules: str = MODULES, *, url: bool = False
+) -> None:
+    """Kill a rank of two, or tell it to stop, in each of the phases: the job ends as one that was left alone.
+
+    modules: what is imported warm. url: with a ring at a URL, which is all that there is of the run after a stop.
+    """
+    undisturbed = Scenarios(folder, JOB, modules, LIMIT)
     undisturbed.add("undisturbed", job)
     undisturbed.torchrun(2)
     how = {**PHASES, **TOLD}
     for number, phase in enumerate(phases):
-        killed = Scenarios(folder / str(number), JOB, MODULES, LIMIT)
+        killed = Scenarios(folder / str(number), JOB, modules, LIMIT)
         killed.folder.mkdir()
         killed.add("killed", job, **how[phase])
         run = killed.run("killed")
+        ring = ["--ring", f"file://{killed.folder}/url"] if url else []
         if phase in TOLD:
-            done = _launched(killed)
+            done = _launched(killed, *ring)
             assert done.returncode == ExitCode.RESUMABLE, done.stdout[-8000:]
             assert facts(run, Stopped)[0].checkpoint.endswith(f"{facts(run, Stopped)[0].step:08d}")
-        done = _launched(killed)
+            if url:
+                shutil.rmtree(run)
+        done = _launched(killed, *ring)
         assert done.returncode == 0, done.stdout[-8000:]
         assert len(facts(run, Attached)) == 2, done.stdout[-8000:]
         assert bool(facts(run, Restored)) == bool(job.bad_at)
@@ -78,9 +87,9 @@ def require_undisturbed(folder: Path, job: TrainerJob, phases: list[str]) -> Non
             require_same(killed.portrait("killed", rank), undisturbed.portrait("undisturbed", rank), phase)
 
 
-def _launched(job: Scenarios) -> subprocess.CompletedProcess[str]:
+def _launched(job: Scenarios, *flags: str) -> subprocess.CompletedProcess[str]:
     return run_warm(
-        [*LAUNCH, "--nproc", "2", "--run", str(job.run("killed")), str(JOB), str(job.path)], cwd=job.folder,
+        [*LAUNCH, "--nproc", "2", "--run", str(job.run("killed")), *flags, str(JOB), str(job.path)], cwd=job.folder,
         env={**job.environment, "NO_COLOR": "1"}, timeout=LIMIT, stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
     )  # fmt: skip

@@ -19,7 +19,7 @@ def perform_all(perform: Callable[[dict[str, Any], int, Path], dict[str, Any]]) 
     """
     scenarios = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", "0"))
-    if "RANK" in os.environ:
+    if "MASTER_ADDR" in os.environ:
         dist.init_process_group("gloo")
     for scenario in json.loads(scenarios.read_text()):
         result = perform(scenario, rank, scenarios.parent)

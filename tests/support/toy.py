@@ -83,6 +83,8 @@ class Toy:
     level: str | None = None
     """The model follows the level of its inputs in a buffer: `hidden`: no state_dict has it, and what the model gives
     depends on it; `aside`: it is in the state_dict, and nothing depends on it, nor on inputs that are NaN."""
+    base: str | None = None
+    """Weights in front that nothing trains, more than a MiB: `frozen`; `slow`: written to all the same."""
     width: int = 16
     sharding: str | None = None
     """`fsdp`: FSDP2, with `, mixed` in bfloat16, with `, gathered` not sharded again behind the forward, with `,
@@ -201,6 +203,22 @@ class Level(nn.Module):
         return x / (1 + self.level) if self.hidden else x.nan_to_num()
 
 
+class Base(nn.Module):
+    """See `Toy.base`. What it writes, it writes past torch's version counter."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.slow = kind == "slow"
+        self.wide = nn.Linear(8, 32_768)
+        self.wide.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.slow and self.training:
+            self.wide.bias.data.lerp_(x.detach().mean(), 0.1)
+        wide: Tensor = self.wide(x)
+        return x + wide.reshape(len(x), 8, -1).mean(2)
+
+
 def shard(model: nn.Module, sharding: str) -> None:
     """The linear layers each for itself, the rest with the root."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
@@ -244,11 +262,13 @@ class _Parts:
         )
         if toy.level is not None:
             self.model = nn.Sequential(Level(toy.level), self.model)
+        if toy.base is not None:
+            self.model = nn.Sequential(Base(toy.base), self.model)
         if toy.sharding is not None:
             shard(self.model, toy.sharding)
         elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
         self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
         data = Samples(toy.samples - 40 * rank * toy.join, toy.augment, toy.poison)

@@ -44,7 +44,7 @@ class TrainerJob:
     """One job. bad_at: positions of batches whose loss is NaN, on rank `bad_rank`. The rest is the library's."""
 
     loop: str = "trainer"
-    """`trainer`, `sft`, `accelerate`, `lightning`, `torchtitan`."""
+    """`trainer`, `sft`, `accelerate`, `lightning`, `torchtitan`; `lora`: a script's own loop over a model of PEFT's."""
     samples: int = 60
     """A rank's; `torchtitan`: words in a document."""
     batch_size: int = 2
@@ -195,24 +195,71 @@ class Job:
         """TRL's trainer, of a LoRA. What it counts for its logs is its own."""
         import datasets
         import trl
-        from peft import LoraConfig
         from tokenizers import Tokenizer, models
-        from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+        from transformers import PreTrainedTokenizerFast
 
         data = datasets.Dataset.from_dict({"input_ids": Text(self.job.samples * self.ranks).ids.tolist()})
         words = Tokenizer(models.WordLevel({"<pad>": 0, "<end>": 1}, unk_token="<pad>"))
+        return self.train_by(
+            trl.SFTTrainer, model=self.llama(), args=self.arguments(trl.SFTConfig), train_dataset=data,
+            eval_dataset=data, peft_config=self.adapter(),
+            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>"),
+        )  # fmt: skip
+
+    def llama(self) -> nn.Module:
+        """A Llama of two layers, with dropout, of more than a MiB: what a LoRA of it leaves as it is is stored once."""
+        from transformers import LlamaConfig, LlamaForCausalLM
+
         torch.manual_seed(0)
         config = LlamaConfig(
-            vocab_size=1000, hidden_size=16, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2,
+            vocab_size=1000, hidden_size=96, intermediate_size=128, num_hidden_layers=2, num_attention_heads=2,
             attention_dropout=0.1, max_position_embeddings=16, pad_token_id=0, eos_token_id=1, bos_token_id=1,
         )  # fmt: skip
-        model = LlamaForCausalLM(config)
+        model: nn.Module = LlamaForCausalLM(config)
         model.register_forward_hook(self.spoil)
-        return self.train_by(
-            trl.SFTTrainer, model=model, args=self.arguments(trl.SFTConfig), train_dataset=data, eval_dataset=data,
-            processing_class=PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", eos_token="<end>"),
-            peft_config=LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"]),
-        )  # fmt: skip
+        return model
+
+    def adapter(self) -> Any:
+        from peft import LoraConfig
+
+        return LoraConfig(r=4, lora_dropout=0.1, target_modules=["q_proj", "v_proj"])
+
+    def train_by_lora(self) -> dict[str, str]:
+        from peft import get_peft_model
+        from torch.nn.parallel import DistributedDataParallel
+        from torch.utils.data import DataLoader, DistributedSampler
+
+        data = Text(self.job.samples * self.ranks)
+        inner: nn.Module = get_peft_model(self.llama(), self.adapter())
+        model = DistributedDataParallel(inner) if self.ranks > 1 else inner
+        optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad], 1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step / 50))
+        sampler: Any = DistributedSampler(data, self.ranks, self.rank)
+        loader: Any = DataLoader(data, batch_size=self.job.batch_size, sampler=sampler)
+        batches, passes, steps = loader, range(int(self.job.epochs)), 0
+        if self.run is not None:
+            self.guard = batches = rollback.Guard(
+                model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, **self.settings()
+            )
+            passes = self.guard.epochs(int(self.job.epochs))
+        torch.manual_seed(100 + self.rank)
+        for epoch in passes:
+            sampler.set_epoch(epoch)
+            for batch in batches:
+                steps = self.guard.step if self.guard is not None else steps
+                self.take(steps, batch["input_ids"], self.guard.batch if self.guard is not None else None)
+                loss = model(**batch).loss
+                loss.backward()
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+                steps += 1
+                if self.guard is not None:
+                    self.guard.observe(loss)
+        if self.guard is not None:
+            steps = self.guard.step
+            self.guard.close()
+        return self.portrait(inner, optimizer, scheduler, steps)
 
     def train_by(self, kind: Any, **given: Any) -> dict[str, str]:
         import transformers

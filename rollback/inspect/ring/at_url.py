@@ -8,10 +8,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollback.checkpoints import frozen
 from rollback.checkpoints.manifest import MANIFEST_LIMIT, read_manifest
 from rollback.errors import UsageError
 from rollback.ring.url import record
-from rollback.ring.url.index import checkpoint_key, read_indexes
+from rollback.ring.url.index import checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import MANIFEST, RunPaths
 
@@ -31,14 +32,21 @@ class ReadableRun:
 
     @contextmanager
     def shards(self, checkpoint: str) -> Iterator[None]:
-        """All shards of a checkpoint exist inside the block. Raises CheckpointDamaged, RingUnavailable, OSError."""
+        """All shards of a checkpoint, and its frozen weights, exist inside the block.
+
+        Raises CheckpointDamaged, RingUnavailable, OSError.
+        """
         if self.store is None:
             yield
             return
-        directory = RunPaths(self.root).checkpoint(checkpoint)
-        files = []
+        paths = RunPaths(self.root)
+        directory, files = paths.checkpoint(checkpoint), []
+        manifest = read_manifest(directory)
+        if (needed := manifest.frozen) is not None and not frozen.is_there(paths, needed):
+            paths.frozen.mkdir(exist_ok=True)  # what many checkpoints have is fetched once
+            self.store.get_file(frozen_key(needed), paths.frozen / needed.file, needed.written)
         try:
-            for shard in read_manifest(directory).shards:
+            for shard in manifest.shards:
                 files.append(directory / shard.file)
                 self.store.get_file(checkpoint_key(checkpoint, shard.file), files[-1], shard.written)
             yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections import Counter
 from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Literal
@@ -70,6 +71,14 @@ class DamagedSlot(ReportItem):
     fault: str
 
 
+class FrozenFile(ReportItem):
+    """Weights that nothing trains, stored once for many checkpoints."""
+
+    file: str = Field(description="in `frozen/` of the run directory")
+    bytes: int
+    checkpoints: int = Field(description="that need it")
+
+
 class Listing(Document):
     """Schema of `rollback ring list --json`, version 1; conventions as in the ledger."""
 
@@ -79,6 +88,7 @@ class Listing(Document):
     final: str | None = Field(None, description="the one with the final state, where the run is complete")
     calm: bool = Field(True, description="whether the last step before it was judged healthy")
     damaged_slots: list[DamagedSlot]
+    frozen: list[FrozenFile] = Field([], description="what the checkpoints share; their `bytes` do not count it")
     leftovers: list[str] = Field(
         description="directories of checkpoints in the making or on their way out: of a live run, or of a crash; the "
         "next start removes those of a crash"
@@ -117,6 +127,7 @@ def read_listing(root: Path) -> Listing:
         status = _status(manifest, history, present) if manifest else "damaged"
         entries.append(_entry(name, manifest, status, tiers=tiers, pinned=pinned_, fault=fault))
     entries.sort(key=lambda entry: CheckpointName(entry.checkpoint).order)
+    shared = Counter(manifest.frozen for manifest in sound.values() if manifest.frozen)
     finished = history.finished if history else None
     final = finished.checkpoint if finished and finished.checkpoint in present else None
     here = {entry.checkpoint for entry in entries if entry.tiers != ["fast"]}
@@ -129,6 +140,7 @@ def read_listing(root: Path) -> Listing:
         final=final,
         calm=finished.calm if finished else True,
         damaged_slots=[DamagedSlot(slot=slot, fault=fault) for slot, fault in damaged_slots.items()],
+        frozen=[FrozenFile(file=it.file, bytes=it.size, checkpoints=count) for it, count in shared.items()],
         leftovers=leftovers,
         notices=notices,
     )

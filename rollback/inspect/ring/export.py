@@ -10,6 +10,7 @@ from pathlib import Path
 
 from rollback.checkpoints import huggingface, ring
 from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
+from rollback.checkpoints.frozen import FrozenFiles
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.tiers import held, locate
@@ -168,7 +169,8 @@ def _open(run: ReadableRun, name: str, identity: Identity | None, stack: ExitSta
                 shards = ring.open_shards(place.directory, place.manifest)
                 for shard in shards:
                     attempt.callback(shard.close)
-                contents = read_contents(shards)
+                weights = attempt.enter_context(FrozenFiles(paths)).open(place.manifest.frozen)
+                contents = read_contents(shards, weights)
                 if identity and (differences := misfits(place.manifest, contents, identity.job)):
                     raise CheckpointDamaged(f"the checkpoint {name} does not fit its run: {differences[0]}")
             except CheckpointDamaged as error:

@@ -35,6 +35,9 @@ def print_listing(console: Console, listing: Listing) -> None:
         )
     if listing.checkpoints:
         console.print(table)
+    for shared in listing.frozen:
+        what = f"frozen weights, stored once: {size(shared.bytes)} for {shared.checkpoints} checkpoints ({shared.file})"
+        console.print(quoted(what), soft_wrap=True)
     console.print(quoted(f"the ring is at {listing.ring}"))
     _print_faults(console, [(entry.checkpoint, entry.fault) for entry in listing.checkpoints if entry.fault])
     _print_faults(console, [(entry.slot, entry.fault) for entry in listing.damaged_slots])

@@ -16,6 +16,7 @@ from typing import Any
 from pydantic import Field
 
 from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
+from rollback.checkpoints.frozen import FrozenFiles
 from rollback.checkpoints.layout import DTYPE_NAME
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.shard import ShardReader
@@ -33,7 +34,9 @@ class CheckpointFault(ReportItem):
     """One thing that is wrong with a checkpoint."""
 
     tier: Tier
-    file: str | None = Field(description="inside the checkpoint; null where it is not one file's")
+    file: str | None = Field(
+        description="inside the checkpoint, or in `frozen/` of the run directory; null where it is not one file's"
+    )
     fault: str
 
 
@@ -86,29 +89,30 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
         notices.append("there is no run.json: whether the tensors are those of the run's model was not looked at")
     chosen = {choose(listing, word) for word in words} or {entry.checkpoint for entry in listing.held()}
     verified = []
-    for entry in listing.held():
-        if entry.checkpoint not in chosen:
-            continue
-        found: dict[Tier, list[CheckpointFault]] = {}
-        for tier in entry.tiers:
-            faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None)
-            if faults is None:
-                notices.append(f"{entry.checkpoint} left {PLACES[tier]} while it was looked at")
-            else:
-                found[tier] = faults
-        if found:
-            verified.append(
-                Verified(
-                    checkpoint=entry.checkpoint,
-                    tiers=list(found),
-                    sound=[tier for tier, faults in found.items() if not faults],
-                    step=entry.step,
-                    status=entry.status,
-                    bytes=entry.bytes,
-                    intact=not any(found.values()),
-                    faults=[fault for faults in found.values() for fault in faults],
+    with FrozenFiles(paths) as frozen:
+        for entry in listing.held():
+            if entry.checkpoint not in chosen:
+                continue
+            found: dict[Tier, list[CheckpointFault]] = {}
+            for tier in entry.tiers:
+                faults = _faults(run, entry.checkpoint, tier, identity.job if identity else None, frozen)
+                if faults is None:
+                    notices.append(f"{entry.checkpoint} left {PLACES[tier]} while it was looked at")
+                else:
+                    found[tier] = faults
+            if found:
+                verified.append(
+                    Verified(
+                        checkpoint=entry.checkpoint,
+                        tiers=list(found),
+                        sound=[tier for tier, faults in found.items() if not faults],
+                        step=entry.step,
+                        status=entry.status,
+                        bytes=entry.bytes,
+                        intact=not any(found.values()),
+                        faults=[fault for faults in found.values() for fault in faults],
+                    )
                 )
-            )
     if (hosts := host_count(paths)) > 1 and any("fast" in entry.tiers for entry in verified):
         notices.append(f"the run's memory is that of {hosts} hosts: only the shards of this one were looked at there")
     return Verification(
@@ -122,25 +126,29 @@ def verify(run: Path | ReadableRun, words: Sequence[str] = ()) -> Verification:
     )
 
 
-def _faults(run: ReadableRun, checkpoint: str, tier: Tier, job: JobIdentity | None) -> list[CheckpointFault] | None:
+def _faults(
+    run: ReadableRun, checkpoint: str, tier: Tier, job: JobIdentity | None, frozen: FrozenFiles
+) -> list[CheckpointFault] | None:
     """The faults of a checkpoint in a tier; None: it has left the tier meanwhile."""
     paths = RunPaths(run.root)
     if tier == "fast":
         place = next((place for place in in_slots(paths) if place.name == checkpoint), None)
         partly = host_count(paths) > 1
-        faults = find_faults(place.directory, tier, job, partly=partly) if place else []
+        faults = find_faults(place.directory, tier, job, frozen, partly=partly) if place else []
         return None if place is None or has_left(place) else faults
     directory = paths.checkpoint(checkpoint)
     try:
         with run.shards(checkpoint):
-            faults = find_faults(directory, tier, job)
+            faults = find_faults(directory, tier, job, frozen)
     except CheckpointDamaged as error:
         faults = [CheckpointFault(tier=tier, file=None, fault=error.message)]
     return faults if directory.exists() else None
 
 
-def find_faults(directory: Path, tier: Tier, job: JobIdentity | None, *, partly: bool = False) -> list[CheckpointFault]:
-    """All faults of a checkpoint; none where a restore would succeed.
+def find_faults(
+    directory: Path, tier: Tier, job: JobIdentity | None, frozen: FrozenFiles, *, partly: bool = False
+) -> list[CheckpointFault]:
+    """All faults of a checkpoint; none where a restore would succeed, whatever frozen weights the script loads.
 
     partly: other hosts have the missing shards, so only existing shards are verified.
     """
@@ -158,10 +166,17 @@ def find_faults(directory: Path, tier: Tier, job: JobIdentity | None, *, partly:
                 shards.append(stack.enter_context(ShardReader(directory / record.file, record.written)))
             except CheckpointDamaged as error:
                 faults.append(fault(file=record.file, fault=error.message))
+        weights = None
+        try:
+            weights = frozen.open(manifest.frozen)
+        except CheckpointDamaged as error:
+            faults.append(
+                fault(file=f"frozen/{manifest.frozen.file}" if manifest.frozen else None, fault=error.message)
+            )
         if faults or len(shards) < len(manifest.shards):
             return faults
         try:
-            contents = read_contents(shards)
+            contents = read_contents(shards, weights)
         except CheckpointDamaged as error:
             return [fault(file=None, fault=error.message)]
         return [fault(file=None, fault=text) for text in misfits(manifest, contents, job)] if job else []

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from rollback.checkpoints import ring, tiers
-from rollback.checkpoints.manifest import MANIFEST_LIMIT, Manifest, parse_manifest
+from rollback.checkpoints import frozen, ring, tiers
+from rollback.checkpoints.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
 from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.history import fold
 from rollback.ring.url import record
-from rollback.ring.url.index import Index, Kept, checkpoint_key, read_indexes
+from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import seal
@@ -176,6 +176,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
     here = {place.name: place.manifest for place in tiers.locate(paths)}
     ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.seq))
     settled: dict[str, bool] = {}
+    needed: dict[FrozenRecord, None] = {}
     for wanted, count in ((ranked, 1), ([manifest for manifest in ranked if manifest.name in history.good], _GOOD)):
         found = 0
         for manifest in wanted:
@@ -184,9 +185,14 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
                 settled[name] = _is_sound_here(paths, name, say) or (
                     name in there and fetch_checkpoint(store, there[name], paths, say)
                 )
+            if settled[name] and manifest.frozen is not None:
+                needed[manifest.frozen] = None
             found += settled[name]
             if found == count:
                 break
+    for weights in needed:
+        if not _are_sound_here(paths, weights):
+            bring_frozen(store, weights, paths, say)
 
 
 def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
@@ -208,6 +214,32 @@ def _is_sound_here(paths: RunPaths, name: str, say: Say) -> bool:
     return False
 
 
+def _are_sound_here(paths: RunPaths, needed: FrozenRecord) -> bool:
+    """Whether frozen weights are in the run directory, every bit of them."""
+    try:
+        for _ in read_verified(paths.frozen / needed.file, needed.written):
+            pass
+    except CheckpointDamaged:
+        return False
+    return True
+
+
+def bring_frozen(store: Store, needed: FrozenRecord, paths: RunPaths, say: Say) -> None:
+    """Fetch frozen weights. Where they are not at the URL what they should be, that is said and no more: the script may
+    load the same.
+
+    Raises RingUnavailable, and OSError where the run directory cannot be written.
+    """
+    say(f"fetching frozen weights ({needed.size} bytes) from {store.url}")
+    files.make_directory(paths.frozen)
+    try:
+        store.get_file(frozen_key(needed), frozen.arriving_at(paths, needed), needed.written)
+    except CheckpointDamaged as error:
+        say(f"the frozen weights at the ring cannot be used: {error.message}")
+    else:
+        frozen.settle(paths, needed)
+
+
 def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> bool:
     """Fetch one checkpoint into the local ring. False, with a message: it is not what its manifest says.
 
@@ -215,19 +247,21 @@ def fetch_checkpoint(store: Store, manifest: Manifest, paths: RunPaths, say: Say
     """
     say(f"fetching checkpoint {manifest.name} ({manifest.bytes} bytes) from {store.url}")
     try:
-        bring(store, manifest, paths)
+        bring(store, manifest, paths, say)
     except CheckpointDamaged as error:
         say(f"checkpoint {manifest.name} at the ring cannot be used: {error.message}")
         return False
     return True
 
 
-def bring(store: Store, manifest: Manifest, paths: RunPaths) -> None:
+def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     """Fetch one checkpoint into the local ring, where it exists on return, verified and synced.
 
     Raises CheckpointDamaged where it is not what its manifest says, RingUnavailable, and OSError where the run
     directory cannot be written; the checkpoint then does not exist there.
     """
+    if manifest.frozen is not None and not frozen.is_there(paths, manifest.frozen):
+        bring_frozen(store, manifest.frozen, paths, say)
     directory = paths.writing(manifest.name)
     files.remove_directory(directory)
     files.make_new_directory(directory)

@@ -12,6 +12,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
+from rollback.checkpoints.manifest import FrozenRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths
@@ -72,6 +73,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
     run_id: str
     written: str
     checkpoints: tuple[str, ...]
+    frozen: tuple[FrozenRecord, ...] = ()
     record: tuple[Kept, ...]
 
     @field_validator("checkpoints")
@@ -98,15 +100,18 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 def first_index(run_id: str, writer: str) -> Index:
     """The index of a ring that has none; generation 1 follows it."""
     return Index.model_construct(
-        format=FORMAT, generation=0, writer=writer, run_id=run_id, written="", checkpoints=(), record=()
+        format=FORMAT, generation=0, writer=writer, run_id=run_id, written="", checkpoints=(), frozen=(), record=()
     )
 
 
-def next_index(index: Index, writer: str, checkpoints: Iterable[str], record: Iterable[Kept]) -> Index:
+def next_index(
+    index: Index, writer: str, checkpoints: Iterable[str], frozen: Iterable[FrozenRecord], record: Iterable[Kept]
+) -> Index:
     now = datetime.now(timezone.utc).isoformat(timespec="seconds")
     return Index(
         generation=index.generation + 1, writer=writer, run_id=index.run_id, written=now,
-        checkpoints=tuple(checkpoints), record=tuple(sorted(record, key=lambda kept: kept.path)),
+        checkpoints=tuple(checkpoints), frozen=tuple(frozen),
+        record=tuple(sorted(record, key=lambda kept: kept.path)),
     )  # fmt: skip
 
 
@@ -124,6 +129,10 @@ def piece_key(path: str, offset: int, piece: RecordPiece) -> str:
 
 def checkpoint_key(name: str, file: str = MANIFEST) -> str:
     return f"ring/{name}/{file}"
+
+
+def frozen_key(record: FrozenRecord) -> str:
+    return f"frozen/{record.file}"
 
 
 def describe(data: bytes) -> RecordPiece:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.manifest import FrozenRecord, Manifest
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
 from rollback.ring.hosts import Others
 from rollback.ring.url import record
@@ -14,6 +14,7 @@ from rollback.ring.url.index import (
     Index,
     checkpoint_key,
     first_index,
+    frozen_key,
     index_key,
     new_writer,
     next_index,
@@ -39,6 +40,8 @@ class RingAtUrl:
         self._previous: Index | None = None
         self._held: list[str] = []
         self._remains: list[str] = []
+        self._needed: dict[str, FrozenRecord | None] = {}  # by the checkpoints that are held
+        self._frozen: set[FrozenRecord] = set()  # what there may be
         self._world_size = 0
 
     @property
@@ -63,7 +66,8 @@ class RingAtUrl:
         self._index = indexes[0] if indexes else start
         self._previous = indexes[1] if len(indexes) > 1 else None
         self._world_size = identity.job.world_size
-        names = self._index.checkpoints
+        self._needed.clear()
+        names, self._frozen = self._index.checkpoints, {*self._index.frozen}
         self._held = [name for name in names if self._is_whole(name)]
         self._remains = [name for name in names if name not in self._held]
         self._others.meet()
@@ -77,16 +81,21 @@ class RingAtUrl:
 
         Raises CheckpointDamaged where a shard is not, or no longer, what the manifest says; nothing then exists there.
         """
-        name = manifest.name
+        name, frozen = manifest.name, manifest.frozen
+        if frozen is not None:
+            self._frozen.add(frozen)
         self._write_index([*self._held, name])
+        if frozen is not None and self._store.size(frozen_key(frozen)) != frozen.size:
+            self._store.put_file(frozen_key(frozen), self._paths.frozen / frozen.file, frozen.written)
         with self._others.copying(manifest, directory) as own:
             for shard in own:
                 self._store.put_file(checkpoint_key(name, shard.file), directory / shard.file, shard.written)
-        for shard in manifest.shards:
-            if (size := self._store.size(checkpoint_key(name, shard.file))) != shard.size:
-                raise CheckpointDamaged(f"{self.place} has {size} bytes of {shard.file} of {name}, not {shard.size}")
+        for key, expected in _objects(manifest):
+            if (size := self._store.size(key)) != expected:
+                raise CheckpointDamaged(f"{self.place} has {size} bytes of {key}, which {name} needs, not {expected}")
         self._store.put(checkpoint_key(name), manifest.to_json())
         self._held = sorted([*self._held, name], key=_order)
+        self._needed[name] = frozen
         self._remains = [remains for remains in self._remains if remains != name]
         self._clear_away()
 
@@ -98,7 +107,9 @@ class RingAtUrl:
             manifest = None
         self._store.delete(checkpoint_key(name))
         self._held.remove(name)
+        self._needed.pop(name, None)
         self._delete_shards(name, manifest.world_size if manifest else self._world_size)
+        self._delete_frozen()
 
     def keep_record(self) -> None:
         """Bring the record there up to date."""
@@ -118,7 +129,7 @@ class RingAtUrl:
         assert self._index is not None
         self._require_ours()
         files = record.upload(self._store, self._paths, self._index)
-        new = next_index(self._index, self._writer, [*checkpoints, *self._remains], files)
+        new = next_index(self._index, self._writer, [*checkpoints, *self._remains], self._frozen, files)
         self._store.put(index_key(new.generation), new.to_json())
         forgotten = (self._previous.keys if self._previous else set()) - self._index.keys - new.keys
         self._previous, self._index = self._index, new
@@ -140,9 +151,10 @@ class RingAtUrl:
             manifest = read_manifest_at(self._store, name)
         except CheckpointDamaged:
             return False
-        return manifest is not None and all(
-            self._store.size(checkpoint_key(name, shard.file)) == shard.size for shard in manifest.shards
-        )
+        if manifest is None or any(self._store.size(key) != size for key, size in _objects(manifest)):
+            return False
+        self._needed[name] = manifest.frozen
+        return True
 
     def _clear_away(self) -> None:
         """Delete leftovers of crashes, where a newer checkpoint exists: an object that cannot be seen may yet be
@@ -152,9 +164,21 @@ class RingAtUrl:
             self._delete_shards(name, self._world_size)
             self._remains.remove(name)
 
+    def _delete_frozen(self) -> None:
+        """Delete frozen weights that no checkpoint needs any more."""
+        for frozen in self._frozen - {*self._needed.values()}:
+            self._store.delete(frozen_key(frozen))
+            self._frozen.remove(frozen)
+
     def _delete_shards(self, name: str, world_size: int) -> None:
         for rank in range(world_size):
             self._store.delete(checkpoint_key(name, shard_name(rank)))
+
+
+def _objects(manifest: Manifest) -> list[tuple[str, int]]:
+    """Key and size of each object that a checkpoint needs besides its manifest."""
+    frozen = [(frozen_key(manifest.frozen), manifest.frozen.size)] if manifest.frozen else []
+    return [(checkpoint_key(manifest.name, shard.file), shard.size) for shard in manifest.shards] + frozen
 
 
 def _order(name: str) -> tuple[int, int]:

@@ -6,7 +6,7 @@ whatever other objects keep) are copied at once. Version counters tell whether a
 capture is torn then. What is written past them (`parameter.data`, or raw memory) is not seen.
 
 For `drift` a rank digests all parameters: those that it stores out of the copy, whenever there is time, and the others
-where they lie, before the optimizer begins.
+where they lie, before the optimizer begins. What nothing trains is not copied: see `frozen`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ import torch
 import xxhash
 from torch import Tensor
 
+from rollback.checkpoints.frozen import METADATA as METADATA_FROZEN
+from rollback.checkpoints.frozen import write_digests
 from rollback.checkpoints.layout import Kind, Layout, TensorEntry
 from rollback.checkpoints.parts import METADATA, Part, write_parts
 from rollback.checkpoints.region import Region, copy
@@ -39,7 +41,7 @@ class Share:
     """What one rank stores of an image.
 
     replicas: all parameters by the rank that stores them, where there are ranks to compare them with. parts: this
-    rank's parts of the sharded ones among the parameters, where they lie.
+    rank's parts of the sharded ones among the parameters, where they lie. frozen: the parameters that no rank stores.
     """
 
     rank: int
@@ -48,25 +50,32 @@ class Share:
     metadata: Mapping[str, str]
     parts: Mapping[str, Part] = field(default_factory=dict)
     finite: FiniteCheck | None = None
+    frozen: Mapping[str, Tensor] = field(default_factory=dict)
 
     def kinds(self) -> dict[str, Kind]:
         return {name: (tree.DTYPE_CODE[item.dtype], tuple(item.shape)) for name, item in self.tensors.items()}
 
 
-def share_of(image: Image, ranks: Ranks) -> Share:
-    owner = owners(image.shared_tensors, ranks.world_size)
-    mine = {name: item for name, item in image.shared_tensors.items() if owner[name] == ranks.rank}
+def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None) -> Share:
+    """frozen: the names of the frozen weights that this snapshot leaves out, with their digests; default: none."""
+    frozen = frozen or {}
+    stored = {name: item for name, item in image.shared_tensors.items() if name not in frozen}
+    owner = owners(stored, ranks.world_size)
+    mine = {name: item for name, item in stored.items() if owner[name] == ranks.rank}
     metadata = {"local": json.dumps(image.local)}
     if ranks.first:
         metadata["shared"] = json.dumps(image.shared)
+        if frozen:
+            metadata[METADATA_FROZEN] = write_digests(frozen)
     if image.parts:
         metadata[METADATA] = write_parts(image.parts)
     replicas: dict[int, dict[str, Tensor]] = {}
-    for name, item in image.shared_tensors.items():
+    for name, item in stored.items():
         if name.startswith(PARAMETERS) and ranks.world_size > 1:
             replicas.setdefault(owner[name], {})[name] = item
     parts = {name: part for name, part in image.parts.items() if name.startswith(PARAMETERS)}
-    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, parts, image.finite)
+    still = {name: image.shared_tensors[name] for name in frozen}
+    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, parts, image.finite, still)
 
 
 class Capture:
@@ -163,7 +172,7 @@ class Capture:
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, item in tensors.items():
             if not item.is_cuda:
-                plain = _as_it_is_stored(item)
+                plain = as_it_is_stored(item)
                 copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
 
     def _digest_replicas(self) -> None:
@@ -171,7 +180,7 @@ class Capture:
             running = xxhash.xxh3_64()
             for item in items.values():
                 if not item.is_cuda:
-                    running.update(bytes_of(_as_it_is_stored(item)))
+                    running.update(bytes_of(as_it_is_stored(item)))
             self._digests[rank] = running.intdigest()
 
     def _start_on_device(self) -> None:
@@ -204,7 +213,7 @@ def view(region: Region, entry: TensorEntry) -> Tensor:
     return flat.reshape(entry.shape)
 
 
-def _as_it_is_stored(item: Tensor) -> Tensor:
+def as_it_is_stored(item: Tensor) -> Tensor:
     """Its items one behind the other: mostly the tensor itself."""
     if item.is_contiguous() and not item.is_conj() and not item.is_neg():
         return item

@@ -85,7 +85,7 @@ class SnapshotInFlight:
     torn: bool = False
     """Tensors changed while they were read."""
     outgrown: bool = False
-    """The state had no room on this rank."""
+    """The state had no room on this rank, or weights are no longer frozen."""
     nonfinite: dict[str, NonFiniteKind] = field(default_factory=dict)
     """Tensors of this rank in which something is not finite that was before."""
 
@@ -104,6 +104,10 @@ class SnapshotInFlight:
     def fail(self, words: str) -> None:
         self.fault = words
         self.move(SnapshotEvent.FAULT)
+
+    def outgrow(self, words: str) -> None:
+        self.outgrown = True
+        self.fail(words)
 
 
 @dataclass(frozen=True)

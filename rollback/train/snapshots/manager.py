@@ -190,12 +190,12 @@ class CheckpointManager:
     def places(self, name: str) -> Sequence[CheckpointPlace]:
         """Where to restore a checkpoint from, best first. Nothing is being copied out of the live objects any more."""
         self._snapshots.fence()
-        found = [CheckpointPlace(self._paths.checkpoint(name))]
+        found = [CheckpointPlace(self._paths.checkpoint(name), self._paths)]
         if (slot := self._catalogue.slot(name)) is not None:
             fast = self._snapshots.slots_of_host
             memory = fast.memory(slot)
-            place = CheckpointPlace(fast.paths.slot(slot), in_slot=True, memory=memory.view if memory else None)
-            found.insert(0, place)
+            view = memory.view if memory else None
+            found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
         return found
 
     def put_aside(self, name: str, reason: str) -> None:

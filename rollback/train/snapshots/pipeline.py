@@ -7,9 +7,11 @@ only.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
+
+from torch import Tensor
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.direct import write_direct
@@ -27,6 +29,7 @@ from rollback.train.comm.recorder import say_if_it_fails
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.buffers import FastTier, SnapshotBuffer, Staging
 from rollback.train.snapshots.capture import Capture, share_of
+from rollback.train.snapshots.frozen import FrozenWeights, NoLongerFrozen
 from rollback.train.snapshots.in_flight import (
     Landing,
     Letter,
@@ -70,6 +73,7 @@ class Snapshots:
         self._attempt = attempt
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-snapshot")
         self._fast = fast
+        self._frozen = FrozenWeights(paths)
         self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
@@ -89,9 +93,10 @@ class Snapshots:
     # Buffers -------------------------------------------------------------------------------------------------------
 
     def fit_buffers(self, image: Image) -> int:
-        """Make room for snapshots like this one, in the background. Bytes of this rank's shard. All ranks alike."""
+        """Collective: make room for snapshots like this one, in the background. Bytes of this rank's shard."""
         self.outgrown = False
-        share = share_of(image, self._ranks)
+        self._frozen.agree(image, self._ranks)
+        share = share_of(image, self._ranks, self._frozen.digests)
         kinds = share.kinds()
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
         self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
@@ -113,6 +118,11 @@ class Snapshots:
     def tier(self) -> Tier:
         """Where the next snapshot goes."""
         return "fast" if self.slots else "durable"
+
+    @property
+    def left_out(self) -> str:
+        """What snapshots leave out since it is stored once, in words."""
+        return self._frozen.in_words()
 
     @property
     def drained(self) -> bool:
@@ -163,24 +173,26 @@ class Snapshots:
         manifest = Manifest(
             name=CheckpointName.of(seq, step), seq=seq, step=step, batch=batch, epoch=epoch, over=over,
             timeline=timeline, attempt=self._attempt, created=datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            world_size=self._ranks.world_size, shards=(),
+            world_size=self._ranks.world_size, shards=(), frozen=self._frozen.record,
         )  # fmt: skip
         slot, region = self._buffer.reserve()
         flight = self._flight = SnapshotInFlight(manifest, slot, time.monotonic())
         self._all_ready = self._said_ready = False
-        share = share_of(image, self._ranks)
         try:
+            self._frozen.require_frozen(image)
+            share = share_of(image, self._ranks, self._frozen.digests)
             capture = Capture(share, lay_out(share.kinds(), self._head, self._size), region, self.mode)
             capture.start()
+        except NoLongerFrozen as error:
+            flight.outgrow(error.message)
         except ValueError as error:
-            flight.outgrown = True
-            flight.fail(f"what is kept has grown, and the next snapshot will have room for it: {error}")
+            flight.outgrow(f"what is kept has grown, and the next snapshot will have room for it: {error}")
         else:
             if self.mode == "held":
                 capture.finish()
             else:
                 flight.capture, flight.copied = capture, self._copier.submit(capture.finish)
-            self._job = flight.job = self.thread.submit(self._write, flight, capture, flight.copied, region)
+            self._job = flight.job = self.thread.submit(self._write, flight, capture, share.frozen, region)
         self.stalled = time.perf_counter() - began
         return flight
 
@@ -304,15 +316,16 @@ class Snapshots:
 
     # In the thread -------------------------------------------------------------------------------------------------
 
-    def _write(self, flight: SnapshotInFlight, capture: Capture, copied: Future[None] | None, region: Region) -> None:
-        if copied is not None:
-            copied.result()
+    def _write(self, flight: SnapshotInFlight, capture: Capture, frozen: Mapping[str, Tensor], region: Region) -> None:
+        if flight.copied is not None:
+            flight.copied.result()
         if flight.slot is not None:
             written = Written(region.size, hash_of(region.view))
             self.slots_of_host.require_file(flight.slot)
         else:
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
+        self._frozen.require_stored(frozen, first=self._ranks.first)
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(written, capture.digest(), len(flight.nonfinite), capture.part_digest())
 
@@ -334,6 +347,8 @@ class Snapshots:
         error = flight.job.exception()
         if error is None:
             flight.move(SnapshotEvent.THREAD_DONE)
+        elif isinstance(error, NoLongerFrozen):
+            flight.outgrow(error.message)
         elif isinstance(error, OSError | RollbackError):
             flight.fail(str(error))
             if flight.slot is not None:  # what has failed once may fail each time: the run directory is next

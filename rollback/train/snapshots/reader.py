@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rollback.checkpoints import frozen
 from rollback.checkpoints.contents import Stored, TensorFile, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
@@ -28,6 +29,7 @@ from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.frozen import FrozenInCheckpoint
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
@@ -46,8 +48,9 @@ class Whole:
     def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
         self._rank = ranks.rank
         self.shards: list[ShardReader] = []
+        self.frozen = FrozenInCheckpoint({}, None)
         try:
-            here, threads = ranks.on_this_host, _threads(ranks)
+            here, threads = ranks.on_this_host, threads_of(ranks)
             for number, record in enumerate(manifest.shards):
                 others = here[number % len(here)] != ranks.rank  # somebody else on this host hashes it
                 own = memory if number == ranks.rank else None
@@ -57,7 +60,8 @@ class Whole:
                 self._shared = parse_json(self.shards[0].metadata["shared"])
                 self._local = parse_json(self._own.metadata["local"])
                 self._parts = parts_by_name(self.shards)
-                self._decode(_stand_in, self._whole)
+                self.frozen = FrozenInCheckpoint(frozen.read_digests(self.shards[0].metadata), manifest.frozen)
+                self._decode(_stand_in, self._whole, self.frozen.stand_in)
         except BaseException:
             self.close()
             raise
@@ -86,22 +90,32 @@ class Whole:
             return part(key, like, self._parts[key])
 
         with reading(ranks) as reads:
-            shared, local = self._decode(plain, sharded)
+            shared, local = self._decode(plain, sharded, lambda key: self.frozen.take(key, plain))
         state.load(shared, adopt(local, self._rank, len(self.shards)))
         return None
 
     def close(self) -> None:
         for shard in self.shards:
             shard.close()
+        self.frozen.close()
 
     def _whole(self, key: str) -> Tensor:
         """In place of a sharded tensor, when it is only asked whether all of it is there."""
         list(cover(key, [part for part, _ in self._parts[key]]))
         return torch.empty(0)
 
-    def _decode(self, fetch: Callable[[ShardReader, str], Tensor], sharded: Callable[[str], Tensor]) -> tuple[Any, Any]:
+    def _decode(
+        self,
+        fetch: Callable[[ShardReader, str], Tensor],
+        sharded: Callable[[str], Tensor],
+        still: Callable[[str], Tensor],
+    ) -> tuple[Any, Any]:
         source = {key: shard for shard in self.shards for key in shard.entries}
-        shared = tree.decode(self._shared, lambda key: fetch(source[key], key), sharded)
+
+        def find(key: str) -> Tensor:
+            return fetch(source[key], key) if key in source else still(key)
+
+        shared = tree.decode(self._shared, find, sharded)
         # The names of local tensors are the same in every shard, so they are looked up in this rank's own.
         local = tree.decode(self._local, lambda key: fetch(self._own, key))
         require_keys(shared, "shared")
@@ -125,12 +139,14 @@ class Parted:
         self._owner: dict[str, int] = {}
         self._kinds: dict[str, Kind] = {}
         self._wanted: list[str] = []
-        self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=_threads(ranks))
+        self.frozen = FrozenInCheckpoint({}, None)
+        self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=threads_of(ranks))
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
                 self._parts = parts_by_name(self.shards)
                 self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
+                self.frozen = FrozenInCheckpoint(frozen.read_digests(self._shard.metadata), manifest.frozen)
                 self._local = parse_json(self._shard.metadata["local"])
                 require_keys(tree.decode(self._local, lambda key: _stand_in(self._shard, key)), "local")
         except BaseException:
@@ -141,7 +157,7 @@ class Parted:
         """Collective: learn which tensors lie where. What is wrong with them, in words."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
         parts = ranks.from_each([self._content, kinds])
-        self._shared = ranks.from_first(self._shared)
+        self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
         if any(content != self._content for content, _ in parts):
             return f"the hosts have different checkpoints in their slots by the name {self._name}"
         for rank, (_, kinds) in enumerate(parts):
@@ -150,7 +166,8 @@ class Parted:
         wanted: dict[str, None] = {}
 
         def note(key: str) -> Tensor:
-            self._owner[key]
+            if key not in self._owner:
+                return self.frozen.stand_in(key)
             wanted[key] = None
             return torch.empty(0)
 
@@ -173,6 +190,8 @@ class Parted:
                 for key in self._wanted:
                     if self._owner[key] == ranks.rank:
                         found[key] = reads.want(self._shard, key, live.get(key))
+                for key in self.frozen.digests.keys() - self._owner.keys():
+                    found[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
                 for key, ((part, _),) in self._parts.items():
                     like = find(key)
                     if like is None or part != part_of(like, key):
@@ -193,6 +212,7 @@ class Parted:
 
     def close(self) -> None:
         self._shard.close()
+        self.frozen.close()
 
     def _spread(self, source: int, found: dict[str, Tensor], live: Mapping[str, Tensor], ranks: Ranks) -> None:
         """Collective: what rank `source` has found, the others find."""
@@ -298,7 +318,7 @@ def _read_box(stored: Stored, part: Box, wanted: Box) -> Tensor:
     return rows[wanted.inside(Box((wanted.at[0], *part.at[1:]), tuple(rows.shape)))]
 
 
-def _threads(ranks: Ranks) -> int:
+def threads_of(ranks: Ranks) -> int:
     """That read at once: all cores, between the ranks of a host, since nothing else runs while a state is restored."""
     return min(max(1, cores_here() // len(ranks.on_this_host)), _MOST_THREADS)
 
@@ -306,7 +326,7 @@ def _threads(ranks: Ranks) -> int:
 @contextmanager
 def reading(ranks: Ranks) -> Iterator[Reads]:
     """Behind the body all that is wanted has been read. Raises CheckpointUnreadable; nobody reads any more then."""
-    reads, threads = Reads(), _threads(ranks)
+    reads, threads = Reads(), threads_of(ranks)
     yield reads
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
         for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:

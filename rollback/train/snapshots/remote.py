@@ -141,5 +141,5 @@ class _Download:
         manifest = read_manifest_at(store, self._name)
         if manifest is None:
             raise CheckpointDamaged(f"{self._url} has no checkpoint {self._name} any more")
-        bring(store, manifest, self._paths)
+        bring(store, manifest, self._paths, say)
         return manifest

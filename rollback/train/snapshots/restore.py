@@ -9,8 +9,9 @@ from pathlib import Path
 from rollback.checkpoints.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.facts.training import Tier
+from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.reader import Parted, Reading, Whole
+from rollback.train.snapshots.reader import Parted, Reading, Whole, threads_of
 from rollback.train.state.state import TrainingState
 
 _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
@@ -18,9 +19,11 @@ _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be r
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """Where a checkpoint lies. memory: this rank's own shard of it, where this process has it mapped (fast tier)."""
+    """Where a checkpoint lies. memory: this rank's own shard of it, where this process has it mapped (fast tier).
+    run: where the frozen weights lie."""
 
     directory: Path
+    run: RunPaths
     in_slot: bool = False
     memory: memoryview | None = None
 
@@ -37,6 +40,8 @@ class RestoreOutcome:
     """Where the state came from, None where no place was any good."""
     faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
     """Of the others, in words."""
+    reread: int = 0
+    """Frozen weights of this rank that were not those of the run any more, and were put back."""
 
     @property
     def fault(self) -> str:
@@ -54,9 +59,10 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
     for place in places:
         fault: str | None = None
         for _ in range(_TRIES):
-            reading, fault = _verify(name, place, ranks)
+            reading, fault = _verify(name, place, ranks, state)
             if reading is None:
                 break  # it is not what was written: no use in trying again
+            result.reread = reading.frozen.reread
             if (fault := ranks.first_fault(_load(reading, ranks, state))) is None:
                 result.place = place
                 return result
@@ -65,10 +71,13 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
 
 
 def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
-    """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank."""
+    """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank.
+
+    Frozen weights are not looked at: it is the live ones that decide whether their file is needed.
+    """
     faults = []
     for place in places:
-        reading, fault = _verify(name, place, ranks)
+        reading, fault = _verify(name, place, ranks, None)
         if reading is not None:
             reading.close()
             return None
@@ -76,12 +85,16 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | 
     return "; ".join(faults)
 
 
-def _verify(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:
+def _verify(
+    name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
+) -> tuple[Reading | None, str | None]:
     """Collective: open a checkpoint on all ranks; on none, and why, where one finds a fault with it."""
     reading, fault = _open(name, place, ranks)
     fault = ranks.first_fault(fault)
     if fault is None and isinstance(reading, Parted):
         fault = ranks.first_fault(reading.meet(ranks))
+    if fault is None and state is not None and reading is not None and reading.frozen.digests:
+        fault = ranks.first_fault(reading.frozen.compare(place.run, state, threads_of(ranks)))
     if fault is None:
         return reading, None
     if reading is not None:

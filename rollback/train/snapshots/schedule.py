@@ -74,6 +74,7 @@ class SnapshotSchedule:
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
         self._step_began = now
+        self.wanted |= self._snapshots.outgrown  # the one that was dropped is made up for
         if (self._incomplete and self._state.optimizer.state) or self._snapshots.outgrown:
             self._prepare()
 
@@ -128,7 +129,11 @@ class SnapshotSchedule:
         self._checkpoints.settle()
         self._checkpoints.look_after()
         kept, tier = self._kept(), ""
-        while kept is None and self._settings.snapshot_every and tier != self._snapshots.tier:
+        while (
+            kept is None
+            and self._settings.snapshot_every
+            and (tier != self._snapshots.tier or self._snapshots.outgrown)
+        ):
             tier = self._snapshots.tier
             self.take_snapshot(timeline)
             self._checkpoints.settle()
@@ -187,7 +192,7 @@ class SnapshotSchedule:
         if allotted != before:
             told = before is not None and not before.slots
             notice = allotted.reason if not (allotted.slots or told) and self._tier[0] is not None else None
-            reason = f"{allotted.reason}; {why}"
+            reason = f"{allotted.reason}; {why}{self._snapshots.left_out}"
             self._record.note(
                 Saving(
                     slots=allotted.slots, slot_bytes=allotted.slot_bytes, capture=self._snapshots.mode, reason=reason

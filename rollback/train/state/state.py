@@ -28,7 +28,8 @@ from rollback.train.state.module_buffers import all_of, can_be_written, nonpersi
 from rollback.train.state.nonfinite import FiniteCheck
 from rollback.train.state.tree import memory_of
 
-_IN_PLACE = ("shared/model/", "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
+_MODEL = "shared/model/"
+_IN_PLACE = (_MODEL, "shared/optimizer/state/", "local/buffers/", "local/nonpersistent_buffers/")
 
 
 @runtime_checkable
@@ -69,6 +70,8 @@ class Image:
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
     finite: FiniteCheck | None = None
+    frozen: frozenset[str] = frozenset()
+    """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
 
 
 class TrainingState:
@@ -151,7 +154,23 @@ class TrainingState:
         }
         shared_tree = tree.encode(shared, "shared", shared_tensors)
         parts = self._take_parts(shared_tensors, local_tensors)
-        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, self.finite)
+        still = self._frozen_memory()
+        frozen = (name for name, item in shared_tensors.items() if name.startswith(_MODEL) and memory_of(item) in still)
+        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, self.finite, frozenset(frozen))
+
+    def _frozen_memory(self) -> set[tuple[Any, ...]]:
+        """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
+        their memory with nothing else: what is tied to a trained parameter changes with it."""
+        optimizers = (self.optimizer, *(item for item in self.objects.values() if hasattr(item, "param_groups")))
+        held = {id(item) for each in optimizers for group in each.param_groups for item in group["params"]}
+
+        def is_still(item: Tensor) -> bool:
+            return isinstance(item, nn.Parameter) and not (item.requires_grad or id(item) in held or is_sharded(item))
+
+        everything = [item for module in self.modules.values() for item in (*module.parameters(), *module.buffers())]
+        others = {local_of(item).untyped_storage().data_ptr() for item in everything if not is_still(item)}
+        still = filter(is_still, self.model.parameters())
+        return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
 
     @staticmethod
     def _take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> dict[str, Part]:
@@ -245,16 +264,18 @@ class TrainingState:
             hint="hand over what they belong to by a name of its own, for example criterion=criterion",
         )
 
-    def live_tensors(self) -> dict[str, Tensor]:
+    def live_tensors(self, *, whole: bool = False) -> dict[str, Tensor]:
         """The tensors of the image that belong to the live objects: a write to them changes the objects.
 
-        A state_dict may return copies, or what hooks make of its tensors. These are not among them.
+        A state_dict may return copies, or what hooks make of its tensors. These are not among them. whole: without
+        parts of sharded tensors.
         """
         held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
         held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
         own = {memory_of(item) for item in held if can_be_written(item)}
         image = self.image()
         tensors = {**image.shared_tensors, **image.local_tensors}
+        tensors = {name: item for name, item in tensors.items() if not (whole and name in image.parts)}
         return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
 
     def load(self, shared: Mapping[str, Any], local: Mapping[str, Any]) -> None:

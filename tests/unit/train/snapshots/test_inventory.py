@@ -26,6 +26,7 @@ from rollback.sentinel import Sentinel
 from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
+from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
@@ -71,11 +72,12 @@ class Thread(Ranks):
         buffer.copy_(found)
 
 
-def state_of(seed: int, rank: int) -> TrainingState:
-    """Replicas by their seed, but for what each rank has for itself: buffers that moved."""
+def state_of(seed: int, rank: int, *, still: bool = False) -> TrainingState:
+    """Replicas by their seed, but for what each rank has for itself: buffers that moved. still: the first is frozen."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(3, 40), nn.BatchNorm1d(40), nn.Linear(40, 1))
-    optimizer = torch.optim.AdamW(model.parameters())
+    model[0].requires_grad_(not still)
+    optimizer = torch.optim.AdamW([item for item in model.parameters() if item.requires_grad])
     model(torch.randn(5, 3)).sum().backward()
     optimizer.step()
     with torch.no_grad():
@@ -84,7 +86,7 @@ def state_of(seed: int, rank: int) -> TrainingState:
 
 
 class TwoHosts:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, still: bool = False) -> None:
         meeting = Meeting(2)
         self.ranks = [Thread(rank, meeting) for rank in range(2)]
         self._pool = ThreadPoolExecutor(2)
@@ -94,7 +96,7 @@ class TwoHosts:
             self.tiers.append(slots.tier_of(folder / f"memory-{rank}", "0123456789abcdef"))
             slots.claim(self.tiers[rank], folder)
         self.paths = RunPaths(folder / "run")
-        self.saved = [state_of(1, rank) for rank in range(2)]
+        self.saved = [state_of(1, rank, still=still) for rank in range(2)]
         self.name = self.both(self._save)[0]
 
     def both(self, act: Callable[[int], Any]) -> list[Any]:
@@ -115,7 +117,7 @@ class TwoHosts:
         return name
 
     def place(self, rank: int) -> CheckpointPlace:
-        return CheckpointPlace(self.tiers[rank].slot(SLOT), in_slot=True)
+        return CheckpointPlace(self.tiers[rank].slot(SLOT), self.paths, in_slot=True)
 
     def restore(self, states: list[TrainingState]) -> list[RestoreOutcome]:
         return self.both(lambda rank: restore(self.name, [self.place(rank)], self.ranks[rank], states[rank]))
@@ -144,6 +146,27 @@ def test_what_lies_on_two_hosts_is_restored_on_both(
         assert [item.data_ptr() for item in state.model.parameters()] == before[rank], "in place"
         assert all(now._version > then for now, then in zip(state.model.parameters(), versions[rank], strict=True))
     assert not torch.equal(states[0].model[1].running_mean, states[1].model[1].running_mean), "each rank's own"
+
+
+def test_frozen_weights_are_in_no_host_s_memory_and_are_put_back_on_both(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(frozen, "LEAST", 1)
+    two = TwoHosts(tmp_path, still=True)
+    (file,) = two.paths.frozen.iterdir()
+    kept = [(tier.slot(SLOT) / shard_name(rank)).read_bytes() for rank, tier in enumerate(two.tiers)]
+    weight = two.saved[0].model[0].weight.detach().numpy().tobytes()
+    assert weight in file.read_bytes()
+    assert not any(weight in shard for shard in kept)
+    states = [state_of(1, 0, still=True), state_of(2, 1, still=True)]
+    assert [result.reread for result in two.restore(states)] == [0, 2]
+    for rank, state in enumerate(states):
+        require_equal(state, two.saved[rank])
+    damage(file)
+    assert [result.place for result in two.restore([state_of(1, 0, still=True), state_of(2, 1, still=True)])] == [
+        None
+    ] * 2
+    assert all(result.place for result in two.restore([state_of(1, rank, still=True) for rank in range(2)]))
 
 
 def test_each_host_verifies_its_part_with_all_its_cores(two: TwoHosts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,7 +39,7 @@ def test_a_rank_reads_with_the_cores_that_fall_to_it(
     cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(reader, "cores_here", lambda: cores)
-    assert reader._threads(host(ranks)) == expected
+    assert reader.threads_of(host(ranks)) == expected
 
 
 @pytest.mark.parametrize("place", ["the ring", "a slot"])
@@ -64,9 +64,9 @@ def test_a_checkpoint_is_verified_with_all_of_them(place: str, tmp_path: Path, m
     assert landing.committed
 
     used = note_threads(monkeypatch, cores=5)
-    found = [CheckpointPlace(paths.checkpoint(name))]
+    found = [CheckpointPlace(paths.checkpoint(name), paths)]
     if tier is not None and flight.slot is not None and (memory := tier.memory(flight.slot)) is not None:
-        found = [CheckpointPlace(tier.paths.slot(flight.slot), in_slot=True, memory=memory.view)]
+        found = [CheckpointPlace(tier.paths.slot(flight.slot), paths, in_slot=True, memory=memory.view)]
     assert found[0].in_slot == (place == "a slot")
     back = state_of(2)
     assert restore(name, found, ranks, back).place == found[0]

@@ -1,0 +1,211 @@
+"""Frozen weights: what nothing trains is stored once in a run. docs/format.md, "Frozen weights", has the protocol.
+
+That a parameter requires no gradient does not prove that it stays as it is: a script may write to it (the slow copy of
+a momentum encoder). Version counters do not prove it either, since a write through `.data` does not count. So the
+weights are digested with every snapshot, in the thread that writes it. It may do that late: what is then as it was at
+the beginning was so when the snapshot was taken.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+import xxhash
+from torch import Tensor
+
+from rollback.checkpoints import frozen
+from rollback.checkpoints.frozen import digest_of
+from rollback.checkpoints.manifest import FrozenRecord
+from rollback.checkpoints.shard import ShardPiece, ShardReader
+from rollback.errors import CheckpointDamaged, RollbackError
+from rollback.rundir.paths import RunPaths
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots import drift
+from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
+from rollback.train.state import tree
+from rollback.train.state.state import Image, TrainingState
+
+LEAST = 1 << 20
+"""Bytes of frozen weights from which on a file of their own is worth it."""
+
+
+class NoLongerFrozen(RollbackError):
+    """Weights that a snapshot has left out are not, or not so, in the run's file: it is no checkpoint."""
+
+
+class FrozenWeights:
+    """What the snapshots of one attempt leave out. It is chosen once, and may only become less.
+
+    record: the file; None: nothing is left out. digests: the names, each with the digest of its bytes. Both are the
+    same on all ranks.
+    """
+
+    def __init__(self, paths: RunPaths) -> None:
+        self.record: FrozenRecord | None = None
+        self.digests: dict[str, str] = {}
+        self._paths = paths
+        self._prints: dict[str, str] = {}  # of this rank's own weights, when they were chosen
+        self._chosen = False
+        self._stored = False  # whether the file is there, as far as rank 0 knows
+        self._changed: set[str] = set()  # what this rank has found to be frozen no more
+
+    def agree(self, image: Image, ranks: Ranks) -> None:
+        """Collective: choose what is left out; later, leave less out if a rank has found that something has changed."""
+        changed = set[str]().union(*ranks.from_each(sorted(self._changed)))
+        self._changed.clear()
+        if not self._chosen:
+            self._choose(image, image.frozen, ranks)
+            self._chosen = True
+        elif changed and ranks.from_first(self._stored):  # the file stays, and has more than is looked for in it
+            self.digests = {name: digest for name, digest in self.digests.items() if name not in changed}
+            self.record = self.record if self.digests else None
+        elif changed:
+            self._choose(image, image.frozen & self.digests.keys() - changed, ranks)
+
+    def _choose(self, image: Image, names: frozenset[str], ranks: Ranks) -> None:
+        tensors = {name: image.shared_tensors[name] for name in sorted(names)}
+        if sum(item.nbytes for item in tensors.values()) < LEAST:
+            tensors = {}
+        self._prints = prints_of(tensors)
+        told = xxhash.xxh3_128_hexdigest(repr(self._prints).encode())
+        if len({*ranks.from_each(told)}) > 1:  # `drift` finds that replicas differ, in what is stored
+            tensors = {}
+        record, digests = None, {}
+        if tensors and ranks.first:
+            digests = self._prints | digests_of({name: item for name, item in tensors.items() if item.is_cuda})
+            record = frozen.describe(pieces_of(tensors))
+            self._stored = frozen.is_there(self._paths, record)
+        told_record, self.digests = ranks.from_first([record.model_dump() if record else None, digests])
+        self.record = FrozenRecord(**told_record) if told_record else None
+
+    def require_frozen(self, image: Image) -> None:
+        """Raise NoLongerFrozen where something that is left out may be trained now."""
+        self._give_up(self.digests.keys() - image.frozen, "require a gradient now, or are not what they were")
+
+    def require_stored(self, tensors: Mapping[str, Tensor], *, first: bool) -> None:
+        """In the thread: raise NoLongerFrozen unless these weights, left out of a snapshot, are those of the file.
+
+        first: on rank 0, which writes the file unless it is there.
+        """
+        if not tensors or self.record is None:
+            return
+        if first and not self._stored:
+            try:
+                self._stored = frozen.store(self._paths, self.record, pieces_of(tensors))
+            except OSError as error:
+                self._give_up(tensors.keys(), f"could not be written to {self._paths.frozen}: {error}")
+        now = prints_of(tensors)
+        self._give_up({name for name in now if now[name] != self._prints[name]}, "have changed")
+        if first and not self._stored:
+            self._give_up(tensors.keys(), "changed while they were written, and changed back")
+
+    def _give_up(self, names: AbstractSet[str], why: str) -> None:
+        if names:
+            self._changed |= names
+            which = f"{min(names)!r} and {len(names) - 1} other frozen weights"
+            raise NoLongerFrozen(f"{which} {why}; every checkpoint stores them from now on")
+
+    def in_words(self) -> str:
+        """What is left out; empty: nothing."""
+        if self.record is None:
+            return ""
+        return f"; {len(self.digests)} frozen weights ({self.record.size / 1e6:.1f} MB) are stored once"
+
+
+class FrozenInCheckpoint:
+    """The frozen weights of a checkpoint that is restored: compared with the live ones, and read where they differ.
+
+    `compare` first. `close` it.
+    """
+
+    def __init__(self, digests: Mapping[str, str], record: FrozenRecord | None) -> None:
+        self.digests = digests
+        self.file: ShardReader | None = None
+        self._record = record
+        self._live: dict[str, Tensor] = {}
+
+    def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> str | None:
+        """Find out what has to be read, and verify that it can be. What is wrong with it, in words."""
+        live = state.live_tensors(whole=True)
+        known = {name: live[name] for name in self.digests if name in live}
+        found = digests_of(known, threads)
+        self._live = {name: item for name, item in known.items() if found[name] == self.digests[name]}
+        differing = self.digests.keys() - self._live.keys()
+        try:
+            if differing and self._record is None:
+                raise CheckpointDamaged("its manifest names no file with the frozen weights")
+            if differing and self._record is not None:
+                self.file = frozen.read_frozen(paths, self._record, hashed=True)
+                for name in differing:
+                    if name not in self.file.entries or digest_of(self.file.data(name)) != self.digests[name]:
+                        raise CheckpointDamaged(
+                            f"the file {self.file.path} has not, or damaged, what was stored of {name!r}"
+                        )
+        except CheckpointDamaged as error:
+            self.close()
+            return (
+                f"{len(differing)} of {len(self.digests)} frozen weights of the model, as {min(differing)!r}, are not "
+                f"those of the run, and cannot be put back: {error.message}"
+            )
+        return None
+
+    def stand_in(self, name: str) -> Tensor:
+        """In place of a tensor, when it is only asked whether it is one of them. Raises KeyError."""
+        self.digests[name]
+        return torch.empty(0)
+
+    def take(self, name: str, read: Callable[[ShardReader, str], Tensor]) -> Tensor:
+        """The live tensor if it is right, else what `read` makes of the file's. After `compare`."""
+        if name in self._live:
+            return self._live[name]
+        assert self.file is not None
+        return read(self.file, name)
+
+    @property
+    def reread(self) -> int:
+        """How many are read from the file."""
+        return len(self.digests) - len(self._live)
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
+
+
+def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+    """A text for each tensor that every changed bit changes: the digest of its bytes, or what its device digests."""
+    on_device = {name: item for name, item in tensors.items() if item.is_cuda}
+    sums: Sequence[int] = []
+    if on_device:
+        device = next(iter(on_device.values())).device
+        stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        stream.wait_stream(torch.cuda.current_stream(device))
+        with torch.cuda.stream(stream):
+            sums = torch.stack([drift.on_device([item]) for item in on_device.values()]).tolist()
+    here = digests_of({name: item for name, item in tensors.items() if name not in on_device})
+    return {**dict(zip(on_device, map(str, sums), strict=True)), **here}
+
+
+def digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
+    """The digest of each tensor's bytes, wherever they lie."""
+    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-digest") as pool:
+        found = pool.map(_digest, tensors.values()) if threads > 1 else map(_digest, tensors.values())
+        return dict(zip(tensors, found, strict=True))
+
+
+def _digest(item: Tensor) -> str:
+    return digest_of(bytes_of(as_it_is_stored(item.cpu())))
+
+
+def pieces_of(tensors: Mapping[str, Tensor]) -> list[ShardPiece]:
+    """For a file of them; of what a device holds, one at a time is copied."""
+
+    def content_of(item: Tensor) -> Callable[[], list[memoryview]]:
+        return lambda: [bytes_of(as_it_is_stored(item.cpu()))]
+
+    return [
+        ShardPiece(name, tree.DTYPE_CODE[item.dtype], tuple(item.shape), content_of(item))
+        for name, item in tensors.items()
+    ]
