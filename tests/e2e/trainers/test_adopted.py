@@ -166,9 +166,9 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return run_warm(
-        [*LAUNCH, "--nproc", "1", *words], cwd=folder, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*LAUNCH, "--nproc", str(ranks), *words], cwd=folder, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
     )  # fmt: skip
 
@@ -199,6 +199,37 @@ def test_a_sign_that_comes_late_is_said_and_the_run_goes_on(tmp_path: Path) -> N
     done = refused(tmp_path, "--adopt", str(PLAIN / "refused.py"), "an optimizer that comes later", "120")
     assert done.returncode == ExitCode.DONE, done.stdout
     assert "from here on a rollback or a resume is not exact" in done.stdout
+
+
+ONE_SIDED = {
+    "another loader": "trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches",
+    "another optimizer": "the script has 2 optimizers (SGD, Adam)",
+    "an average": "what is kept besides is [] on rank 0 and ['module: AveragedModel'] on rank 1",
+    "another optimizer, later": "behind its loop over epochs",
+}
+
+
+@pytest.mark.parametrize("case", ONE_SIDED)
+def test_what_one_rank_alone_sees_ends_all_of_them_with_its_message(tmp_path: Path, case: str) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "one_sided.py"), case, ranks=2)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert ONE_SIDED[case] in done.stdout, done.stdout
+    assert "Traceback" not in done.stdout
+    assert "the end" not in done.stdout
+
+
+def test_or_all_ranks_run_unprotected(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", str(PLAIN / "one_sided.py"), "another optimizer", ranks=2)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "not protected" in done.stdout
+    assert done.stdout.count("the end") == 2
+
+
+def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", str(PLAIN / "one_sided.py"), "another loader", "110", ranks=2)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "rank 1: the script trains on two loaders" in done.stdout
+    assert facts(tmp_path / "runs" / "one_sided", Finished)
 
 
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
