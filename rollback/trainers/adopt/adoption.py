@@ -99,6 +99,7 @@ class Adoption:
         if guard is None or self._given_up or not leaves:
             return
         self._given_up = True
+        self._signs.share()
         if self._in_pass:
             self.losses.tell(guard)
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
@@ -181,6 +182,7 @@ class Adoption:
         elif self._prepared is None and len(self.made.optimizers()) > 1:
             other = "trains on its loader again, with another optimizer"
         self._signs.agree({"another training": other})
+        self._signs.share()
         return other
 
     def _places(self, epochs: int) -> Iterator[int]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import os
 from typing import Any, NoReturn
 
+import torch.distributed as dist
+
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.comm.ranks import Ranks
@@ -24,6 +26,7 @@ class Signs:
     def __init__(self, *, strict: bool) -> None:
         self._strict = strict
         self._said: set[str] = set()
+        self._unshared: list[str] = []
         self._rank = int(os.environ.get("RANK", "0"))
 
     def refuse(self, error: UsageError) -> NoReturn:
@@ -56,20 +59,36 @@ class Signs:
         if self._strict or step < _EARLY:
             self.refuse(error)
         late = "It goes on under guard; from here on a rollback or a resume is not exact"
-        self.say(f"{error.message}. {late}", each=True)
+        self._notice(f"{error.message}. {late}")
 
     def end_of_guard(self, what: str) -> None:
         """The guarded training is over, and the script begins another one: it ends, or goes on without a guard."""
         error = as_error(what)
         if self._strict:
             self.refuse(error)
-        self.say(f"not protected from here on: {error.message}", each=True)
+        self._notice(f"not protected from here on: {error.message}")
 
-    def say(self, text: str, *, each: bool = False) -> None:
-        """Once; rank 0 for all, or `each` rank that sees it."""
-        if text not in self._said and (each or not self._rank):
-            say(f"rank {self._rank}: {text}" if self._rank else text)
+    def say(self, text: str) -> None:
+        """What all ranks see: rank 0 says it, once."""
+        if text not in self._said and not self._rank:
+            say(text)
         self._said.add(text)
+
+    def share(self) -> None:
+        """Collective: rank 0, whose output is shown, says what other ranks have noticed since."""
+        if not dist.is_initialized():
+            return
+        told = Ranks().from_each(self._unshared)
+        self._unshared.clear()
+        for rank, texts in enumerate(told):
+            for text in texts:
+                if text not in self._said:
+                    self.say(f"rank {rank}: {text}")
+
+    def _notice(self, text: str) -> None:
+        self.say(text)
+        if self._rank:
+            self._unshared.append(text)
 
 
 def as_error(what: str) -> UsageError:

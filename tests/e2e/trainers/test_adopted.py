@@ -168,7 +168,8 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
 
 def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return run_warm(
-        [*LAUNCH, "--nproc", str(ranks), *words], cwd=folder, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*LAUNCH, "--nproc", str(ranks), *words], cwd=folder, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
     )  # fmt: skip
 
@@ -205,7 +206,7 @@ ONE_SIDED = {
     "another loader": "trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches",
     "another optimizer": "the script has 2 optimizers (SGD, Adam)",
     "an average": "what is kept besides is [] on rank 0 and ['module: AveragedModel'] on rank 1",
-    "another optimizer, later": "behind its loop over epochs",
+    "another optimizer, later": "another training is None on rank 0 and 'trains on its loader again, with another",
 }
 
 
@@ -213,8 +214,7 @@ ONE_SIDED = {
 def test_what_one_rank_alone_sees_ends_all_of_them_with_its_message(tmp_path: Path, case: str) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "one_sided.py"), case, ranks=2)
     assert done.returncode == ExitCode.USAGE, done.stdout
-    assert ONE_SIDED[case] in done.stdout, done.stdout
-    assert "Traceback" not in done.stdout
+    assert done.stdout.count(ONE_SIDED[case]) == 1, done.stdout
     assert "the end" not in done.stdout
 
 
@@ -259,12 +259,8 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
 # Made explicit --------------------------------------------------------------------------------------------------------
 
 
-EXPLICIT = [name for name in CASES if "over an epoch's start" not in name]
-"""Not where a window takes all that is left of an epoch: this script stands on having had a batch in each."""
-
-
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in EXPLICIT)]
+    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in CASES)]
 )
 def test_what_rollback_adopt_prints_applies_and_is_exact(tmp_path: Path, name: str, ranks: int) -> None:
     case = CASES[name]

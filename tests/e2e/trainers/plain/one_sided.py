@@ -23,24 +23,21 @@ if case == "an average" and alone:
     average = AveragedModel(model.module)
 
 
-def epochs(count):
-    strange = iter(other)
-    for _epoch in range(count):
+def train(epochs):
+    for _epoch in epochs:
         for i, (x,) in enumerate(loader):
-            if case == "another loader" and alone and i >= late:
+            if case == "another loader" and alone and i == late:
+                strange = iter(other)
                 next(strange)
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
 
 
-if case == "another loader":
-    epochs(1)
-else:
-    epochs(2)
+train(range(1) if case == "another loader" else (0, 1))
 if case == "another optimizer, later":
     if alone:
         critic = torch.optim.Adam(model.parameters())
-    epochs(1)
+    train((2,))
 print(f"the end: {model.module.weight.sum().item():.9f}")
 dist.destroy_process_group()
