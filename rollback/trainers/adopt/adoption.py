@@ -8,7 +8,7 @@
     end of the script    the guard ends with it
 
 A refusal goes the way of all refusals to the supervisor, which starts the script again without us (`--adopt`), or ends
-(`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
+(`--adopt=strict`). ScriptSigns that come between two trainings, and those that come late, when starting again would lose more
 than it mends, are only said where `--adopt` is not strict.
 
 Which loader is trained on, of what the guard is made, and whether another pass is still of the same training, each rank
@@ -37,7 +37,7 @@ from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
 from rollback.trainers.adopt.losses import UntoldLosses
 from rollback.trainers.adopt.objects import MadeObjects
 from rollback.trainers.adopt.plan import plan_for
-from rollback.trainers.adopt.signs import Signs
+from rollback.trainers.adopt.signs import ScriptSigns
 from rollback.trainers.adopt.sources import ScriptSources
 
 
@@ -48,7 +48,7 @@ class Adoption:
         self.made = MadeObjects()
         self.losses = UntoldLosses()
         self._sources = ScriptSources()
-        self._signs = Signs(strict=strict)
+        self._signs = ScriptSigns(strict=strict)
         self._guard: Guard | None = None
         self._given_up = False
         """Whether the script goes on without us."""

@@ -20,7 +20,7 @@ from rollback.train.comm.recorder import say
 _EARLY = 100  # updates: a script that is found out by then is started again
 
 
-class Signs:
+class ScriptSigns:
     """Of this rank. strict: late signs end the job too."""
 
     def __init__(self, *, strict: bool) -> None:
