@@ -8,7 +8,7 @@
     end of the script    the guard ends with it
 
 A refusal goes the way of all refusals to the supervisor, which starts the script again without us (`--adopt`), or ends
-(`--adopt=strict`). ScriptSigns that come between two trainings, and those that come late, when starting again would lose more
+(`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
 than it mends, are only said where `--adopt` is not strict.
 
 Which loader is trained on, of what the guard is made, and whether another pass is still of the same training, each rank
