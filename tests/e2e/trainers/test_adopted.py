@@ -142,6 +142,12 @@ def test_each_place_for_a_bad_batch(tmp_path: Path, name: str, ranks: int) -> No
     require_exact(tmp_path, CASES[name], ranks)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "words"), [(4, ()), (2, ("--workers", "1")), (2, ("--compile",))])
+def test_more_ranks_workers_and_a_compiled_model(tmp_path: Path, ranks: int, words: tuple[str, ...]) -> None:
+    require_exact(tmp_path, Case(bad=31, words=words), ranks)
+
+
 def require_undisturbed(folder: Path, case: Case, phases: list[str]) -> None:
     job = Job(folder, case, 2)
     job.plain("plain")
