@@ -92,15 +92,15 @@ class Adoption:
         return number if guard is None or self._stranger is not None else guard.batch_in_epoch + start
 
     def end(self) -> None:
-        """The script is through, or leaves its process group. Collective; nothing where it raised."""
+        """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
         raised = sys.exc_info()[1]
         leaves = raised is None or (isinstance(raised, SystemExit) and not raised.code)
         guard = self._guard
         if guard is None or self._given_up or not leaves:
             return
         self._given_up = True
-        self._signs.share()
         if self._in_pass:
+            self._signs.share()
             self.losses.tell(guard)
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
             left = f"the script has left its loop by itself, at step {guard.step}"
@@ -182,7 +182,6 @@ class Adoption:
         elif self._prepared is None and len(self.made.optimizers()) > 1:
             other = "trains on its loader again, with another optimizer"
         self._signs.agree({"another training": other})
-        self._signs.share()
         return other
 
     def _places(self, epochs: int) -> Iterator[int]:
@@ -210,6 +209,7 @@ class Adoption:
                 batch = self._with_guard(next, batches)
             except StopIteration:
                 self._in_pass = False
+                self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
                 if guard.interrupted:
                     raise EpochMoved from None
                 return
