@@ -2,7 +2,8 @@
 
     import rollback                                 behind the imports
     guard = rollback.Guard(model=..., ...)          before the loop over epochs, else before that over batches
-    guard.epochs(10)                                in place of range(10)
+    guard.epochs(10)                                in place of range(10); with a rehearsal where code behind the loop
+                                                    over batches needs what that has set
     guard                                           in place of the loader where it is iterated, or passed
     guard.observe(loss)                             behind backward()
 
@@ -58,11 +59,11 @@ class _Script:
         outer = epochs or batches
         scope = self._scopes[id(outer)]
         loader, guard = self._loader(batches), "guard"
+        made = {"loader": loader.id}
         if (prepared := self._prepared(scope)) is not None:
             guard = self._protect(*prepared, loader)
         else:
-            made = self._made(scope, outer)
-            made["loader"] = loader.id
+            made |= self._made(scope, outer)
             if self._scopes[id(batches)] is scope:
                 self._instead.append((loader, "guard"))
             else:
@@ -81,7 +82,9 @@ class _Script:
                 first = batches.body[0]
                 self._put.append((first.lineno - 1, f"{_indent(first)}{name} = {inside}.batch_in_epoch{more}\n"))
         if epochs is not None:
-            self._count_epochs(epochs, guard)
+            given = made["loader"] if prepared is None else f"{loader.id}.base_dataloader"
+            rehearse = f", rehearse=lambda: next(iter({given}))" if self._leaves_names(batches) else ""
+            self._count_epochs(epochs, guard, rehearse)
         self._put.append((self._behind_imports(), "import rollback\n"))
         return self._edited()
 
@@ -192,21 +195,32 @@ class _Script:
         self._put.append((prepare.end_lineno or 0, line))
         return f"{loader.id}.guard"
 
-    def _count_epochs(self, epochs: ast.For, guard: str) -> None:
+    def _leaves_names(self, batches: ast.For) -> bool:
+        """Whether code behind a loop over batches, in its function, uses a name that only the loop has set."""
+        scope = [node for node in ast.walk(self._scopes[id(batches)]) if isinstance(node, ast.Name)]
+        inside = {id(node) for node in ast.walk(batches)}
+        set_inside = {node.id for node in scope if id(node) in inside and isinstance(node.ctx, ast.Store)}
+        end = batches.end_lineno or 0
+        before = {node.id for node in scope if isinstance(node.ctx, ast.Store) and node.lineno < batches.lineno}
+        return any(
+            node.id in set_inside - before and node.lineno > end for node in scope if isinstance(node.ctx, ast.Load)
+        )
+
+    def _count_epochs(self, epochs: ast.For, guard: str, rehearse: str) -> None:
         numbers = range_of(epochs)
         assert numbers is not None
         match [*numbers.args]:
             case [count]:
-                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
+                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
             case [ast.Constant(value=0), count]:
-                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)})"))
+                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
             case [ast.Constant(value=int(first)), last]:
                 match last:
                     case ast.BinOp(left=count, op=ast.Add(), right=ast.Constant(value=more)) if more == first:
                         many = ast.unparse(count)
                     case _:
                         many = f"{ast.unparse(last)} - {first}"
-                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}))"))
+                self._instead.append((numbers, f"({first} + done for done in {guard}.epochs({many}{rehearse}))"))
             case _:
                 raise self._by_hand(epochs, f"goes over {ast.unparse(numbers)}", "guard.epochs(n) counts from 0")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.process.heartbeat import HeartbeatWriter
-from rollback.train.process.rehearsal import needs_rehearsal
+from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.snapshots.draining import at_exit, end_draining
@@ -114,6 +114,7 @@ class Guard(ScriptSide):
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
         self._passes = Passes(cursor, objects.values())
+        self._pass_rehearsal = PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
@@ -130,19 +131,25 @@ class Guard(ScriptSide):
 
     # What the script uses ------------------------------------------------------------------------------------------
 
-    def epochs(self, count: int) -> Iterator[int]:
+    def epochs(self, count: int, *, rehearse: Callable[[], Any] | None = None) -> Iterator[int]:
         """The epochs from the run's position up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
         All ranks alike. Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an
         epoch's start goes back to that epoch's body, so that the script's work between epochs is repeated too.
+
+        rehearse: makes a batch, for scripts whose code behind the loop over the guard needs what the loop's body sets.
+        Where all that is left of an epoch is skipped, the body then runs once with such a batch; on all ranks, and
+        nothing of it counts: all that the guard keeps is put back. Default: the loop is empty in such an epoch.
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
+        self._pass_rehearsal.make = rehearse
         return self._passes.epochs(whole_number(count, "guard.epochs got count"), self.finish)
 
     def finish(self, by: str) -> bool:
         """Training ends here, and not at `max_steps` or behind `guard.epochs`; `by`: what says so. All ranks alike.
 
         False where the last update was judged to demand a return: training stands elsewhere then, and goes on."""
+        self._end_pass_rehearsal()
         if self._act(self._end_step()) or not self._all_is_well():
             return False
         left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
@@ -155,7 +162,11 @@ class Guard(ScriptSide):
 
         The result is an ordinary iterator: several places of the loop's body may take from it.
         """
-        match self._passes.start_pass():
+        self._end_pass_rehearsal()
+        again = self._passes.start_pass()
+        self._pass_rehearsal.pass_begins(restored=again is not Again.NOTHING)
+        self._step_in_progress.heartbeat.empty_pass = self._passes.epoch
+        match again:
             case Again.RANDOM_STATES:
                 self._state.restore_random_states()
             case Again.EVERYTHING:
@@ -178,7 +189,10 @@ class Guard(ScriptSide):
     def _next(self) -> Any:
         if not self._passes.count:
             iter(self)  # a script may call next() alone
+        self._end_pass_rehearsal()
         if self._passes.over:
+            if self._pass_rehearsal.due:
+                return self._pass_rehearsal.begin()
             self._passes.note_end()
             raise StopIteration
         self._act(Attend() if self._requests.starting else self._end_step())
@@ -190,8 +204,10 @@ class Guard(ScriptSide):
             try:
                 if self._batches.open_epoch():
                     self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
-                if not self._snapshot_due() or self._take_snapshot():
-                    return self._hand_out_batch()
+                rehearsed = self._pass_rehearsal.due and self._batches.rest_is_skipped()
+                if (rehearsed or self._snapshot_due()) and not self._take_snapshot(rehearsed=rehearsed):
+                    continue
+                return self._pass_rehearsal.begin() if self._pass_rehearsal.ready else self._hand_out_batch()
             except StopIteration:
                 if not self._all_is_well():
                     continue
@@ -226,6 +242,7 @@ class Guard(ScriptSide):
             self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
         )
         self._end.go_on()
+        self._pass_rehearsal.due, self._step_in_progress.heartbeat.empty_pass = False, None
         return self._step_in_progress.hand_out(batch)
 
     def _end_step(self) -> Decision | None:
@@ -280,16 +297,24 @@ class Guard(ScriptSide):
         due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
 
-    def _take_snapshot(self) -> bool:
+    def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
         """Take a snapshot at this step's end. False: a rollback came first.
 
-        The last step is judged first, so that the sentinel's state in the checkpoint is complete.
+        The last step is judged first, so that the sentinel's state in the checkpoint is complete. rehearsed: what comes
+        next is put back to it; where that is the state that was restored last, it needs no other.
         """
         if not self._all_is_well():
             return False
-        if self._judge.calm:
+        if rehearsed:
+            self._pass_rehearsal.prepare(lambda: self._checkpoints.schedule.take_now(self._judge.timeline))
+        elif self._judge.calm:
             self._checkpoints.schedule.take_snapshot(self._judge.timeline)
         return True
+
+    def _end_pass_rehearsal(self) -> None:
+        """Collective: put back all that a batch has changed that does not count, if that was the last one."""
+        if self._pass_rehearsal.end():
+            self._rewinder.restore_again(RollbackCause.EPOCH_START, self._pass_rehearsal.source)
 
     # Ends ----------------------------------------------------------------------------------------------------------
 

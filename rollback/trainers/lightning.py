@@ -25,6 +25,7 @@ from torch.utils.data import DataLoader, IterableDataset
 from rollback.errors import UsageError
 from rollback.train import attach
 from rollback.train.guard import Guard
+from rollback.trainers.first_batches import first_batches
 from rollback.trainers.lightning_state import FitState
 from rollback.trainers.saved_files import SavedFiles
 
@@ -62,8 +63,6 @@ def _require_known(trainer: Any) -> None:
         (trainer.fast_dev_run, "fast_dev_run trains a few batches to try the script", "protect the real run"),
         (trainer.overfit_batches > 0, f"overfit_batches={trainer.overfit_batches} replaces the sampler",
          "train on a torch.utils.data.Subset"),
-        (trainer.limit_train_batches != 1.0, f"limit_train_batches={trainer.limit_train_batches} breaks off its epochs",
-         "train on a torch.utils.data.Subset, or with a sampler of as many samples; max_steps=N ends the training"),
         (trainer.reload_dataloaders_every_n_epochs, "reload_dataloaders_every_n_epochs makes another loader in mid-run",
          "one loader for the whole run; a sampler or data set with set_epoch may choose other samples in each epoch"),
         (getattr(trainer, "_val_check_time_interval", None) is not None,
@@ -244,7 +243,7 @@ class _GuardedFit:
         self.guard.keep(lightning=self._state)
 
     def _loader(self) -> DataLoader[Any]:
-        """The one that is trained on. Raises UsageError for what a guard cannot go back in."""
+        """The one that is trained on, as far as Lightning is to read it. Raises UsageError for what cannot be kept."""
         combined = self._loop._combined_loader
         loader = combined.iterables
         if len(combined.flattened) != 1 or loader is not combined.flattened[0]:
@@ -260,7 +259,7 @@ class _GuardedFit:
                 hint="take a DataLoader of a data set with len() and __getitem__; a loop of your own over such data "
                 "can have a rollback.Guard",
             )
-        return loader
+        return first_batches(loader, len(self))
 
     def _train_epoch(self) -> bool:
         """One epoch, from where the guard stands. False: training goes on in an earlier one."""
@@ -322,7 +321,8 @@ class _GuardedFit:
         combined_loader._iterator = self  # which it asks for its length
 
     def __len__(self) -> int:
-        return len(self._loop._combined_loader.flattened[0])
+        combined = self._loop._combined_loader
+        return int(min(len(combined.flattened[0]), combined.limits[0]))  # `limit_train_batches`
 
     def __iter__(self) -> _GuardedFit:
         return self

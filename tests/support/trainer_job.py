@@ -63,6 +63,8 @@ class TrainerJob:
     stream: str = ""
     """Where the data are an IterableDataset: `plain`, `drawing` tokens from the process's random states, `datasets`
     or `datasets, shuffled`."""
+    scaled: bool = False
+    """With the gradient scaler that Accelerate makes for float16 on a GPU. Its first factors are too large."""
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
 
@@ -282,6 +284,7 @@ class Job:
                 control.should_training_stop = control.should_training_stop or state.global_step == job.stop_at
 
         trainer: Any = Watched(callbacks=[Stopping()], **given)
+        self.scale(trainer.accelerator)
         if self.run is not None:
             rollback.protect(trainer, **self.settings())
         output = trainer.train()
@@ -291,6 +294,10 @@ class Job:
             best=trainer.state.best_metric, loss=output.training_loss, flos=trainer.state.total_flos,
             tokens=trainer.state.num_input_tokens_seen, saved=self.saved(),
         )  # fmt: skip
+
+    def scale(self, accelerator: Any) -> None:
+        if self.job.scaled:
+            accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127, growth_interval=20)
 
     def arguments(self, kind: Any) -> Any:
         job = self.job
@@ -326,6 +333,7 @@ class Job:
         accelerator = Accelerator(
             cpu=True, gradient_accumulation_steps=job.accumulate, dataloader_config=DataLoaderConfiguration(**job.more)
         )
+        self.scale(accelerator)
         model = self.model()
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         how: Any = {"batch_size": job.batch_size, "shuffle": not job.stream, "num_workers": job.workers}

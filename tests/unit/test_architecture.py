@@ -64,3 +64,18 @@ def test_processes_are_told_apart_in_one_place_and_not_by_the_time_of_day(path: 
 @pytest.mark.parametrize("path", MODULES, ids=lambda path: str(path.relative_to(ROOT)))
 def test_nothing_is_pickled(path: Path) -> None:
     assert not re.search(r"^\s*(import|from) +c?pickle\b|torch\.(save|load)\(", path.read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    "path", [path for path in MODULES if "trainers" in path.parts], ids=lambda path: str(path.relative_to(ROOT))
+)
+def test_trainers_go_by_what_a_guard_shows(path: Path) -> None:
+    """They stand on its public face, as scripts do."""
+    guards = ("guard", "_guard")
+    private = [
+        ast.unparse(node)
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr.startswith("_") and not node.attr.endswith("__")
+        and ast.unparse(node.value).rpartition(".")[2] in guards
+    ]  # fmt: skip
+    assert private == []

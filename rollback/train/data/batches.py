@@ -83,6 +83,15 @@ class Batches:
             self._check(self._cursor.batch, self._cursor.ahead)
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
+    def rest_is_skipped(self) -> bool:
+        """Collective: whether all that is left of the open epoch is on the skip list. False where it has no length."""
+        cursor = self._cursor
+        window = next((window for window in self.skips.windows if cursor.batch in window), None)
+        if window is None:  # on all ranks alike
+            return False
+        end = cursor.epoch_end
+        return self._ranks.all_of(end is not None and cursor.batch < end <= window.last + 1)
+
     def _check(self, position: int, data: Any) -> None:
         """Compare a batch that was read with the draw log, and add it there."""
         skipped, opening = self.skips.digest_before(position), self._cursor.opening_digest()

@@ -78,9 +78,12 @@ class Rewinder:
         self._publish(RollbackCause.PLAN, target, Case(decision.incident, plan, restored))
         return None
 
-    def restore_again(self, cause: RollbackCause) -> None:
-        """Restore again, to undo what the script's own code did since the restore. The journal does not mention it."""
-        source = self._source
+    def restore_again(self, cause: RollbackCause, name: str | None = None) -> None:
+        """Restore again, to undo what the script's own code did since the restore. The journal does not mention it.
+
+        name: the checkpoint; None: the one that was restored last.
+        """
+        source = self._source if name is None else self._checkpoints.manifest(name)
         assert source is not None
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
         if result.place is None:

@@ -33,6 +33,13 @@ _LIBRARIES = [_OURS, *(Path(module.__file__).parent for module in (torch, thread
 """Frames in these folders do not distinguish errors. The last folder is Python's own library."""
 
 
+_EMPTY_PASS = (
+    "the loop over the guard had no batch in epoch {epoch}: all that was left of it is skipped, or was trained on by "
+    "an earlier attempt. So code behind that loop must not need what only the loop's body sets: set it before the "
+    "loop, or have guard.epochs(n, rehearse=...) give the body a batch that does not count (docs/guard.md, Epochs)"
+)
+
+
 @dataclass(frozen=True)
 class Standing:
     """What a rank is doing, and where."""
@@ -48,10 +55,16 @@ class FailureRecorder:
     """Records every exception that nobody catches, before the earlier hook prints it."""
 
     def __init__(
-        self, path: Path, rank: int, attempt: int, standing: Callable[[], Standing], cursor: Cursor | None = None
+        self,
+        path: Path,
+        rank: int,
+        attempt: int,
+        standing: Callable[[], Standing],
+        cursor: Cursor | None = None,
+        empty_pass: Callable[[], int | None] = lambda: None,
     ) -> None:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
-        self._cursor = cursor
+        self._cursor, self._empty_pass = cursor, empty_pass
         self._pid = os.getpid()
         self.spoken = False
         """Whether there was an exception that nobody caught."""
@@ -67,10 +80,18 @@ class FailureRecorder:
             say(f"the error could not be recorded in {self._path} ({failure})")
         finally:
             self._before(kind, error, trace)
+            if (remark := self._remark(error)) is not None:
+                say(remark)
+
+    def _remark(self, error: BaseException) -> str | None:
+        """What a user should know of an error that comes of how the guard loops; None: nothing."""
+        epoch = self._empty_pass()
+        return _EMPTY_PASS.format(epoch=epoch) if isinstance(error, NameError) and epoch is not None else None
 
     def _account(self, error: Exception) -> FailureRecord:
         standing, name, message = self._standing(), qualified_name(type(error)), message_of(error)
         frames = frames_of(error, _LIBRARIES)
+        said = message if (remark := self._remark(error)) is None else f"{message} ({remark})"
         now = time.time()
         reading = standing.doing == "reading"
         samples = self._cursor.in_hand(reading) if self._cursor and standing.doing in ("reading", "training") else None
@@ -79,6 +100,6 @@ class FailureRecorder:
             rank=self._rank, pid=self._pid, host=host_name(), attempt=self._attempt,
             at=datetime.fromtimestamp(now, timezone.utc).isoformat(timespec="milliseconds"), seconds=now,
             step=standing.step, batch=standing.batch, whole_step=standing.whole_step, doing=standing.doing,
-            error=name, message=message, traceback=formatted(error), frames=frames,
+            error=name, message=said, traceback=formatted(error), frames=frames,
             fingerprint=fingerprint(name, message, frames), samples=list(samples or ()), unreadable=unreadable,
         )  # fmt: skip

@@ -53,9 +53,13 @@ class HeartbeatWriter:
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
+        self.empty_pass: int | None = None
+        """The epoch of a pass over the guard that had no batch, until the next batch."""
         self._write()
         failure = paths.failure(attempt, ranks.rank)
-        self._last_words = FailureRecorder(failure, ranks.rank, attempt, lambda: self.standing, cursor)
+        self._last_words = FailureRecorder(
+            failure, ranks.rank, attempt, lambda: self.standing, cursor, lambda: self.empty_pass
+        )
         _dump_stacks_on_signal(paths.rank_stacks(attempt, ranks.rank))
         if not faulthandler.is_enabled():
             faulthandler.enable(file=2, all_threads=False)  # then a crash in native code shows its place on stderr

@@ -160,8 +160,9 @@ class SnapshotSchedule:
 
     def _kept(self) -> str | None:
         """The checkpoint of the present state, if there is one."""
-        newest, here = self._checkpoints.newest(), (self._state.counters.step, self._state.cursor.batch)
-        return newest.name if newest is not None and (newest.step, newest.batch) == here else None
+        newest, cursor = self._checkpoints.newest(), self._state.cursor
+        here = self._state.counters.step, cursor.batch, not cursor.opened
+        return newest.name if newest is not None and (newest.step, newest.batch, newest.over) == here else None
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Training goes on where there is a checkpoint; what came between is no part of a step."""

@@ -1,4 +1,4 @@
-"""What becomes of a script that is watched: whether it is under guard, of what the guard is made, what is refused.
+"""What becomes of a script that is watched: whether it is under guard, and what the guard is told of it.
 
     loader iterated      if it is trained on, the guard is made here, before the first batch is drawn
     its batches          the guard's
@@ -10,15 +10,16 @@
 A refusal goes the way of all refusals to the supervisor, which starts the script again without us (`--adopt`), or ends
 (`--adopt=strict`). Signs that come between two trainings, and those that come late, when starting again would lose more
 than it mends, are only said where `--adopt` is not strict.
+
+Which loader is trained on, of what the guard is made, and whether another pass is still of the same training, each rank
+finds out by itself. The ranks compare that in a collective: each has come to the iteration of a loader that is trained
+on. A rank that does not come there trains something else, and ends at its next sign.
 """
 
 from __future__ import annotations
 
 import builtins
-import gc
-import os
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from types import CodeType
 from typing import Any
@@ -26,47 +27,50 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader
 
 from rollback.errors import UsageError
 from rollback.source.loops import COUNT, EPOCHS, MOVED
-from rollback.train import attach
 from rollback.train.comm.recorder import say
-from rollback.train.events import RollbackCause
 from rollback.train.guard import Guard
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
-from rollback.trainers.adopt.objects import gradients_kept, trained_objects
+from rollback.trainers.adopt.losses import UntoldLosses
+from rollback.trainers.adopt.objects import MadeObjects
+from rollback.trainers.adopt.plan import plan_for
+from rollback.trainers.adopt.signs import ScriptSigns
 from rollback.trainers.adopt.sources import ScriptSources
-from rollback.trainers.protect import module_of
-
-_EARLY = 100  # updates: a script that is found out by then is started again
 
 
 class Adoption:
     """Of the script in this rank. strict: late signs end it too. Methods are called by `hooks`, on every rank alike."""
 
     def __init__(self, *, strict: bool) -> None:
-        self._strict = strict
-        self._made: list[weakref.ref[Any]] = []
+        self.made = MadeObjects()
+        self.losses = UntoldLosses()
         self._sources = ScriptSources()
+        self._signs = ScriptSigns(strict=strict)
         self._guard: Guard | None = None
         self._given_up = False
         """Whether the script goes on without us."""
+        self._other: str | None = None
+        """What this rank has begun to train behind the guarded training."""
         self._reading = False
         """Whether it is the guard that iterates, not the script."""
-        self._in_backward = False
+        self._in_pass = False
+        """Whether a pass over the guard has begun and not come to its end."""
         self._loader: Any = None
-        self._prepared: Any = None  # what hands out the guard's batches where Accelerate has prepared the loader
-        self._optimizer: Optimizer | None = None
+        self._prepared: Any = None
+        """What hands out the guard's batches where Accelerate has prepared the loader."""
         self._model: nn.Module | None = None
+        self._optimizer: Optimizer | None = None
         self._loop: EpochLoop | None = None
         self._steered: EpochLoop | None = None
         self._stranger: Any = None
         """The loader that the last batch came from, where it is not ours."""
-        self._untold: list[Tensor] = []
-        self._scaled: tuple[weakref.ref[Tensor], Tensor] | None = None
-        self._updated = False
-        self._said: set[str] = set()
+
+    @property
+    def _guarded(self) -> Guard | None:
+        return None if self._given_up or self._other is not None else self._guard
 
     # The script ------------------------------------------------------------------------------------------------------
 
@@ -79,232 +83,187 @@ class Adoption:
         """What the script goes over in place of `numbers`."""
         return EpochLoop(numbers, self._begin_epochs) if type(numbers) is range and len(numbers) else numbers
 
-    def count(self, number: int, start: int) -> int:
-        """What the script counts its batches as, in place of `number`."""
-        if self._guard is None or self._given_up or self._stranger is not None:
-            return number
-        return self._guard.batch_in_epoch + start
-
     def _begin_epochs(self, loop: EpochLoop) -> None:
         self._loop = loop
 
+    def count(self, number: int, start: int) -> int:
+        """What the script counts its batches as, in place of `number`."""
+        guard = self._guarded
+        return number if guard is None or self._stranger is not None else guard.batch_in_epoch + start
+
     def end(self) -> None:
-        """The script is through, or leaves its process group. Collective; nothing where it raised."""
-        guard = self._guard
+        """The script is through, or leaves its process group. Collective inside a pass; nothing where it raised."""
         raised = sys.exc_info()[1]
         leaves = raised is None or (isinstance(raised, SystemExit) and not raised.code)
+        guard = self._guard
         if guard is None or self._given_up or not leaves:
             return
         self._given_up = True
-        if not guard._passes.over and not (self._steered and self._steered.over):
-            self._tell_losses()
+        if self._in_pass:
+            self._signs.share()
+            self.losses.tell(guard)
             stays = self._with_guard(guard.finish, "the script's own end of its loop")
             left = f"the script has left its loop by itself, at step {guard.step}"
             if not stays:
                 say(f"{left}; its last update was judged to demand a return. The next attempt goes on from there")
                 raise SystemExit(1)
-            self._say(f"{left}. If a count of its own told it to: a rollback and a resume leave that count behind")
+            why = "If a count of its own told it to: a rollback and a resume leave that count behind"
+            self._signs.say(f"{left}. {why}")
         guard.close()
 
     def leave_group(self, original: Callable[..., Any], *given: Any, **others: Any) -> Any:
         self.end()
         return original(*given, **others)
 
-    # Objects ---------------------------------------------------------------------------------------------------------
-
-    def made(self, thing: Any) -> None:
-        self._made.append(weakref.ref(thing))
-
-    def _alive(self) -> list[Any]:
-        """What was made and is there still, in the order in which it was made: the same on all ranks."""
-        gc.collect()
-        found = [thing for reference in self._made if (thing := reference()) is not None]
-        self._made = [weakref.ref(thing) for thing in found]
-        return found
+    def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:
+        """Guard.__init__: a script that has a guard of its own is not adopted."""
+        if not self._reading:
+            self._given_up = True
+            self._signs.say("the script makes a guard by itself: --adopt has nothing to do")
+        original(guard, **given)
 
     # Loaders ---------------------------------------------------------------------------------------------------------
 
     def iterate(self, original: Callable[..., Any], loader: DataLoader[Any]) -> Any:
         """`iter(loader)` of a torch DataLoader."""
-        return original(loader) if self._reading else self._iterate(original, loader)
+        return original(loader) if self._reading else self.iterate_prepared(original, loader)
 
     def iterate_prepared(self, original: Callable[..., Any], loader: Any) -> Any:
         """`iter(loader)` of a loader that Accelerate has prepared."""
-        return self._iterate(original, loader)
-
-    def _iterate(self, original: Callable[..., Any], loader: Any) -> Any:
         if self._given_up or not torch.is_grad_enabled():
             return original(loader)
         if self._guard is not None and loader is not self._loader:
             return _Strangers(self, original(loader), loader)
-        if not self._is_trained_on():
+        if self._sources.trains() is False or not self.made.are_trained():
             return original(loader)
+        steerable = self._loop is not None and self._loop.at_first
         if self._guard is None:
-            self._adopt(loader)
-        elif self._steered is not None and (self._steered.over or self._loop is not self._steered):
-            self._sign("trains on its loader again, behind its loop over epochs", between=True)
+            self._adopt(loader, epochs=len(self._loop) if self._loop is not None and steerable else None)
+            if self._loop is not None and steerable:
+                self._steered = self._loop
+                self._loop.steer(self._places(len(self._loop)))
+        elif (other := self._other_training()) is not None:
+            self._signs.end_of_guard(other)
+            self._given_up = True
+            self._guard.close()
             return original(loader)
-        elif self._prepared is None and len(_optimizers(self._alive())) > 1:
-            self._sign("trains on its loader again, with another optimizer", between=True)
-            return original(loader)
-        assert self._guard is not None
-        if self._steered is None and self._loop is not None and self._loop.at_first and not self._guard._passes.count:
-            self._steered = self._loop
-            self._loop.steer(self._places(self._guard, len(self._loop)))
-        return self._pass(original)
+        return self._pass()
 
-    def _is_trained_on(self) -> bool:
-        """Whether the loader that is being iterated is to be trained on, as far as source and model tell."""
-        return self._sources.trains() is not False and self._in_training_mode()
-
-    def _in_training_mode(self) -> bool:
-        """Whether a module is that an optimizer trains."""
-        made = self._alive()
-        trained = {
-            id(p) for optimizer in _optimizers(made) for group in optimizer.param_groups for p in group["params"]
-        }
-        modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
-        return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
-
-    def _adopt(self, loader: Any) -> None:
-        """Make the guard, of all that there is. Collective; ends this rank where it cannot be."""
+    def _adopt(self, loader: Any, epochs: int | None) -> None:
+        """Make the guard, of all that there is. Collective; ends the ranks where it cannot be."""
+        seen: dict[str, Any]
         try:
-            if type(loader).__module__.partition(".")[0] == "accelerate":
-                self._with_guard(self._adopt_prepared, loader)
-            else:
-                self._adopt_plain(loader)
+            plan = plan_for(loader, self.made.alive())
+            seen = {
+                "the number of epochs": epochs,
+                "the model": type(plan.model).__name__, "the optimizer": type(plan.optimizer).__name__,
+                "what is kept besides": plan.objects,
+            }  # fmt: skip
         except UsageError as error:
-            attach.refuse(_named(error))
-        assert self._guard is not None
-        self._loader = loader
+            seen = {"refused": {"message": error.message, "hint": error.hint}}
+        self._signs.agree(seen)
+        try:
+            self._guard, self._prepared = self._with_guard(plan.make)
+        except UsageError as error:
+            self._signs.refuse(error)
+        self._model, self._optimizer, self._loader = plan.model, plan.optimizer, loader
         for counter in self._sources.counters():
-            self._say(
+            self._signs.say(
                 f"the script counts with `{counter.name}` by itself (line {counter.line})"
                 + (", and ends its loop by it" if counter.ends else "")
                 + ": a rollback and a resume leave that count behind. guard.keep is for such values"
             )
 
-    def _adopt_plain(self, loader: Any) -> None:
-        if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
-            raise UsageError(
-                f"the script trains on a {type(loader.dataset).__name__}, which is only read in order: what it keeps "
-                "for itself while it is read cannot be put back",
-                hint="a data set with len() and __getitem__, or one with state_dict and load_state_dict",
-            )
-        if type(loader).__iter__ is not DataLoader.__iter__:
-            raise UsageError(
-                f"the script trains on a {type(loader).__name__}, which iterates in its own way",
-                hint="a torch DataLoader; other loaders can be handed to a rollback.Guard",
-            )
-        model, optimizer, objects = trained_objects(self._alive())
-        self._model, self._optimizer = model, optimizer
-        self._guard = self._with_guard(Guard, model=model, optimizer=optimizer, loader=loader, **objects)
+    def _other_training(self) -> str | None:
+        """Collective, where the guard's loader is trained on again: why that is another training; None: it is not."""
+        other = self._other
+        if self._steered is not None and (self._steered.over or self._loop is not self._steered):
+            other = "trains on its loader again, behind its loop over epochs"
+        elif self._prepared is None and len(self.made.optimizers()) > 1:
+            other = "trains on its loader again, with another optimizer"
+        self._signs.agree({"another training": other})
+        return other
 
-    def _adopt_prepared(self, loader: Any) -> None:
-        accelerators = [thing for thing in gc.get_objects() if type(thing).__name__ == "Accelerator"]
-        if len(accelerators) != 1:
-            raise UsageError(
-                f"the script has {len(accelerators)} objects of class Accelerator, and --adopt goes by one",
-                hint="rollback.protect(accelerator, ...) takes what one of them has prepared",
-            )
-        accelerator = accelerators[0]
-        prepared = [*accelerator._models, *accelerator._optimizers, loader, *accelerator._schedulers]
-        given = module_of((accelerator,)).protect(accelerator, *prepared)
-        self._prepared = given[next(place for place, item in enumerate(prepared) if item is loader)]
-        self._guard = self._prepared.guard
-        self._model, self._optimizer = prepared[0], accelerator._optimizers[0].optimizer
-
-    def _places(self, guard: Guard, epochs: int) -> Iterator[int]:
+    def _places(self, epochs: int) -> Iterator[int]:
         """Of the epochs to come in a steered loop. Collective."""
-        places = guard.epochs(epochs)
+        assert self._guard is not None
+        loader = self._loader if self._prepared is None else self._loader.base_dataloader
+        places = self._guard.epochs(epochs, rehearse=lambda: next(iter(loader)))
         try:
             while (place := self._with_guard(next, places, None)) is not None:
                 yield place
         except UsageError as error:
-            attach.refuse(error, status=1)
+            self._signs.refuse(error)
 
-    def _pass(self, original: Callable[..., Any]) -> Iterator[Any]:
+    def _pass(self) -> Iterator[Any]:
         """A pass over the guard."""
         guard = self._guard
         assert guard is not None
         if self._prepared is not None and self._steered is not None:
             self._loader.iteration = self._steered.place
         batches = iter(self._prepared if self._prepared is not None else self._with_guard(iter, guard))
-        if self._prepared is None and self._steered is not None and all_is_skipped(guard):
-            # The code behind the script's loop stands on what its body has left.
-            with gradients_kept(guard._state.optimizer):
-                yield self._with_guard(lambda: next(original(self._loader)))
-            self._untold.clear()
-            self._with_guard(guard._rewinder.restore_again, RollbackCause.EPOCH_START)
+        self._in_pass = True
         while True:
-            self._tell_losses()
+            self.losses.tell(guard)
             try:
                 batch = self._with_guard(next, batches)
             except StopIteration:
-                if guard._passes.interrupted:
+                self._in_pass = False
+                self._signs.share()  # here the ranks have just met; at the script's end some might wait long for others
+                if guard.interrupted:
                     raise EpochMoved from None
                 return
             self._stranger = None
             yield batch
 
-    def _with_guard(self, call: Callable[..., Any], *given: Any, **others: Any) -> Any:
+    def _with_guard(self, call: Callable[..., Any], *given: Any) -> Any:
         """What the guard iterates meanwhile is its own."""
         before, self._reading = self._reading, True
         try:
-            return call(*given, **others)
+            return call(*given)
         except SystemExit:
             self._given_up = True  # the ranks stop together, and the guard is closed
             raise
         finally:
             self._reading = before
 
+    def strange_batch(self, loader: Any) -> None:
+        """The script takes a batch of another loader. Whether it trains on it, backward says."""
+        if torch.is_grad_enabled() and self._model is not None and self._model.training:
+            self._stranger = loader
+
     # Losses and updates ----------------------------------------------------------------------------------------------
 
-    def scale(self, original: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
-        """GradScaler.scale: the loss is what is handed to it, not what it returns."""
-        scaled = original(scaler, outputs)
-        if isinstance(scaled, Tensor) and isinstance(outputs, Tensor):
-            self._scaled = weakref.ref(scaled), outputs.detach()
-        return scaled
-
     def backward(self, original: Callable[..., Any], tensors: Any, *given: Any, **others: Any) -> Any:
-        """torch.autograd.backward, by which all calls of backward go."""
-        if self._in_backward or self._guard is None or self._given_up:
+        if self._guarded is None:
             return original(tensors, *given, **others)
         if self._stranger is not None:
-            self._sign(f"trains on two loaders: one of {_described(self._loader)}, one of {_described(self._stranger)}")
-        self._in_backward = True
-        try:
-            result = original(tensors, *given, **others)
-        finally:
-            self._in_backward = False
-        if isinstance(tensors, Tensor) and tensors.numel() == 1 and self._prepared is None:
-            scaled = self._scaled is not None and self._scaled[0]() is tensors
-            self._untold.append(self._scaled[1] if scaled and self._scaled else tensors.detach())
-        return result
+            ours, other = _described(self._loader), _described(self._stranger)
+            self._sign(f"trains on two loaders: one of {ours}, one of {other}")
+        if self._prepared is not None:  # Accelerate's backward tells the guard
+            return original(tensors, *given, **others)
+        return self.losses.backward(original, tensors, *given, **others)
 
     def clip(self, original: Callable[..., Any], parameters: Any, *given: Any, **others: Any) -> Any:
         """clip_grad_norm_: the norm before clipping, where it is that of all gradients, is the update's."""
         parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         norm = original(parameters, *given, **others)
         kind = given[1] if len(given) > 1 else others.get("norm_type", 2.0)
-        if self._untold and self._optimizer is not None and float(kind) == 2.0:
-            clipped = {id(parameter) for parameter in parameters}
-            groups = self._optimizer.param_groups
-            if all(id(p) in clipped for group in groups for p in group["params"] if p.grad is not None):
-                self._tell_losses(norm)
+        guard, optimizer = self._guarded, self._optimizer
+        if guard is not None and optimizer is not None and self.losses.is_norm_of_all(optimizer, parameters, kind):
+            self.losses.tell(guard, norm)
         return norm
 
     def before_update(self, optimizer: Optimizer) -> None:
         """An optimizer is about to make an update."""
-        if self._given_up or optimizer is self._optimizer:
+        if self._given_up or self._other is not None or optimizer is self._optimizer:
             return
         if not any(p.grad is not None for group in optimizer.param_groups for p in group["params"]):
             return
         if self._guard is not None:
             self._sign(f"trains with a second optimizer, {type(optimizer).__name__}, which was not there at the start")
             return
-        attach.refuse(
+        self._signs.refuse(
             UsageError(
                 f"the script updates a model ({self._sources.caller()}) with a batch that came from no DataLoader",
                 hint="--adopt knows batches of a torch DataLoader; with a callable or an iterator of your own make a "
@@ -312,49 +271,18 @@ class Adoption:
             )
         )
 
-    def _tell_losses(self, grad_norm: Tensor | None = None) -> None:
-        losses, self._untold = self._untold, []
-        for loss in losses:
-            assert self._guard is not None
-            last = loss is losses[-1]
-            self._guard.observe(loss, grad_norm=grad_norm if last else None)
+    def _sign(self, what: str) -> None:
+        """The script does what the guard cannot keep exact. This rank alone may see it.
 
-    # Signs -----------------------------------------------------------------------------------------------------------
-
-    def script_makes_guard(self, original: Callable[..., Any], guard: Guard, **given: Any) -> None:
-        """Guard.__init__: a script that has a guard of its own is not adopted."""
-        if not self._reading:
-            self._given_up = True
-            self._say("the script makes a guard by itself: --adopt has nothing to do")
-        original(guard, **given)
-
-    def strange_batch(self, loader: Any) -> None:
-        """The script takes a batch of another loader. Whether it trains on it, backward says."""
-        if torch.is_grad_enabled() and self._model is not None and self._model.training:
-            self._stranger = loader
-
-    def _sign(self, what: str, *, between: bool = False) -> None:
-        """The script does what the guard cannot keep exact. between: two trainings; the guarded one is over."""
-        guard = self._guard
-        assert guard is not None
-        error = UsageError(
-            f"the script {what}: what a guard of the first alone keeps would not be exact",
-            hint="`rollback adopt` shows how a guard is written into a script, which then says what it is to keep",
-        )
-        over = between or guard._passes.over
-        if self._strict or not (over or guard.step >= _EARLY):
-            attach.refuse(error, status=1)
-        if over:
-            self._given_up = True
-            guard.close()
-            self._say(f"not protected from here on: {error.message}")
+        Where that is only said, it goes on calling the guard as the other ranks do. Behind the guarded training it says
+        at the next iteration of the guard's loader, if there is one, that it has left (`_other_training`).
+        """
+        assert self._guard is not None
+        if self._in_pass or (self._steered is not None and not self._steered.over):
+            self._signs.note(what, self._guard.step)
         else:
-            self._say(f"{error.message}. It goes on under guard; from here on a rollback or a resume is not exact")
-
-    def _say(self, text: str) -> None:
-        if text not in self._said and os.environ.get("RANK", "0") == "0":
-            say(text)
-        self._said.add(text)
+            self._signs.end_of_guard(what)
+            self._other = what
 
 
 class _Strangers:
@@ -375,26 +303,8 @@ class _Strangers:
         return getattr(self._batches, name)
 
 
-def all_is_skipped(guard: Guard) -> bool:
-    """Whether no batch is left of the epoch that the guard was put back into: it is over, or its rest is skipped."""
-    cursor, batches = guard._state.cursor, guard._state.cursor.epoch_batches
-    if guard._rewinder._source is None or not cursor.opened or batches is None:
-        return guard._passes.over and guard._rewinder._source is not None
-    end = cursor.batch - cursor.offset + batches
-    return any(window.first <= cursor.batch and end - 1 <= window.last for window in guard._batches.skips.windows)
-
-
-def _optimizers(made: list[Any]) -> list[Optimizer]:
-    """Torch's own: what wraps one, as Accelerate's does, has not begun one itself."""
-    return [thing for thing in made if isinstance(thing, Optimizer) and "param_groups" in vars(thing)]
-
-
 def _described(loader: Any) -> str:
     try:
         return f"{len(loader)} batches of a {type(loader.dataset).__name__}"
     except (TypeError, AttributeError):
         return f"a {type(loader).__name__}"
-
-
-def _named(error: UsageError) -> UsageError:
-    return UsageError(error.message.replace("rollback.protect got", "the script has"), hint=error.hint)

@@ -24,10 +24,10 @@ from rollback.trainers.adopt.adoption import Adoption
 def watch(adoption: Adoption) -> None:
     """From now on."""
     for kind in (nn.Module, Optimizer, LRScheduler, torch.amp.GradScaler):
-        _note_instances(kind, adoption.made)
+        _note_instances(kind, adoption.made.note)
     _replace(DataLoader, "__iter__", adoption.iterate)
     _replace(torch.autograd, "backward", adoption.backward)
-    _replace(torch.amp.GradScaler, "scale", adoption.scale)
+    _replace(torch.amp.GradScaler, "scale", adoption.losses.scale)
     for module in (nn.utils, nn.utils.clip_grad):
         _replace(module, "clip_grad_norm_", adoption.clip)
     _replace(Guard, "__init__", adoption.script_makes_guard)

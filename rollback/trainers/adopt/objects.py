@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import gc
+import weakref
 from typing import Any
 
 import torch
@@ -14,22 +14,54 @@ from torch.optim.lr_scheduler import LRScheduler
 from rollback.errors import UsageError
 
 
-def trained_objects(made: Sequence[Any]) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
+class MadeObjects:
+    """Modules, optimizers, schedulers and gradient scalers, as long as they are there."""
+
+    def __init__(self) -> None:
+        self._made: list[weakref.ref[Any]] = []
+
+    def note(self, thing: Any) -> None:
+        """It is being made."""
+        self._made.append(weakref.ref(thing))
+
+    def alive(self) -> list[Any]:
+        """In the order in which they were made."""
+        gc.collect()
+        found = [thing for reference in self._made if (thing := reference()) is not None]
+        self._made = [weakref.ref(thing) for thing in found]
+        return found
+
+    def optimizers(self) -> list[Optimizer]:
+        return optimizers_of(self.alive())
+
+    def are_trained(self) -> bool:
+        """Whether a module is in training mode that an optimizer trains."""
+        made = self.alive()
+        trained = _trained_by(optimizers_of(made))
+        modules = (thing for thing in made if isinstance(thing, nn.Module) and "_parameters" in vars(thing))
+        return any(module.training and any(id(p) in trained for p in module._parameters.values()) for module in modules)
+
+
+def optimizers_of(made: list[Any]) -> list[Optimizer]:
+    """Torch's own: what wraps one, as Accelerate's does, has not begun one itself."""
+    return [thing for thing in made if isinstance(thing, Optimizer) and "param_groups" in vars(thing)]
+
+
+def trained_objects(made: list[Any]) -> tuple[nn.Module, Optimizer, dict[str, Any]]:
     """Model, optimizer, and further objects for a guard by name; made: those alive, in the order of their making.
 
     The model is the module that has most of what the optimizer trains, the outermost one of it. Modules beside it that
     have parameters or buffers are kept too: a criterion with weights, an average of the model.
     Raises UsageError where there are several optimizers.
     """
-    optimizers = [thing for thing in made if isinstance(thing, Optimizer) and hasattr(thing, "param_groups")]
+    optimizers = optimizers_of(made)
     if len(optimizers) != 1:
         kinds = ", ".join(type(optimizer).__name__ for optimizer in optimizers) or "none"
         raise UsageError(
             f"the script has {len(optimizers)} optimizers ({kinds}), and --adopt knows what an update is with one only",
             hint="make a rollback.Guard of the one whose steps count, and hand it the others by names of their own",
         )
-    optimizer = optimizers[0]
-    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    trained = _trained_by(optimizers)
     modules = [thing for thing in made if isinstance(thing, nn.Module) and "_modules" in vars(thing)]
     inner = {id(child) for module in modules for child in module.children()}
     roots = [module for module in modules if id(module) not in inner]
@@ -55,18 +87,8 @@ def trained_objects(made: Sequence[Any]) -> tuple[nn.Module, Optimizer, dict[str
         for name, things in named.items()
         for place, thing in enumerate(things, 1)
     }
-    return model, optimizer, objects
+    return model, optimizers[0], objects
 
 
-@contextmanager
-def gradients_kept(optimizer: Optimizer) -> Iterator[None]:
-    """Behind it the gradients are what they were: no checkpoint has them, and a script may not clear them."""
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    kept = [None if p.grad is None else p.grad.clone() for p in parameters]
-    yield
-    for parameter, gradient in zip(parameters, kept, strict=True):
-        if gradient is not None and parameter.grad is not None:
-            with torch.no_grad():
-                parameter.grad.copy_(gradient)
-        else:
-            parameter.grad = gradient
+def _trained_by(optimizers: list[Optimizer]) -> set[int]:
+    return {id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]}

@@ -140,7 +140,6 @@ CASES: dict[str, Callable[[], object]] = {
     "spawned ranks": spawning,
     "fast_dev_run": lambda: protected(fast_dev_run=True),
     "overfit_batches": lambda: protected(overfit_batches=2),
-    "limit_train_batches": lambda: protected(limit_train_batches=3),
     "reloaded loaders": lambda: protected(reload_dataloaders_every_n_epochs=1),
     "validation by time": lambda: protected(val_check_interval=timedelta(minutes=5)),
     "averaged weights": lambda: protected(callbacks=StochasticWeightAveraging(0.1)),

@@ -142,6 +142,12 @@ def test_each_place_for_a_bad_batch(tmp_path: Path, name: str, ranks: int) -> No
     require_exact(tmp_path, CASES[name], ranks)
 
 
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "words"), [(4, ()), (2, ("--workers", "1")), (2, ("--compile",))])
+def test_more_ranks_workers_and_a_compiled_model(tmp_path: Path, ranks: int, words: tuple[str, ...]) -> None:
+    require_exact(tmp_path, Case(bad=31, words=words), ranks)
+
+
 def require_undisturbed(folder: Path, case: Case, phases: list[str]) -> None:
     job = Job(folder, case, 2)
     job.plain("plain")
@@ -166,9 +172,10 @@ def test_a_rank_that_is_killed_anywhere_costs_nothing(tmp_path: Path, script: st
 # What is refused ------------------------------------------------------------------------------------------------------
 
 
-def refused(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedProcess[str]:
     return run_warm(
-        [*LAUNCH, "--nproc", "1", *words], cwd=folder, timeout=LIMIT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        [*LAUNCH, "--nproc", str(ranks), *words], cwd=folder, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
         env={**os.environ, "OMP_NUM_THREADS": "1", "NO_COLOR": "1"},
     )  # fmt: skip
 
@@ -201,6 +208,36 @@ def test_a_sign_that_comes_late_is_said_and_the_run_goes_on(tmp_path: Path) -> N
     assert "from here on a rollback or a resume is not exact" in done.stdout
 
 
+ONE_SIDED = {
+    "another loader": "trains on two loaders: one of 6 batches of a TensorDataset, one of 12 batches",
+    "another optimizer": "the script has 2 optimizers (SGD, Adam)",
+    "an average": "what is kept besides is [] on rank 0 and ['module: AveragedModel'] on rank 1",
+    "another optimizer, later": "another training is None on rank 0 and 'trains on its loader again, with another",
+}
+
+
+@pytest.mark.parametrize("case", ONE_SIDED)
+def test_what_one_rank_alone_sees_ends_all_of_them_with_its_message(tmp_path: Path, case: str) -> None:
+    done = refused(tmp_path, "--adopt=strict", str(PLAIN / "one_sided.py"), case, ranks=2)
+    assert done.returncode == ExitCode.USAGE, done.stdout
+    assert done.stdout.count(ONE_SIDED[case]) == 1, done.stdout
+    assert "the end" not in done.stdout
+
+
+def test_or_all_ranks_run_unprotected(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", str(PLAIN / "one_sided.py"), "another optimizer", ranks=2)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "not protected" in done.stdout
+    assert done.stdout.count("the end") == 2
+
+
+def test_a_late_sign_that_one_rank_alone_sees_is_said_by_that_rank(tmp_path: Path) -> None:
+    done = refused(tmp_path, "--adopt", str(PLAIN / "one_sided.py"), "another loader", "110", ranks=2)
+    assert done.returncode == ExitCode.DONE, done.stdout
+    assert "rank 1: the script trains on two loaders" in done.stdout
+    assert facts(tmp_path / "runs" / "one_sided", Finished)
+
+
 def test_a_count_of_the_scripts_own_is_noticed(tmp_path: Path) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), "a count of its own")
     assert done.returncode == ExitCode.DONE, done.stdout
@@ -228,12 +265,8 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
 # Made explicit --------------------------------------------------------------------------------------------------------
 
 
-EXPLICIT = [name for name in CASES if "over an epoch's start" not in name]
-"""Not where a window takes all that is left of an epoch: this script stands on having had a batch in each."""
-
-
 @pytest.mark.parametrize(
-    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in EXPLICIT)]
+    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in CASES)]
 )
 def test_what_rollback_adopt_prints_applies_and_is_exact(tmp_path: Path, name: str, ranks: int) -> None:
     case = CASES[name]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from compared_runs import require_all_same
 from trainer_job import TrainerJob
 
@@ -34,6 +35,7 @@ CLEAN = {
     "trainer, stopped": TRAINER.but(stop_at=41),
     "trainer, short epochs": TRAINER.but(samples=15, epochs=3),
     "trainer, worker": TRAINER.but(workers=1),
+    "trainer, scaled": TRAINER.but(samples=76, accumulate=4, scaled=True),
     "trainer, stream": TRAINER.but(**STREAM),
     "trainer, stream, shuffled": TRAINER.but(**{**STREAM, "stream": "datasets, shuffled"}, accumulate=4),
     "sft": SFT.but(samples=76, accumulate=4, evaluate=3),
@@ -41,6 +43,7 @@ CLEAN = {
     "accelerate, odd epochs": ACCELERATE.but(samples=59, accumulate=4, epochs=3),
     "accelerate, seedable": ACCELERATE.but(accumulate=4, more=SEEDABLE),
     "accelerate, split batches": ACCELERATE.but(batch_size=4, more={"split_batches": True}),
+    "accelerate, scaled": ACCELERATE.but(accumulate=2, scaled=True),
     "accelerate, worker": ACCELERATE.but(workers=1),
     "accelerate, stream": ACCELERATE.but(samples=59, accumulate=4, stream="plain", more=READ_BY_RANK),
 }
@@ -53,6 +56,7 @@ BAD = {
     "trainer, balanced": TRAINER.but(bad_at=(41,), settings=AS_SET),
     "trainer, accumulation": TRAINER.but(bad_at=(58,), evaluate=3, **UNEVEN),
     "trainer, by steps": TRAINER.but(bad_at=(12, 50), max_steps=70),
+    "trainer, scaled": TRAINER.but(bad_at=(32,), scaled=True),
     "trainer, stopped": TRAINER.but(bad_at=(20,), stop_at=21),
     "trainer, short epochs": TRAINER.but(samples=15, epochs=5, bad_at=(18,), settings={"rewind": 12}),
     "trainer, stream": TRAINER.but(bad_at=(32,), **STREAM),
@@ -90,3 +94,11 @@ def test_a_protected_run_is_the_unprotected_one_or_that_given_its_skips(tmp_path
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_each_way_to_train_and_each_place_for_a_bad_batch(tmp_path: Path, ranks: int) -> None:
     require_same_of(tmp_path, ranks, [n for n in {**CLEAN, **BAD} if ranks < 4 or n.startswith("accelerate")])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_float16_with_the_scaler_that_accelerate_makes(tmp_path: Path) -> None:
+    """On a CPU Accelerate makes none: there, the jobs `scaled` hand one in."""
+    job = TRAINER.but(more={"use_cpu": False, "fp16": True, "full_determinism": True})
+    require_all_same(tmp_path, 1, {"float16": job}, {"float16": job.but(bad_at=(32,))})

@@ -22,7 +22,10 @@ CLEAN = {
     "plain": LIGHTNING,
     "accumulation": LIGHTNING.but(samples=76, accumulate=4, evaluate=6),
     "by steps": LIGHTNING.but(max_steps=47, epochs=-1, save=10),
-    "best of several": LIGHTNING.but(evaluate=5, more=BEST),
+    "best of several": LIGHTNING.but(evaluate=5, more={**BEST, "trainer": {"limit_train_batches": 0.7}}),
+    "limited": LIGHTNING.but(
+        more={"scheduler": "both", "trainer": {"limit_train_batches": 17, "limit_val_batches": 0.5}}
+    ),
     "schedulers by step and by epoch": LIGHTNING.but(more={"scheduler": "both"}),
     "plateau": LIGHTNING.but(evaluate=10, more={"scheduler": "plateau"}),
     "stopped early": LIGHTNING.but(epochs=6, more={"patience": 1, "delta": 1.0}),
@@ -41,7 +44,13 @@ BAD = {
     "in the last update": LIGHTNING.but(bad_at=(59,)),
     "at an epoch's tail": LIGHTNING.but(bad_at=(29,), more={"scheduler": "both"}),
     "at an epoch's tail, alone": LIGHTNING.but(bad_at=(29,), settings={"policy": "surgical", **AS_SET}),
-    "over an epoch's start": LIGHTNING.but(bad_at=(32,), evaluate=5, save=4),
+    "over an epoch's start": LIGHTNING.but(
+        bad_at=(27,), evaluate=5, save=4, more={"trainer": {"limit_train_batches": 25}}
+    ),
+    "over a whole epoch's start": LIGHTNING.but(bad_at=(32,), evaluate=5, save=4),
+    "limited, accumulation": LIGHTNING.but(
+        bad_at=(22,), accumulate=4, samples=76, more={"trainer": {"limit_train_batches": 0.5}}
+    ),
     "over an epoch's start, plateau": LIGHTNING.but(bad_at=(32,), more={"scheduler": "plateau", **BEST}),
     "surgical": LIGHTNING.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "balanced": LIGHTNING.but(bad_at=(41,), settings=AS_SET),

@@ -21,7 +21,6 @@ REFUSED = {
     "spawned ranks": ("forks or spawns", "rollback launch"),
     "fast_dev_run": ("fast_dev_run", "the real run"),
     "overfit_batches": ("overfit_batches=2", "Subset"),
-    "limit_train_batches": ("limit_train_batches=3", "Subset"),
     "reloaded loaders": ("reload_dataloaders_every_n_epochs", "one loader for the whole run"),
     "validation by time": ("val_check_interval is a time", "a number of batches"),
     "averaged weights": ("StochasticWeightAveraging", "ring export"),

@@ -19,6 +19,7 @@ import rollback
 from rollback.errors import RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Attached, Committed
 from rollback.inspect.ring.verify import verify
+from rollback.rundir.paths import READS
 
 FIXTURE = Path(__file__).parent / "format-2.tar.xz"
 

@@ -32,6 +32,8 @@ def arguments():
     parser.add_argument("--samples", type=int, default=120)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--scaler", action="store_true")
+    parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--compile", action="store_true")
     parser.add_argument("--bad", default="")
     parser.add_argument("--kill", default="")
     return parser.parse_args()
@@ -98,9 +100,11 @@ def main():
     x = torch.randn(args.samples * ranks, 8, generator=source)
     data = TensorDataset(x, x.sum(1, keepdim=True).sin(), torch.arange(len(x)))
     sampler = DistributedSampler(data) if ranks > 1 else None
-    loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None)
+    loader = DataLoader(data, batch_size=4, sampler=sampler, shuffle=sampler is None, num_workers=args.workers)
     validation = DataLoader(data, batch_size=16)
     model = Net()
+    if args.compile:
+        model = torch.compile(model, backend="aot_eager")
     if ranks > 1:
         model = DDP(model, broadcast_buffers=False)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)

@@ -1,0 +1,80 @@
+"""Of what the guard of a watched script is to be made: found on each rank, before the ranks compare it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, IterableDataset
+
+from rollback.errors import UsageError
+from rollback.train.guard import Guard
+from rollback.trainers.adopt.objects import trained_objects
+from rollback.trainers.protect import module_of
+
+
+@dataclass(frozen=True)
+class GuardPlan:
+    """Of one rank. make: collective; returns the guard, and what hands out its batches where that is another object."""
+
+    model: nn.Module
+    optimizer: Optimizer
+    objects: list[str]
+    """Kinds of all that the guard is given besides, by name."""
+    make: Callable[[], tuple[Guard, Any]]
+
+
+def plan_for(loader: Any, made: list[Any]) -> GuardPlan:
+    """loader: the one that is trained on. made: the script's objects. Raises UsageError for what cannot be kept."""
+    if type(loader).__module__.partition(".")[0] == "accelerate":
+        return _prepared(loader)
+    if isinstance(loader.dataset, IterableDataset) and not hasattr(loader.dataset, "load_state_dict"):
+        raise UsageError(
+            f"the script trains on a {type(loader.dataset).__name__}, which is only read in order: what it keeps "
+            "for itself while it is read cannot be put back",
+            hint="a data set with len() and __getitem__, or one with state_dict and load_state_dict",
+        )
+    if type(loader).__iter__ is not DataLoader.__iter__:
+        raise UsageError(
+            f"the script trains on a {type(loader).__name__}, which iterates in its own way",
+            hint="a torch DataLoader; other loaders can be handed to a rollback.Guard",
+        )
+    model, optimizer, objects = trained_objects(made)
+    return GuardPlan(
+        model, optimizer, [f"{name}: {type(thing).__name__}" for name, thing in objects.items()],
+        lambda: (Guard(model=model, optimizer=optimizer, loader=loader, **objects), None),
+    )  # fmt: skip
+
+
+def _prepared(loader: Any) -> GuardPlan:
+    """Of what Accelerate has prepared."""
+    accelerators = [thing for thing in gc.get_objects() if type(thing).__name__ == "Accelerator"]
+    if len(accelerators) != 1:
+        raise UsageError(
+            f"the script has {len(accelerators)} objects of class Accelerator, and --adopt goes by one",
+            hint="rollback.protect(accelerator, ...) takes what one of them has prepared",
+        )
+    (accelerator,) = accelerators
+    models, optimizers = accelerator._models, accelerator._optimizers
+    if len(models) != 1 or len(optimizers) != 1:
+        raise UsageError(
+            f"the script has prepared {len(models)} models and {len(optimizers)} optimizers, and --adopt knows what an "
+            "update is with one of each only",
+            hint="rollback.protect(accelerator, ...) takes the one model, its optimizer and its loader",
+        )
+    prepared = [*models, *optimizers, loader, *accelerator._schedulers]
+
+    def make() -> tuple[Guard, Any]:
+        try:
+            given = module_of((accelerator,)).protect(accelerator, *prepared)
+        except UsageError as error:
+            raise UsageError(error.message.replace("rollback.protect got", "the script has"), hint=error.hint) from None
+        batches = given[next(place for place, item in enumerate(prepared) if item is loader)]
+        return batches.guard, batches
+
+    kinds = [type(thing).__name__ for thing in prepared]
+    return GuardPlan(prepared[0], optimizers[0].optimizer, kinds, make)

@@ -1,0 +1,103 @@
+"""What the script does that a guard of its first training cannot keep exact: refused, or said.
+
+One rank may see a sign that others do not. So a refusal ends its rank with a status, and torchrun ends the others: all
+of them are told the one message, and none waits for ranks that are gone. What does not end the job is decided by all
+ranks in one collective (`agree`), or changes nothing but what is said.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from rollback.errors import UsageError
+from rollback.train import attach
+from rollback.train.comm.ranks import Ranks
+from rollback.train.comm.recorder import say
+
+_EARLY = 100  # updates: a script that is found out by then is started again
+
+
+class ScriptSigns:
+    """Of this rank. strict: late signs end the job too."""
+
+    def __init__(self, *, strict: bool) -> None:
+        self._strict = strict
+        self._said: set[str] = set()
+        self._unshared: list[str] = []
+        self._rank = int(os.environ.get("RANK", "0"))
+
+    def refuse(self, error: UsageError) -> NoReturn:
+        """End all ranks because of what this one sees."""
+        attach.refuse(error, status=1)
+
+    def agree(self, seen: Any) -> None:
+        """Collective: refuse where the ranks see different things. seen: JSON; {"refused": ...} if it is an error."""
+        try:
+            told = Ranks().from_each(seen)
+        except UsageError as lonely:  # several processes without a group
+            self.refuse(lonely)
+        fault = next(((rank, item["refused"]) for rank, item in enumerate(told) if "refused" in item), None)
+        if fault is not None:
+            rank, error = fault
+            where = "" if all(item == told[0] for item in told) else f" (rank {rank})"
+            self.refuse(UsageError(f"{error['message']}{where}", hint=error["hint"]))
+        for rank, item in enumerate(told):
+            if item != told[0]:
+                self.refuse(
+                    UsageError(
+                        f"the ranks of the script do different things: {_difference(told[0], item, rank)}",
+                        hint="--adopt takes scripts in which all ranks train the same objects, in the same order",
+                    )
+                )
+
+    def note(self, what: str, step: int) -> None:
+        """The script does something at this step that the guard cannot keep exact: it ends, or this is only said."""
+        error = as_error(what)
+        if self._strict or step < _EARLY:
+            self.refuse(error)
+        late = "It goes on under guard; from here on a rollback or a resume is not exact"
+        self._notice(f"{error.message}. {late}")
+
+    def end_of_guard(self, what: str) -> None:
+        """The guarded training is over, and the script begins another one: it ends, or goes on without a guard."""
+        error = as_error(what)
+        if self._strict:
+            self.refuse(error)
+        self._notice(f"not protected from here on: {error.message}")
+
+    def say(self, text: str) -> None:
+        """What all ranks see: rank 0 says it, once."""
+        if text not in self._said and not self._rank:
+            say(text)
+        self._said.add(text)
+
+    def share(self) -> None:
+        """Collective: rank 0, whose output is shown, says what other ranks have noticed since."""
+        if not dist.is_initialized():
+            return
+        told = Ranks().from_each(self._unshared)
+        self._unshared.clear()
+        for rank, texts in enumerate(told):
+            for text in texts:
+                if text not in self._said:
+                    self.say(f"rank {rank}: {text}")
+
+    def _notice(self, text: str) -> None:
+        self.say(text)
+        if self._rank:
+            self._unshared.append(text)
+
+
+def as_error(what: str) -> UsageError:
+    return UsageError(
+        f"the script {what}: what a guard of the first alone keeps would not be exact",
+        hint="`rollback adopt` shows how a guard is written into a script, which then says what it is to keep",
+    )
+
+
+def _difference(first: dict[str, Any], other: dict[str, Any], rank: int) -> str:
+    name = next(name for name in first if first[name] != other.get(name))
+    return f"{name} is {first[name]!r} on rank 0 and {other.get(name)!r} on rank {rank}"

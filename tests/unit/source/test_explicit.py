@@ -1,0 +1,98 @@
+"""The guard that `rollback adopt` writes into a script."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from rollback.errors import UsageError
+from rollback.source.explicit import diff_of
+
+HEAD = """\
+    import torch
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    loader = torch.utils.data.DataLoader(data)
+"""
+
+
+def added(body: str) -> list[str]:
+    source = dedent(HEAD) + dedent(body)
+    return [line[1:].strip() for line in diff_of(source, "train.py").splitlines()[2:] if line.startswith("+")]
+
+
+def test_a_plain_loop_gets_a_guard_and_tells_its_loss() -> None:
+    assert added("""
+        for epoch in range(3):
+            for x in loader:
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+    """) == [
+        "import rollback",
+        "guard = rollback.Guard(model=model, optimizer=optimizer, loader=loader)",
+        "for epoch in guard.epochs(3):",
+        "for x in guard:",
+        "guard.observe(loss)",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("epochs", "guarded"),
+    [
+        ("range(3)", "guard.epochs(3)"),
+        ("range(0, n)", "guard.epochs(n)"),
+        ("range(1, n + 1)", "(1 + done for done in guard.epochs(n))"),
+        ("range(1, n)", "(1 + done for done in guard.epochs(n - 1))"),
+        ("tqdm(range(n))", "tqdm(guard.epochs(n))"),
+    ],
+)
+def test_epochs_count_as_they_did(epochs: str, guarded: str) -> None:
+    body = f"""
+        n = 3
+        for epoch in {epochs}:
+            for x in loader:
+                model(x).sum().backward()
+                optimizer.step()
+    """
+    assert f"for epoch in {guarded}:" in added(body)
+
+
+def test_code_behind_the_loop_that_needs_a_name_of_its_body_has_a_rehearsal() -> None:
+    needs = """
+        for epoch in range(3):
+            for x in loader:
+                loss = model(x).sum()
+                loss.backward()
+                optimizer.step()
+            print(loss)
+    """
+    assert "for epoch in guard.epochs(3, rehearse=lambda: next(iter(loader))):" in added(needs)
+    given_before = needs.replace("for epoch in range(3):", "loss = None\n        for epoch in range(3):", 1)
+    assert "for epoch in guard.epochs(3):" in added(given_before)
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        ("print(model)", "0 loops over batches"),
+        (
+            "for x in loader:\n    model(x).backward()\nfor x in loader:\n    model(x).backward()",
+            "2 loops over batches",
+        ),
+        ("for x in batches():\n    model(x).backward()", "this loop goes over batches()"),
+        ("guard = rollback.Guard(model=model)", "has a guard already"),
+        ("for epoch in range(0, 9, 3):\n    for x in loader:\n        model(x).backward()", "goes over range(0, 9, 3)"),
+    ],
+)
+def test_what_it_cannot_do_is_refused_with_what_to_do_by_hand(body: str, said: str) -> None:
+    with pytest.raises(UsageError) as refused:
+        diff_of(dedent(HEAD) + body + "\n", "train.py")
+    assert said in refused.value.message
+    assert refused.value.hint
+
+
+def test_a_file_that_is_no_python_is_refused() -> None:
+    with pytest.raises(UsageError, match="is not Python that this interpreter reads: line 1"):
+        diff_of("for:", "train.py")

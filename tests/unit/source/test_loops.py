@@ -1,0 +1,148 @@
+"""The training loop of a script, found in its source."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+
+from rollback.source.loops import COUNT, EPOCHS, MOVED, OwnCounter, ScriptLoops, steered
+
+PLAIN = """
+for epoch in range(3):
+    for x in loader:
+        loss = f(x)
+        loss.backward()
+    for x in validation:
+        f(x)
+"""
+IN_FUNCTIONS = """
+def update(x):
+    f(x).backward()
+
+def train(batches):
+    for x in batches:
+        update(x)
+
+for epoch in tqdm(range(3)):
+    train(loader)
+"""
+IN_METHODS = """
+class Trainer:
+    def fit(self):
+        for epoch in range(3):
+            self.epoch()
+    def epoch(self):
+        for x in self.loader:
+            self.loss(x).backward()
+"""
+WITHOUT_EPOCHS = """
+while going:
+    for x in loader:
+        f(x).backward()
+"""
+MICRO = """
+for epoch in range(3):
+    for x in loader:
+        for part in range(4):
+            f(x, part).backward()
+"""
+
+
+def lines(source: str) -> tuple[list[int], list[int | None]]:
+    """Of the loops over batches, and of the loops over epochs around them."""
+    loops = ScriptLoops(source)
+    around = [loops.epochs.get(id(loop)) for loop in loops.batches]
+    return [loop.lineno for loop in loops.batches], [loop.lineno if loop else None for loop in around]
+
+
+@pytest.mark.parametrize(
+    ("source", "batches", "epochs"),
+    [
+        (PLAIN, [3], [2]),
+        (IN_FUNCTIONS, [6], [9]),
+        (IN_METHODS, [7], [4]),
+        (WITHOUT_EPOCHS, [3], [None]),
+        (MICRO, [3], [2]),
+        ("for x in loader:\n    f(x)", [], []),
+        ("for i in range(9):\n    f(next(batches)).backward()", [], []),
+    ],
+)
+def test_it_is_the_loop_whose_body_calls_backward(source: str, batches: list[int], epochs: list[int | None]) -> None:
+    assert lines(source) == (batches, epochs)
+
+
+def test_a_model_s_own_train_is_not_the_script_s_method_of_that_name() -> None:
+    source = dedent("""
+        class Trainer:
+            def train(self):
+                loss.backward()
+        for x in loader:
+            model.train()
+    """)
+    assert lines(source) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("line", "trains"), [(3, True), (6, False), (9, None)], ids=["the loop", "another loop", "elsewhere"]
+)
+def test_what_a_line_iterates_is_trained_on_or_not(line: int, trains: bool | None) -> None:
+    assert ScriptLoops(PLAIN).trains_at(line) is trains
+
+
+def test_a_look_at_one_batch_is_no_training_and_a_loop_that_yields_is_asked_by_its_caller() -> None:
+    assert ScriptLoops("x = next(iter(loader))").trains_at(1) is False
+    assert ScriptLoops("def endless():\n    for x in loader:\n        yield x").trains_at(2) is None
+
+
+def test_counts_of_the_script_s_own_are_named_with_what_they_decide() -> None:
+    source = dedent("""
+        for x in loader:
+            f(x).backward()
+            seen += 1
+            steps += 1
+            total += 8
+            if steps == 100:
+                break
+    """)
+    loops = ScriptLoops(source)
+    found = loops.counters(loops.batches[0])
+    assert found == [OwnCounter("seen", 4, ends=False), OwnCounter("steps", 5, ends=True)]
+
+
+def run(source: str, **names: object) -> dict[str, object]:
+    space: dict[str, object] = dict(names)
+    exec(compile(steered(source), "script.py", "exec"), space)
+    return space
+
+
+class Moved(BaseException):
+    pass
+
+
+def test_a_steered_loop_asks_for_its_epochs_and_leaves_a_body_that_is_moved() -> None:
+    log: list[object] = []
+
+    def f(x: int) -> object:
+        if x == 20:
+            raise Moved
+        log.append(x)
+        return type("Loss", (), {"backward": lambda self: None})()
+
+    source = "for epoch in range(3):\n    for x in loader(epoch):\n        f(x).backward()\n    log.append('behind')"
+    given = {EPOCHS: lambda numbers: [numbers[0], numbers[2]], MOVED: Moved, COUNT: None}
+    run(source, loader=lambda epoch: [epoch * 10, epoch * 10 + 1], f=f, log=log, **given)
+    assert log == [0, 1, "behind"]
+
+
+def test_a_count_by_enumerate_is_asked_for_with_its_start() -> None:
+    loss = type("Loss", (), {"backward": lambda self: None})()
+    seen: list[int] = []
+    source = "for i, x in enumerate(loader, 1):\n    seen.append(i)\n    f(x).backward()"
+    run(source, loader="ab", f=lambda x: loss, seen=seen, **{COUNT: lambda number, start: 100 + number + start})
+    assert seen == [102, 103]
+
+
+def test_lines_of_tracebacks_stay() -> None:
+    tree = steered(PLAIN)
+    assert tree.body[0].lineno == 2

@@ -1,0 +1,57 @@
+"""The script's loop over epochs, steered."""
+
+from __future__ import annotations
+
+import pytest
+
+from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved
+
+
+def begun(_: EpochLoop) -> None:
+    """Somebody is told."""
+
+
+def test_it_is_the_range_as_long_as_nobody_steers() -> None:
+    loop = EpochLoop(range(2, 8, 2), begun)
+    assert (list(loop), loop.over, len(loop), loop.stop) == ([2, 4, 6], True, 3, 8)
+
+
+def test_its_iteration_is_told_of_and_only_the_first_body_can_be_steered() -> None:
+    told: list[EpochLoop] = []
+    loop = EpochLoop(range(3), told.append)
+    bodies = iter(loop)
+    assert told == [loop]
+    assert not loop.at_first
+    next(bodies)
+    assert loop.at_first
+    next(bodies)
+    assert not loop.at_first
+
+
+def test_a_steered_loop_goes_where_the_guard_says_and_is_over_with_it() -> None:
+    loop = EpochLoop(range(10, 14), begun)
+    bodies = iter(loop)
+    assert next(bodies) == 10
+    loop.steer(iter([0, 1, 0, 2]))
+    assert not loop.at_first
+    assert [*bodies] == [11, 10, 12]
+    assert loop.over
+
+
+def test_a_run_that_resumes_leaves_the_first_body_for_its_own() -> None:
+    loop = EpochLoop(range(5), begun)
+    bodies = iter(loop)
+    next(bodies)
+    with pytest.raises(EpochMoved):
+        loop.steer(iter([3, 4]))
+    assert [(number, loop.place) for number in bodies] == [(3, 3), (4, 4)]
+
+
+def test_a_run_that_is_complete_has_no_body_at_all() -> None:
+    loop = EpochLoop(range(2), begun)
+    bodies = iter(loop)
+    next(bodies)
+    with pytest.raises(EpochMoved):
+        loop.steer(iter([]))
+    assert [*bodies] == []
+    assert loop.over

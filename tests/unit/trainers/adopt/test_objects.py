@@ -1,0 +1,77 @@
+"""Which of a script's objects are trained."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.lr_scheduler import LinearLR, SequentialLR, StepLR
+from torch.optim.swa_utils import AveragedModel
+
+from rollback.errors import UsageError
+from rollback.trainers.adopt.objects import MadeObjects, trained_objects
+
+
+def made(*things: Any) -> list[Any]:
+    """With the modules that are inside others, as they are made."""
+    found: list[Any] = []
+    for thing in things:
+        found += [*reversed(list(thing.modules()))] if isinstance(thing, nn.Module) else [thing]
+    return found
+
+
+def test_the_model_is_the_outermost_module_that_the_optimizer_trains() -> None:
+    model, other = nn.Sequential(nn.Linear(2, 2), nn.ReLU()), nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    scheduler = StepLR(optimizer, 1)
+    found = trained_objects(made(other, model, nn.ReLU(), optimizer, scheduler))
+    assert found == (model, optimizer, {"scheduler": scheduler, "module": other})
+
+
+def test_several_of_a_kind_are_counted_and_parts_of_a_scheduler_go_with_it() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    parts = [LinearLR(optimizer), StepLR(optimizer, 1)]
+    chain, second = SequentialLR(optimizer, parts, [3]), StepLR(optimizer, 2)
+    average = AveragedModel(model)
+    _, _, objects = trained_objects(made(model, average, optimizer, *parts, chain, second))
+    assert objects == {"scheduler": chain, "scheduler2": second, "module": average}
+
+
+def test_a_scaler_that_is_switched_off_is_not_kept() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    on, off = (torch.amp.GradScaler("cpu", enabled=enabled) for enabled in (True, False))
+    assert trained_objects(made(model, optimizer, off, on))[2] == {"scaler": on}
+
+
+@pytest.mark.parametrize("count", [0, 2])
+def test_an_update_is_known_with_one_optimizer_only(count: int) -> None:
+    model = nn.Linear(2, 2)
+    optimizers = [torch.optim.SGD(model.parameters(), 0.1) for _ in range(count)]
+    with pytest.raises(UsageError, match=f"the script has {count} optimizers"):
+        trained_objects(made(model, *optimizers))
+
+
+def test_parameters_without_a_module_are_refused() -> None:
+    optimizer = torch.optim.SGD([torch.zeros(2, requires_grad=True)], 0.1)
+    with pytest.raises(UsageError, match="parameters that are in no module"):
+        trained_objects([nn.Linear(2, 2), optimizer])
+
+
+def test_objects_that_are_gone_are_forgotten_and_training_mode_is_that_of_a_trained_module() -> None:
+    objects = MadeObjects()
+    model, gone = nn.Linear(2, 2), nn.Linear(3, 3)
+    for thing in (model, gone):
+        objects.note(thing)
+    assert not objects.are_trained(), "there is no optimizer"
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    objects.note(optimizer)
+    del gone, thing
+    assert objects.alive() == [model, optimizer]
+    assert objects.optimizers() == [optimizer]
+    assert objects.are_trained()
+    model.eval()
+    assert not objects.are_trained()
