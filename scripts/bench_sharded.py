@@ -116,6 +116,8 @@ def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: 
             rows.setdefault(row, {}).setdefault(name, []).append(value)
 
     for turn in range(args.rounds + 1):
+        if rank == 0:
+            print(f"round {turn} of {args.rounds}, load {os.getloadavg()[0]:.1f}", flush=True)
         for name, method in sorted(to_memory.items(), reverse=bool(turn % 2)):
             with Peak() as usual:
                 ordinary(method)
@@ -142,8 +144,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: 
                     fast.finish()
             note(turn, "blocking", name, statistics.median(waits))
             note(turn, "extra memory", name, of_all_ranks(peak.bytes - usual.bytes, dist.ReduceOp.SUM) / size)
-            waits = [of_all_ranks(lost(disk)[0], dist.ReduceOp.MAX) for _ in range(OURS)]
-            note(turn, "lost", name, statistics.median(waits))
+            note(turn, "lost", name, of_all_ranks(lost(disk)[0], dist.ReduceOp.MAX))
         waits = [of_all_ranks(restored(fast), dist.ReduceOp.MAX) for _ in range(OURS)]
         note(turn, "restore", "rollback", statistics.median(waits))
     for method in (*to_memory.values(), *to_disk.values(), fast, disk):
