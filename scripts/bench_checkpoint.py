@@ -1,6 +1,7 @@
 """What checkpoints cost a training loop: ours and those that people use, same state, same loop, one run, in turn.
 
     python scripts/bench_checkpoint.py [--rounds 5] [--megabytes 600] [--folder DIR] [--quick]
+    python scripts/bench_checkpoint.py --sharded       # FSDP2 on two ranks, ours and DCP: see bench_sharded.py
 
 A model and its AdamW state of `--megabytes` in all. Every figure is a median over the rounds, in seconds and as a ratio
 to a libc memmove of the same bytes, by as many processes, measured in the same rounds. In each round every peer comes
@@ -27,9 +28,8 @@ import socket
 import statistics
 import sys
 import tempfile
-import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,19 +40,13 @@ from rich.console import Console
 from rich.table import Table
 from torch.multiprocessing.spawn import spawn
 
+from checkpoint_timing import Peak, lost, of_all_ranks, ordinary, restored, timed
 from rollback.supervisor.torchrun.command import LARGE_COPIES
-from savers import MEMORY, Method, Ours, Script, barrier, has_torchsnapshot, peers_of
+from savers import MEMORY, Method, Ours, Script, has_torchsnapshot, peers_of
 
 OURS = 3
 """Times that ours is measured in a round, and the memmove beside it: small as they are next to what the machine's own
 speed drifts by, the middle one counts."""
-
-
-def timed(act: Callable[[], object]) -> float:
-    barrier()
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
 
 
 class Memmove:
@@ -64,19 +58,6 @@ class Memmove:
 
     def once(self) -> float:
         return timed(lambda: ctypes.memmove(self.target.data_ptr(), self.source.data_ptr(), self.size))
-
-
-class Peak:
-    """The most private memory that this process has had resident within: `bytes`. The kernel keeps count of it."""
-
-    def __enter__(self) -> Peak:
-        Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-        most, shared = (int(status[field].split()[0]) * 1024 for field in ("VmHWM", "RssShmem"))
-        self.bytes = most - shared
 
 
 def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: str, results: Any) -> None:
@@ -167,64 +148,25 @@ def alone(script: Script, folder: Path, args: argparse.Namespace, size: int) -> 
     return rows
 
 
-def ordinary(method: Method) -> None:
-    """About as many steps without a save as are needed until one has landed."""
-    for _ in range(6):
-        method.step()
-
-
-def lost(method: Method) -> tuple[float, float]:
-    """Loop time lost to one checkpoint until it is durable, and for how long the call blocked.
-
-    What a step takes without is measured before and behind: the machine's own speed drifts.
-    """
-    for _ in range(2):
-        method.step()
-    ordinary_steps = [timed(method.step) for _ in range(6)]
-    steps, synced = 0, False
-    began = time.perf_counter()
-    method.save()
-    blocked = time.perf_counter() - began
-    if isinstance(method, Ours):
-        steps += 1
-    while steps < 4 or not synced:
-        if not synced and method.done():
-            if not isinstance(method, Ours):
-                method.sync()
-            synced = True
-        method.step()
-        steps += 1
-    took = time.perf_counter() - began
-    ordinary_steps += [timed(method.step) for _ in range(6)]
-    return took - steps * statistics.fmean(ordinary_steps), blocked
-
-
-def restored(method: Method) -> float:
-    before = [timed(method.step) for _ in range(3)]
-    took = timed(method.restore) + timed(method.step)
-    return took - statistics.fmean([*before, *(timed(method.step) for _ in range(3))])
-
-
-def of_all_ranks(value: float, kind: Any) -> float:
-    number = torch.tensor(float(value), dtype=torch.float64)
-    dist.all_reduce(number, op=kind)
-    return float(number)
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=5, help="of which medians are taken, after one to warm up")
     parser.add_argument("--megabytes", type=int, default=600, help="of parameters and AdamW state")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="on the disk to be measured")
     parser.add_argument("--ranks", type=int, choices=(1, 2), help="only what is measured with so many")
+    parser.add_argument("--sharded", action="store_true", help="a sharded model instead, ours and DCP")
     parser.add_argument("--quick", action="store_true", help="a small state and one round: whether it works")
     args = parser.parse_args()
     if args.quick:
         args.rounds, args.megabytes = 1, 24
-    if not has_torchsnapshot:
-        print("torchsnapshot is not installed and is left out")
     for name, value in LARGE_COPIES.items():
         os.environ.setdefault(name, value)
+    if args.sharded:
+        import bench_sharded  # which imports what the other half need not have
+
+        return bench_sharded.run(args)
+    if not has_torchsnapshot:
+        print("torchsnapshot is not installed and is left out")
     with mp.Manager() as manager:
         results: Any = manager.dict()
         worlds = (args.ranks,) if args.ranks else (2, 1)

@@ -147,6 +147,8 @@ class DcpAsync(Method):
     def __init__(self, script: Script, folder: Path) -> None:
         super().__init__(script, folder)
         self.future: Any = None
+        # Its thread talks to the other ranks while the job trains: in the job's own group both would wait for ever.
+        self.group = dist.new_group(backend="gloo") if dist.is_initialized() and not self.in_process else None
         self.stager = DefaultStager(
             StagingOptions(
                 use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
@@ -158,8 +160,9 @@ class DcpAsync(Method):
 
         kind = AsyncCheckpointerType.PROCESS if self.in_process else AsyncCheckpointerType.THREAD
         self.future = state_dict_saver.async_save(
-            self.script.state(), checkpoint_id=self.folder, async_checkpointer_type=kind, async_stager=self.stager
-        )
+            self.script.state(), checkpoint_id=self.folder, process_group=self.group, async_checkpointer_type=kind,
+            async_stager=self.stager,
+        )  # fmt: skip
 
     in_process = False
 

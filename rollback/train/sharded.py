@@ -7,6 +7,7 @@ all hold their parameters in DTensors; which part a rank has is theirs to say.
 from __future__ import annotations
 
 import sys
+from functools import lru_cache
 from typing import Any
 
 from torch import Tensor, nn
@@ -62,15 +63,24 @@ def sharded_like(local: Tensor, model: Any) -> Tensor:
     return made
 
 
+def holders_of(item: Any) -> tuple[int, ...]:
+    """The ranks of a sharded tensor's mesh that have the same part as this one, this one included, in order. They are
+    the same on each of these ranks."""
+    return _holders(item.device_mesh, tuple(placement.is_replicate() for placement in item.placements))
+
+
+@lru_cache
+def _holders(mesh: Any, replicated: tuple[bool, ...]) -> tuple[int, ...]:
+    here = [slice(None) if alike else at for alike, at in zip(replicated, mesh.get_coordinate(), strict=True)]
+    return tuple(sorted(mesh.mesh[tuple(here)].reshape(-1).tolist()))
+
+
 def copies_of(item: Tensor, world_size: int) -> int:
     """How many ranks have the same elements as this one."""
     if not is_sharded(item):
         return world_size
-    mesh: Any = item.device_mesh  # type: ignore[attr-defined]
-    count: int = world_size // mesh.size()
-    for dimension, placement in enumerate(item.placements):  # type: ignore[attr-defined]
-        count *= mesh.size(dimension) if placement.is_replicate() else 1
-    return count
+    of_mesh: int = item.device_mesh.size()  # type: ignore[attr-defined]
+    return len(holders_of(item)) * (world_size // of_mesh)
 
 
 def refuse_unsupported(model: nn.Module) -> None:
@@ -88,6 +98,12 @@ def refuse_unsupported(model: nn.Module) -> None:
                 f"the model is an engine of DeepSpeed ({where}), which keeps its parameters and optimizer to itself",
                 hint="shard it with torch.distributed.fsdp.fully_shard (FSDP2), or keep DeepSpeed's own checkpoints",
             )
+
+
+def version_of(item: Tensor) -> int:
+    """A number that grows with each write in place. What torch writes to a sharded tensor, it does not count on the
+    part that it is written to."""
+    return item._version + (local_of(item)._version if is_sharded(item) else 0)
 
 
 def detached(item: Tensor) -> Tensor:

@@ -153,12 +153,13 @@ def test_two_ranks_of_which_one_is_killed_in_a_save_go_on_exactly(server: Server
 @pytest.mark.soak
 @pytest.mark.parametrize("server", ["straced_ranks.py"], indirect=True)
 @pytest.mark.parametrize("fast_tier", [False, True], ids=["no slots", "slots"])
+@pytest.mark.parametrize("toy", [TOY, TOY.but(sharding="fsdp", width=17)], ids=["replicated", "sharded"])
 def test_two_ranks_of_which_one_is_killed_at_every_call_of_a_save_go_on_exactly(
-    server: Server, tmp_path: Path, tell: Tell, fast_tier: bool
+    server: Server, tmp_path: Path, tell: Tell, fast_tier: bool, toy: Toy
 ) -> None:
     memory = tmp_path / "memory"
     memory.mkdir()
-    job = Job(server, tmp_path, TOY.with_settings(fast_tier=str(memory) if fast_tier else "off"))
+    job = Job(server, tmp_path, toy.with_settings(fast_tier=str(memory) if fast_tier else "off"))
     # In a slot the last call of a save is the rename that commits it: none is done before all calls are.
     count = job.die_and_resume_at(job.places, to=(0, 5) if fast_tier else (0, 5, 9))
     tell(f"{count} passed of {count}")

@@ -202,12 +202,17 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
 
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
-@pytest.mark.parametrize("sharding", [None, "fsdp"], ids=["replicated", "sharded"])
+@pytest.mark.parametrize(
+    ("sharding", "on_each"),
+    [(None, 1), ("fsdp", 1), pytest.param("hsdp", 2, marks=pytest.mark.soak)],
+    ids=["replicated", "sharded", "replicas on both"],
+)
 def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(
-    tmp_path: Path, sharding: str | None
+    tmp_path: Path, sharding: str | None, on_each: int
 ) -> None:
+    """Of a part that ranks of both hosts have, one host has a copy: the other gets it from there."""
     toy = Toy(sampler="distributed", nan=(25,), nan_rank=1, augment=True).with_settings(checkpoint_every="10")
-    toy = toy.but(sharding=sharding, width=17)
+    toy = toy.but(samples=400 * on_each, sharding=sharding, width=17)
     scenarios = Scenarios(tmp_path)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
@@ -215,7 +220,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
         for node, host in enumerate(both):
             command = [
                 *WARM_PYTHON, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
-                "--nproc-per-node=1", "--rdzv-endpoint=10.77.0.1:29400", str(JOB), str(scenarios.path),
+                f"--nproc-per-node={on_each}", "--rdzv-endpoint=10.77.0.1:29400", str(JOB), str(scenarios.path),
             ]  # fmt: skip
             host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, ENV_FAST_TIER: "auto"}, tmp_path, output)
         assert [host.wait(LIMIT) for host in both] == [0, 0], (tmp_path / "output").read_text()
@@ -225,7 +230,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
     assert facts(run.root, Committed)[-1].checkpoint in [fact.checkpoint for fact in facts(run.root, Drained)]
     assert all(verifies(run, name) for name in ring.names(run))
     assert not run.nodes.exists()
-    for rank in range(2):
+    for rank in range(2 * on_each):
         require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
 
 

@@ -14,53 +14,88 @@ from safetensors.torch import load_file
 from toy import Toy, facts, flat, require_same
 from warm_server import run_warm
 
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.parts import read_parts
 from rollback.facts.training import Attached, Committed, Drifted, Incident, Quarantined, Restored
 from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify
+from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_metrics
 
-FSDP = Toy(400, epochs=2, sampler="distributed", sharding="fsdp", width=17)  # 17 rows on two ranks: 9 and 8
+FSDP = Toy(96, epochs=2, sampler="distributed", sharding="fsdp", width=17).with_settings(  # 24 steps on two ranks
+    snapshot_every=4, probation=6, rewind=2, skip_after=1
+)  # 17 rows on two ranks: 9 and 8
 OF_TWO = {
-    "nan": FSDP.but(nan=(57,), nan_rank=1),
-    "garbage": FSDP.but(garbage=(60, 84)).with_settings(skip_after=0),
-    "accumulation": FSDP.but(samples=800, accumulate=2, nan=(57,), nan_rank=0),
-    "mixed": FSDP.but(sharding="fsdp, mixed", nan=(57,)),
-    "gathered": FSDP.but(sharding="fsdp, gathered", nan=(57,)),
-    "recomputed": FSDP.but(sharding="fsdp, recomputed", nan=(57,)),
-    "epochs": FSDP.but(samples=200, epochs=3, loop="epochs", between=True, nan=(52,)).with_settings(rewind=12),
+    "nan": FSDP.but(nan=(18,), nan_rank=1),
+    "accumulation": FSDP.but(samples=192, sharding="fsdp, mixed, gathered", accumulate=2, nan=(37,), nan_rank=0),
+    "epochs": FSDP.but(sharding="fsdp, offloaded, recomputed", loop="epochs", between=True, nan=(18,)),
 }
 OF_FOUR = {
-    "hsdp": FSDP.but(samples=800, sharding="hsdp", nan=(57,), nan_rank=3),
-    "tensor parallel": FSDP.but(sharding="tensor parallel", nan=(57,)),
+    "hsdp": FSDP.but(samples=192, sharding="hsdp", nan=(18,), nan_rank=3),
+    "tensor parallel": FSDP.but(sharding="tensor parallel", nan=(18,)),
 }
+LONG = FSDP.but(samples=400).with_settings(snapshot_every=10, probation=8, rewind=5, skip_after=3)
+OF_TWO_AT_LENGTH = {
+    "long nan": LONG.but(nan=(57,), nan_rank=1),
+    "garbage": LONG.but(garbage=(60, 84)).with_settings(skip_after=0),
+    "twice": LONG.but(samples=800, epochs=1, nan=(57, 62)).with_settings(rewind=2, skip_after=0, horizon=40),
+    "long accumulation": LONG.but(samples=800, accumulate=2, nan=(57,), nan_rank=0),
+    "mixed": LONG.but(sharding="fsdp, mixed", nan=(57,)),
+    "gathered": LONG.but(sharding="fsdp, gathered", nan=(57,)),
+    "recomputed": LONG.but(sharding="fsdp, recomputed", nan=(57,)),
+    "offloaded": LONG.but(sharding="fsdp, offloaded", nan=(57,)),
+    "long epochs": LONG.but(samples=200, epochs=3, loop="epochs", between=True, nan=(52,)).with_settings(rewind=12),
+}
+OF_FOUR_AT_LENGTH = {
+    "long hsdp": LONG.but(samples=800, sharding="hsdp", nan=(57,), nan_rank=3),
+    "hsdp accumulation": LONG.but(samples=1600, sharding="hsdp", accumulate=2, nan=(57,), nan_rank=2),
+    "hsdp epochs": LONG.but(sharding="hsdp", epochs=3, loop="epochs", between=True, nan=(30,)).with_settings(rewind=12),
+    "long tensor parallel": LONG.but(sharding="tensor parallel", nan=(57,)),
+    "one row": LONG.but(width=1, nan=(20,)),  # three of four ranks have no part of the first layer
+}
+
+
+def performed(folder: Path, ranks: int, toys: dict[str, Toy]) -> Scenarios:
+    """Each of them, and one over the same data that was told at the start what that one has found out."""
+    scenarios = Scenarios(folder, limit=900)
+    for name, toy in toys.items():
+        scenarios.add(name, toy)
+        scenarios.add(f"{name}, fresh", toy, skips_of=str(scenarios.run(name)))
+    healthy = next(iter(toys.values())).but(nan=())
+    scenarios.add("guarded", healthy)
+    scenarios.add("unguarded", healthy, run=None)
+    if ranks == 4:
+        scenarios.add("drift", healthy, flip=[1, 10])
+    scenarios.torchrun(ranks)
+    return scenarios
 
 
 @pytest.fixture(scope="module")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Scenarios]:
-    jobs = {}
-    for ranks, toys in ((2, OF_TWO), (4, OF_FOUR)):
-        scenarios = jobs[ranks] = Scenarios(tmp_path_factory.mktemp(f"of-{ranks}"))
-        for name, toy in toys.items():
-            scenarios.add(name, toy)
-            scenarios.add(f"{name}, fresh", toy, skips_of=str(scenarios.run(name)))
-        healthy = next(iter(toys.values())).but(nan=())
-        scenarios.add("guarded", healthy)
-        scenarios.add("unguarded", healthy, run=None)
-        if ranks == 4:
-            scenarios.add("drift", healthy, flip=[1, 33])
-        scenarios.torchrun(ranks)
-    return jobs
+    return {
+        ranks: performed(tmp_path_factory.mktemp(f"of-{ranks}"), ranks, toys)
+        for ranks, toys in ((2, OF_TWO), (4, OF_FOUR))
+    }
 
 
-def scenarios_with(jobs: dict[int, Scenarios], name: str) -> tuple[int, Scenarios]:
-    ranks = 2 if name in OF_TWO else 4
-    return ranks, jobs[ranks]
+@pytest.mark.parametrize(("ranks", "name"), [*((2, name) for name in OF_TWO), *((4, name) for name in OF_FOUR)])
+def test_as_if_the_bad_batches_had_never_been_there(jobs: dict[int, Scenarios], ranks: int, name: str) -> None:
+    require_oracle(jobs[ranks], ranks, name)
 
 
-@pytest.mark.parametrize("name", [*OF_TWO, *OF_FOUR])
-def test_as_if_the_bad_batches_had_never_been_there(jobs: dict[int, Scenarios], name: str) -> None:
-    ranks, scenarios = scenarios_with(jobs, name)
-    assert facts(scenarios.run(name), Restored)
+@pytest.mark.soak
+@pytest.mark.parametrize(("ranks", "toys"), [(2, OF_TWO_AT_LENGTH), (4, OF_FOUR_AT_LENGTH)])
+def test_so_it_is_at_length_and_in_every_way_to_shard(tmp_path: Path, ranks: int, toys: dict[str, Toy]) -> None:
+    scenarios = performed(tmp_path, ranks, toys)
+    for name in toys:
+        require_oracle(scenarios, ranks, name)
+    if "twice" in toys:
+        assert len(facts(scenarios.run("twice"), Restored)) == 2
+
+
+def require_oracle(scenarios: Scenarios, ranks: int, name: str) -> None:
+    assert facts(scenarios.run(name), Restored), name
     for rank in range(ranks):
         require_same(scenarios.portrait(name, rank), scenarios.portrait(f"{name}, fresh", rank), f"{name}, {rank}")
 
@@ -80,9 +115,28 @@ def test_the_rank_with_the_nan_is_named(jobs: dict[int, Scenarios]) -> None:
 
 def test_replicas_of_a_part_that_differ_in_one_bit_are_named(jobs: dict[int, Scenarios]) -> None:
     drifted = facts(jobs[4].run("drift"), Drifted)
-    assert drifted[0].step == 40, "the first snapshot after the bit had changed"
+    assert drifted[0].step == 12, "the first snapshot after the bit had changed"
     assert drifted[0].ranks == (1, 3), "of two replicas none is the majority"
     assert not facts(jobs[2].run("guarded"), Drifted)
+
+
+def test_replicas_share_the_writing(jobs: dict[int, Scenarios]) -> None:
+    """Of a model of two replicas each part is stored once, about as much by each rank."""
+    run = RunPaths(jobs[4].run("hsdp"))
+    stored: dict[str, int] = {}
+    sizes = []
+    for shard in ring.open_shards(
+        run.checkpoint(ring.names(run)[-1]), read_manifest(run.checkpoint(ring.names(run)[-1]))
+    ):
+        parts = read_parts(shard.metadata, {name: entry.shape for name, entry in shard.entries.items()})
+        sizes.append(sum(shard.entries[name].nbytes for name in parts))
+        for name, part in parts.items():
+            stored[name] = stored.get(name, 0) + part.box.size
+        shard.close()
+    whole = {name.removeprefix("shared/"): size for name, size in stored.items()}
+    assert whole["model/0.weight"] == 17 * 8
+    assert whole["optimizer/state/0/exp_avg"] == 17 * 8
+    assert max(sizes) < 0.35 * sum(sizes)
 
 
 def test_an_export_has_the_whole_tensors(jobs: dict[int, Scenarios], tmp_path: Path) -> None:
@@ -111,7 +165,7 @@ def test_the_norm_is_that_of_all_parts(tmp_path: Path) -> None:
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(jobs: dict[int, Scenarios], tmp_path: Path) -> None:
     """In a rollback's first steps, when the newest checkpoint lies behind."""
     scenarios = Scenarios(tmp_path)
-    scenarios.add("nan", OF_TWO["nan"], run=None, signal=[1, 66, signal.SIGKILL, 1])
+    scenarios.add("nan", OF_TWO["nan"], run=None, signal=[1, 21, signal.SIGKILL, 1])
     body = scenarios.path.read_text().replace('"run": null, ', "")  # the supervisor's
     scenarios.path.write_text(body)
     done = run_warm(
@@ -124,14 +178,18 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(jobs: dict[int, Scenari
         require_same(scenarios.portrait("nan", rank), jobs[2].portrait("nan, fresh", rank), f"rank {rank}")
 
 
+SHORT_STAGES = [(2, "fsdp"), (4, "hsdp"), (2, None), (3, "fsdp")]
 STAGES = [(4, "fsdp"), (2, "fsdp"), (3, "fsdp"), (4, "fsdp"), (4, "hsdp"), (2, None), (2, "fsdp"), (1, None)]
 
 
-def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(tmp_path: Path) -> None:
+@pytest.mark.parametrize("stages", [SHORT_STAGES, pytest.param(STAGES, marks=pytest.mark.soak)], ids=["a few", "all"])
+def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(
+    tmp_path: Path, stages: list[tuple[int, str | None]]
+) -> None:
     """One run's final state, restored by jobs of other numbers of ranks, sharded in other ways and not at all."""
-    toy = Toy(samples=480, sampler="distributed", width=17)
+    toy = Toy(samples=120, sampler="distributed", width=17)
     states = []
-    for place, (ranks, sharding) in enumerate(STAGES):
+    for place, (ranks, sharding) in enumerate(stages):
         scenarios = Scenarios(tmp_path)
         scenarios.path = tmp_path / f"{place}.json"
         scenarios.add(str(place), toy.but(batch_size=12 // ranks, sharding=sharding), run=str(tmp_path / "run"))
@@ -143,7 +201,7 @@ def test_parameters_and_optimizer_are_the_same_on_other_numbers_of_ranks(tmp_pat
             key.replace("/module.", "/"): text for key, text in portrait.items()
             if key.startswith(("/model", "/optimizer", "/scheduler")) and "running" not in key
         })  # fmt: skip
-    for (ranks, sharding), state in zip(STAGES, states, strict=True):
+    for (ranks, sharding), state in zip(stages, states, strict=True):
         require_same(states[0], state, f"{ranks} ranks, {sharding}")
     assert not facts(tmp_path / "run", Quarantined)
-    assert [fact.world_size for fact in facts(tmp_path / "run", Attached)] == [ranks for ranks, _ in STAGES]
+    assert [fact.world_size for fact in facts(tmp_path / "run", Attached)] == [ranks for ranks, _ in stages]

@@ -6,9 +6,11 @@ batch, number]`: that rank sends itself a signal there; `[rank, batch, number, a
 supervised run), `full_disk` (`[rank, batch]`: from there on that rank can write no shard), `flip` (`[rank, batch]`:
 there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or several in a row: rank 0 hands in that
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
-is restored, see unreadable.py), `shell` (`[rank, batch, command]`, or several in a row: that rank runs the command
-there, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json`
-beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in the first attempt that rank is killed
+before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
+runs the command there, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes
+`<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to
+`<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import signal
 import subprocess
 import time
 from functools import partial
@@ -31,7 +34,7 @@ from unreadable import unreadable
 import rollback
 from rollback.errors import RollbackError
 from rollback.train.sharded import detached
-from rollback.train.snapshots import pipeline
+from rollback.train.snapshots import pipeline, restore
 
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:
@@ -41,6 +44,8 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     run = scenario.get("run", os.environ.get("ROLLBACK_RUN"))
     write = vars(pipeline)["write_direct"]
     reader, *what = scenario.get("unreadable", [None])
+    if scenario.get("dies_in_restore", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
+        vars(restore)["_load"] = partial(die, vars(restore)["_load"], scenario["dies_in_restore"][1])
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
         with unreadable(*what) if reader == rank else contextlib.nullcontext():
@@ -77,6 +82,12 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
         if rank == 0
     ]
     return at_batch
+
+
+def die(load: Any, moment: str, *given: Any) -> None:
+    if moment == "after":
+        load(*given)
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def refuse(*_: object) -> Any:

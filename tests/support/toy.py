@@ -88,8 +88,8 @@ class Toy:
     width: int = 16
     sharding: str | None = None
     """`fsdp`: FSDP2, with `, mixed` in bfloat16, with `, gathered` not sharded again behind the forward, with `,
-    recomputed` without stored activations; `hsdp`: two replicas of it; `tensor parallel`: over half the ranks, FSDP2
-    over the rest."""
+    recomputed` without stored activations, with `, offloaded` parameters kept on the host; `hsdp`: two replicas of it;
+    `tensor parallel`: over half the ranks, FSDP2 over the rest."""
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
     patient: bool = True
@@ -223,13 +223,14 @@ def shard(model: nn.Module, sharding: str) -> None:
     """The linear layers each for itself, the rest with the root."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Replicate
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
     ranks, layers = dist.get_world_size(), [name for name, part in model.named_modules() if isinstance(part, nn.Linear)]
-    match sharding:
-        case "fsdp" | "fsdp, mixed" | "fsdp, gathered" | "fsdp, recomputed":
+    kind, *with_ = sharding.split(", ")
+    match kind:
+        case "fsdp":
             mesh = init_device_mesh("cpu", (ranks,))
         case "hsdp":
             mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
@@ -242,11 +243,14 @@ def shard(model: nn.Module, sharding: str) -> None:
             parallelize_module(model, both["tensors"], plan)
             mesh = both["shards"]
     narrow = MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
-    options: dict[str, Any] = {"mesh": mesh, "reshard_after_forward": "gathered" not in sharding}
-    if "recomputed" in sharding:
+    offload = CPUOffloadPolicy(pin_memory=False) if "offloaded" in with_ else OffloadPolicy()
+    options: dict[str, Any] = {
+        "mesh": mesh, "reshard_after_forward": "gathered" not in with_, "offload_policy": offload,
+    }  # fmt: skip
+    if "recomputed" in with_:
         apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
     for name in layers:
-        of_layer: dict[str, Any] = {"mp_policy": narrow} if "mixed" in sharding else {}
+        of_layer: dict[str, Any] = {"mp_policy": narrow} if "mixed" in with_ else {}
         fully_shard(model.get_submodule(name), **options, **of_layer)
     fully_shard(model, **options)
 

@@ -91,6 +91,8 @@ class GaugeFields(Generic[Scalar]):
     squares: Scalar | None = None
     """Of sharded gradients, where the script reports no norm: the sum of this rank's squares, times the number of
     ranks, with replicas weighted so that each element counts once. The mean over the ranks is the norm's square."""
+    measured_squares: Scalar | None = None
+    """The same, whether the script reports a norm or not: for `measured`."""
 
 
 @dataclass
@@ -284,6 +286,8 @@ def _beat(vector: list[float], world_size: int) -> Beat:
     table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
     if table["squares"] is not None:
         grad_norm = math.sqrt(table["squares"])
+    if table["measured_squares"] is not None:
+        table["measured"] = math.sqrt(table["measured_squares"])
     table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),

@@ -119,8 +119,12 @@ class Ranks:
         self._broadcast(buffer, 0)
         return json.loads(bytes(buffer.cpu().numpy()))
 
-    def spread(self, tensors: Sequence[Tensor], source: int) -> None:
-        """Collective: fill tensors from rank `source`. They must be contiguous, with the same types on all ranks."""
+    def spread(self, tensors: Sequence[Tensor], source: int, to: int | None = None) -> None:
+        """Collective: fill tensors from rank `source`. They must be contiguous, with the same types on all ranks.
+
+        to: the only rank to be filled; only it and the source call then. Where there are several such pairs, each rank
+        calls in the order of the sources, then of those that are filled.
+        """
         flat = [item.detach().reshape(-1).view(torch.uint8) for item in tensors]
         for pieces in _parcels(flat):
             buffer = torch.empty(sum(map(len, pieces)), dtype=torch.uint8, device=self.device)
@@ -128,7 +132,10 @@ class Ranks:
             if self.rank == source:
                 for piece, part in zip(pieces, parts, strict=True):
                     part.copy_(piece)
-            self._broadcast(buffer, source)
+            if to is None:
+                self._broadcast(buffer, source)
+            else:
+                self._pass_on(buffer, source, to)
             if self.rank != source:
                 for piece, part in zip(pieces, parts, strict=True):
                     piece.copy_(part)
@@ -153,6 +160,14 @@ class Ranks:
     def _gather(self, to: list[Tensor], mine: Tensor) -> None:
         handed = Handed(*to, mine)
         dist.all_gather(to, mine)
+        handed.take_back()
+
+    def _pass_on(self, buffer: Tensor, source: int, to: int) -> None:
+        handed = Handed(buffer)
+        if self.rank == source:
+            dist.send(buffer, to)
+        else:
+            dist.recv(buffer, source)
         handed.take_back()
 
     def _broadcast(self, buffer: Tensor, source: int) -> None:

@@ -26,6 +26,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from rollback.errors import UsageError
+from rollback.train.updates.backward import BackwardWatch, is_compiled
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
 
@@ -35,7 +36,7 @@ _WATCHED = 16  # updates; later the loop does not change
 class PrefetchWatch:
     """Watches one rank's script during its first updates. Does nothing where it cannot see the model's forward.
 
-    model: the model as the script calls it. telltale: a parameter that every backward reaches; None: there is none.
+    model: the model as the script calls it. telltale: see `BackwardWatch`; None: there is none.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer, telltale: nn.Parameter | None) -> None:
@@ -48,13 +49,11 @@ class PrefetchWatch:
         self._between = 0
         """Updates in a row with an unused batch that was handed out before their step."""
         self._ahead = False
-        # A hook inside a module that torch.compile has compiled in place would be compiled too.
-        compiled = getattr(model, "_compiled_call_impl", None) is not None
         self._hooks: list[Any] = []
-        if telltale is not None and not compiled:
+        if telltale is not None and not is_compiled(model):
             self._hooks = [
                 model.register_forward_pre_hook(weak_hook(self._before_forward)),
-                telltale.register_post_accumulate_grad_hook(weak_hook(self._after_backward)),  # type: ignore[no-untyped-call]
+                BackwardWatch(model, telltale, self._after_backward),
                 before_update(optimizer, weak_hook(self._before_update)),
             ]
 
@@ -79,7 +78,7 @@ class PrefetchWatch:
         if torch.is_grad_enabled() and module.training:
             self._forward, self._suspect, self._idle, self._forward_in_update = True, False, False, True
 
-    def _after_backward(self, parameter: nn.Parameter) -> None:
+    def _after_backward(self) -> None:
         self._ahead = self._ahead or self._suspect
         self._forward, self._backward = False, True
 

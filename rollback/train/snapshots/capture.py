@@ -26,6 +26,7 @@ from rollback.checkpoints.layout import Kind, Layout, TensorEntry
 from rollback.checkpoints.parts import METADATA, Part, write_parts
 from rollback.checkpoints.region import Region, copy
 from rollback.train.comm.ranks import Ranks
+from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift
 from rollback.train.snapshots.tier_choice import CaptureMode
 from rollback.train.state import tree
@@ -40,15 +41,16 @@ _STILL = (PARAMETERS, "shared/optimizer/state/")
 class Share:
     """What one rank stores of an image.
 
-    replicas: all parameters by the rank that stores them, where there are ranks to compare them with. parts: this
-    rank's parts of the sharded ones among the parameters, where they lie. frozen: the parameters that no rank stores.
+    replicas: the parameters that all ranks have, where there are ranks to compare them with. parts: this rank's parts
+    of the sharded parameters, and where they lie. sharded: the tensors that parts belong to. frozen: the parameters
+    that no rank stores.
     """
 
-    rank: int
     tensors: Mapping[str, Tensor]
-    replicas: Mapping[int, Mapping[str, Tensor]]
+    replicas: Mapping[str, Tensor]
     metadata: Mapping[str, str]
-    parts: Mapping[str, Part] = field(default_factory=dict)
+    parts: Mapping[str, tuple[Part, Tensor]] = field(default_factory=dict)
+    sharded: Mapping[str, Tensor] = field(default_factory=dict)
     finite: FiniteCheck | None = None
     frozen: Mapping[str, Tensor] = field(default_factory=dict)
 
@@ -59,23 +61,28 @@ class Share:
 def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None) -> Share:
     """frozen: the names of the frozen weights that this snapshot leaves out, with their digests; default: none."""
     frozen = frozen or {}
-    stored = {name: item for name, item in image.shared_tensors.items() if name not in frozen}
-    owner = owners(stored, ranks.world_size)
-    mine = {name: item for name, item in stored.items() if owner[name] == ranks.rank}
+    shared = {name: item for name, item in image.shared_tensors.items() if name not in frozen}
+    owner = owners(shared, range(ranks.world_size))
+    alike: dict[tuple[int, ...], dict[str, Tensor]] = {}
+    for name, item in image.sharded.items():
+        alike.setdefault(holders_of(item), {})[name] = image.local_tensors[name]
+    for holders, tensors in alike.items():
+        owner |= owners(tensors, holders)
+    there = {**shared, **image.local_tensors}
+    stored = {name: item for name, item in there.items() if owner.get(name, ranks.rank) == ranks.rank}
     metadata = {"local": json.dumps(image.local)}
     if ranks.first:
         metadata["shared"] = json.dumps(image.shared)
         if frozen:
             metadata[METADATA_FROZEN] = write_digests(frozen)
     if image.parts:
-        metadata[METADATA] = write_parts(image.parts)
-    replicas: dict[int, dict[str, Tensor]] = {}
-    for name, item in stored.items():
-        if name.startswith(PARAMETERS) and ranks.world_size > 1:
-            replicas.setdefault(owner[name], {})[name] = item
-    parts = {name: part for name, part in image.parts.items() if name.startswith(PARAMETERS)}
+        metadata[METADATA] = write_parts({name: part for name, part in image.parts.items() if name in stored})
+    compared = {name: item for name, item in shared.items() if name.startswith(PARAMETERS) and ranks.world_size > 1}
+    parts = {
+        name: (part, image.local_tensors[name]) for name, part in image.parts.items() if name.startswith(PARAMETERS)
+    }
     still = {name: image.shared_tensors[name] for name in frozen}
-    return Share(ranks.rank, {**mine, **image.local_tensors}, replicas, metadata, parts, image.finite, still)
+    return Share(stored, compared, metadata, parts, image.sharded, image.finite, still)
 
 
 class Capture:
@@ -90,18 +97,21 @@ class Capture:
         self._region = region
         self._mode = mode
         self._still = {name: item for name, item in share.tensors.items() if _is_still(name)}
-        self._digests: dict[int, int] = {}
-        self._stored_by_others = {rank: items for rank, items in share.replicas.items() if rank != share.rank}
+        self._parts = {name: item for name, (_, item) in share.parts.items()}
+        self._digests: dict[str, bytes] = {}
+        compared = {**share.replicas, **self._parts}
+        self._stored_by_others = {name: item for name, item in compared.items() if name not in share.tensors}
         left: dict[str, Tensor] = {}
         if mode != "held":
-            for items in self._stored_by_others.values():
-                left |= items
+            left |= self._stored_by_others
         if mode == "overlapped":
             left |= self._still
-        self._watched = [(name, item, item._version) for name, item in left.items()]
+        watched = {name: share.sharded.get(name, item) for name, item in left.items()}
+        self._watched = [(name, item, version_of(item)) for name, item in watched.items()]
         self._stream: Any = None
         self._arrived: Any = None
-        self._device_digest: Tensor | None = None
+        self._on_device: list[Tensor | int] = [0, 0]
+        """Digests of what the device holds of the replicas, and of the parts."""
 
     def start(self) -> None:
         """Copy what may change at any moment, and have the device begin to copy what it holds.
@@ -127,31 +137,28 @@ class Capture:
 
     def digest(self) -> int:
         """Of the parameters of this rank, for `drift`; 0 where there is nobody to compare it with. After `finish`."""
-        if not self._share.replicas:
-            return 0
-        own = xxhash.xxh3_64()
-        for name, item in self._share.replicas.get(self._share.rank, {}).items():
-            entry = self._layout.entries[name]
-            if not item.is_cuda:
-                own.update(self._region.view[entry.start : entry.end])
-        digests = dict(self._digests)
-        if self._share.rank in self._share.replicas:  # others know nothing of one that stores no parameter
-            digests[self._share.rank] = own.intdigest()
-        together = xxhash.xxh3_64(b"".join(digests[rank].to_bytes(8, "big") for rank in sorted(digests)))
-        on_device = int(self._device_digest) if self._device_digest is not None else 0
-        return drift.fold(together.intdigest() ^ (on_device & ((1 << 64) - 1)))
+        return self._digest_of(self._share.replicas)
 
     def part_digest(self) -> tuple[int, int]:
         """Of this rank's parts of sharded parameters: a digest of where they lie, and one of what they hold; 0 and 0
         where there are none. After `finish`."""
-        if not self._share.parts:
+        if not self._parts:
             return 0, 0
-        held = xxhash.xxh3_64()
-        for name in sorted(self._share.parts):
-            entry = self._layout.entries[name]
-            held.update(self._region.view[entry.start : entry.end])
-        place = xxhash.xxh3_64_intdigest(write_parts(dict(sorted(self._share.parts.items()))).encode())
-        return drift.fold(place), drift.fold(held.intdigest())
+        places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
+        return drift.fold(xxhash.xxh3_64_intdigest(write_parts(places).encode())), self._digest_of(self._parts)
+
+    def _digest_of(self, tensors: Mapping[str, Tensor]) -> int:
+        if not tensors:
+            return 0
+        together = xxhash.xxh3_64()
+        for name in sorted(tensors):
+            if name in self._digests:
+                together.update(self._digests[name])
+            elif not tensors[name].is_cuda:
+                entry = self._layout.entries[name]
+                together.update(xxhash.xxh3_64_digest(self._region.view[entry.start : entry.end]))
+        on_device = self._on_device[tensors is self._parts]
+        return drift.fold(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
         """Tensors in the copy that hold what is not finite, and did not before. After `finish`."""
@@ -167,7 +174,7 @@ class Capture:
 
     def moved(self) -> list[str]:
         """Names of still tensors that were written to since the beginning."""
-        return [name for name, item, version in self._watched if item._version != version]
+        return [name for name, item, version in self._watched if version_of(item) != version]
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
         for name, item in tensors.items():
@@ -176,18 +183,18 @@ class Capture:
                 copy(self._region.address + self._layout.entries[name].start, plain.data_ptr(), plain.nbytes)
 
     def _digest_replicas(self) -> None:
-        for rank, items in self._stored_by_others.items():
-            running = xxhash.xxh3_64()
-            for item in items.values():
-                if not item.is_cuda:
-                    running.update(bytes_of(as_it_is_stored(item)))
-            self._digests[rank] = running.intdigest()
+        for name, item in self._stored_by_others.items():
+            if not item.is_cuda:
+                self._digests[name] = xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
 
     def _start_on_device(self) -> None:
         """What the device holds: it copies and digests that in a stream of its own."""
         tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
-        replicas = [item for items in self._share.replicas.values() for item in items.values() if item.is_cuda]
-        device = next((item.device for item in (*tensors.values(), *replicas)), None)
+        compared = [
+            [items[name] for name in sorted(items) if items[name].is_cuda]
+            for items in (self._share.replicas, self._parts)
+        ]
+        device = next((item.device for item in (*tensors.values(), *compared[0], *compared[1])), None)
         if device is None:
             return
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
@@ -197,9 +204,10 @@ class Capture:
             for name, item in tensors.items():
                 view(self._region, self._layout.entries[name]).copy_(item, non_blocking=True)
                 item.record_stream(self._stream)
-            if replicas:
-                self._device_digest = torch.zeros((), dtype=torch.int64, pin_memory=True)
-                self._device_digest.copy_(drift.on_device(replicas), non_blocking=True)
+            for place, items in enumerate(compared):
+                if items:
+                    made = torch.zeros((), dtype=torch.int64, pin_memory=True)
+                    self._on_device[place] = made.copy_(drift.on_device(items), non_blocking=True)
             self._arrived.record(self._stream)
         if any(not _is_still(name) for name in tensors):
             self.fence()  # restless ones: the next kernel may change them

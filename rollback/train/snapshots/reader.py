@@ -1,7 +1,8 @@
 """A checkpoint that is open to be restored: verified, its trees at hand, its tensors on their way into the live ones.
 
 Whole    every rank reads what it needs from the shards of all: in the ring, or in slots where there is one host
-Parted   each rank has its own shard and no other: in slots of many hosts. Ranks give each other what they have
+Parted   each rank has its own shard and no other: in slots of many hosts. Ranks give each other what they have: tensors
+         that are not sharded to all, parts to those that have the same part and have not stored it
 
 Reading into a tensor that is there costs half of what reading into a new one and copying it costs. Where the live
 objects have no such tensor (the optimizer of a new process has no state), one is made and handed to `load_state_dict`.
@@ -22,7 +23,7 @@ from rollback.checkpoints import frozen
 from rollback.checkpoints.contents import Stored, TensorFile, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.parts import Box, Part, cover, whole
+from rollback.checkpoints.parts import METADATA, Box, Part, cover, read_parts, whole
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
@@ -139,12 +140,14 @@ class Parted:
         self._owner: dict[str, int] = {}
         self._kinds: dict[str, Kind] = {}
         self._wanted: list[str] = []
+        self._wanted_parts: list[str] = []
+        self._holders: dict[tuple[str, Part], list[int]] = {}
         self.frozen = FrozenInCheckpoint({}, None)
         self._shard = ShardReader(directory / record.file, record.written, memory=memory, threads=threads_of(ranks))
         self.shards = [self._shard]
         try:
             with _in_words(self._name):
-                self._parts = parts_by_name(self.shards)
+                read_parts(self._shard.metadata, {key: item.shape for key, item in self._shard.entries.items()})
                 self._shared = parse_json(self._shard.metadata["shared"]) if ranks.first else None
                 self.frozen = FrozenInCheckpoint(frozen.read_digests(self._shard.metadata), manifest.frozen)
                 self._local = parse_json(self._shard.metadata["local"])
@@ -156,14 +159,18 @@ class Parted:
     def meet(self, ranks: Ranks) -> str | None:
         """Collective: learn which tensors lie where. What is wrong with them, in words."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
-        parts = ranks.from_each([self._content, kinds])
+        shards = ranks.from_each([self._content, kinds, self._shard.metadata.get(METADATA)])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
-        if any(content != self._content for content, _ in parts):
+        if any(content != self._content for content, _, _ in shards):
             return f"the hosts have different checkpoints in their slots by the name {self._name}"
-        for rank, (_, kinds) in enumerate(parts):
-            for key, (dtype, shape) in kinds.items():
-                self._owner[key], self._kinds[key] = rank, (dtype, tuple(shape))
+        for rank, (_, kinds, parts) in enumerate(shards):
+            shapes = {key: tuple(shape) for key, (_, shape) in kinds.items()}
+            for key, (dtype, _) in kinds.items():
+                self._owner[key], self._kinds[key] = rank, (dtype, shapes[key])
+            for key, part in read_parts({METADATA: parts} if parts else {}, shapes).items():
+                self._holders.setdefault((key, part), []).append(rank)
         wanted: dict[str, None] = {}
+        wanted_parts: dict[str, None] = {}
 
         def note(key: str) -> Tensor:
             if key not in self._owner:
@@ -171,42 +178,63 @@ class Parted:
             wanted[key] = None
             return torch.empty(0)
 
+        def note_part(key: str) -> Tensor:
+            self._owner[key]
+            wanted_parts[key] = None
+            return torch.empty(0)
+
         try:
             with _in_words(self._name):
-                require_keys(tree.decode(self._shared, note, lambda key: _stand_in(self._shard, key)), "shared")
+                require_keys(tree.decode(self._shared, note, note_part), "shared")
         except CheckpointDamaged as error:
             return error.message
-        self._wanted = list(wanted)
+        self._wanted, self._wanted_parts = list(wanted), list(wanted_parts)
         return None
 
     def load(self, ranks: Ranks, state: TrainingState) -> str | None:
         live, find = state.live_tensors(), state.places()
-        found: dict[str, Tensor] = {}
-        parts: dict[str, Tensor] = {}
-        local: Any = None
+        sources: dict[str, int] = {}
+        likes: dict[str, Tensor] = {}
         fault: str | None = None
-        try:
-            with reading(ranks) as reads:
-                for key in self._wanted:
-                    if self._owner[key] == ranks.rank:
-                        found[key] = reads.want(self._shard, key, live.get(key))
-                for key in self.frozen.digests.keys() - self._owner.keys():
-                    found[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
-                for key, ((part, _),) in self._parts.items():
-                    like = find(key)
-                    if like is None or part != part_of(like, key):
-                        raise CheckpointDamaged(
-                            f"this rank had another part of {key!r}: the ranks share it otherwise now"
-                        )
-                    parts[key] = sharded_like(reads.want(self._shard, key, live.get(key)), like)
-                local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
-        except CheckpointDamaged as error:
-            fault = error.message
+        for key in self._wanted_parts:
+            like = find(key)
+            if like is None or (holders := self._holders.get((key, part_of(like, key)))) is None:
+                fault = f"this rank had another part of {key!r}: the ranks share it otherwise now"
+                break
+            likes[key], sources[key] = like, ranks.rank if ranks.rank in holders else holders[0]
         # Before anybody waits for a tensor that does not come.
         if (fault := ranks.first_fault(fault)) is not None:
             return fault
+        asked = ranks.from_each([[source, key] for key, source in sources.items() if source != ranks.rank])
+        own = {key for key, source in sources.items() if source == ranks.rank}
+        own |= {key for wants in asked for source, key in wants if source == ranks.rank}
+        own |= {key for key in self._wanted if self._owner[key] == ranks.rank}
+        read: dict[str, Tensor] = {}
+        local: Any = None
+        try:
+            with reading(ranks) as reads:
+                for key in sorted(own):
+                    mine = sources.get(key, ranks.rank) == ranks.rank  # else it is for others alone
+                    read[key] = reads.want(self._shard, key, live.get(key) if mine else None)
+                for key in self.frozen.digests.keys() - self._owner.keys():
+                    read[key] = self.frozen.take(key, lambda file, key: reads.want(file, key, live.get(key)))
+                local = tree.decode(self._local, lambda key: reads.want(self._shard, key, live.get(key)))
+        except CheckpointDamaged as error:
+            fault = error.message
+        if (fault := ranks.first_fault(fault)) is not None:
+            return fault
+        found = {key: item for key, item in read.items() if sources.get(key, ranks.rank) == ranks.rank}
         for source in range(ranks.world_size):
-            self._spread(source, found, live, ranks)
+            keys = [key for key in self._wanted if self._owner[key] == source]
+            found |= self._receive(source, None, read, {key: (live.get(key), self._kinds[key]) for key in keys}, ranks)
+            for rank, wants in enumerate(asked):
+                keys = [key for holder, key in wants if holder == source]
+                if keys and ranks.rank in (source, rank):
+                    wanted = {
+                        key: (live.get(key), (self._kinds[key][0], tuple(local_of(likes[key]).shape))) for key in keys
+                    }
+                    found |= self._receive(source, rank, read, wanted, ranks)
+        parts = {key: sharded_like(found[key].to(local_of(like).device), like) for key, like in likes.items()}
         state.load(tree.decode(self._shared, found.__getitem__, parts.__getitem__), local)
         return None
 
@@ -214,20 +242,31 @@ class Parted:
         self._shard.close()
         self.frozen.close()
 
-    def _spread(self, source: int, found: dict[str, Tensor], live: Mapping[str, Tensor], ranks: Ranks) -> None:
-        """Collective: what rank `source` has found, the others find."""
-        keys = [key for key in self._wanted if self._owner[key] == source]
+    @staticmethod
+    def _receive(
+        source: int,
+        to: int | None,
+        read: Mapping[str, Tensor],
+        wanted: Mapping[str, tuple[Tensor | None, Kind]],
+        ranks: Ranks,
+    ) -> dict[str, Tensor]:
+        """What rank `source` has read, for rank `to` (None: for all others, collectively), where that is this one.
+
+        wanted: by name, the tensor that is there, and what kind it has to be.
+        """
         if ranks.rank == source:
-            ranks.spread([found[key].contiguous() for key in keys], source)
-            return
-        present = [_fitting(live.get(key), self._kinds[key]) for key in keys]
-        rooms = [
-            item if item is not None and item.is_contiguous() else _fresh(self._kinds[key])
-            for key, item in zip(keys, present, strict=True)
-        ]
-        ranks.spread(rooms, source)
-        for key, item, room in zip(keys, present, rooms, strict=True):
-            found[key] = room if item is None or item is room else item.copy_(room)
+            ranks.spread([read[key].contiguous() for key in wanted], source, to)
+            return {}
+        present = {key: _fitting(item, kind) for key, (item, kind) in wanted.items()}
+        rooms = {
+            key: item if item is not None and item.is_contiguous() else _fresh(wanted[key][1])
+            for key, item in present.items()
+        }
+        ranks.spread(list(rooms.values()), source, to)
+        return {
+            key: room if (item := present[key]) is None or item is room else item.copy_(room)
+            for key, room in rooms.items()
+        }
 
 
 Reading = Whole | Parted

@@ -8,7 +8,7 @@ own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -69,6 +69,8 @@ class Image:
     local_tensors: dict[str, Tensor]
     parts: Mapping[str, Part] = field(default_factory=dict)
     """Where this rank's part of each sharded tensor lies in the whole. The parts are among `local_tensors`."""
+    sharded: Mapping[str, Tensor] = field(default_factory=dict)
+    """The sharded tensors."""
     finite: FiniteCheck | None = None
     frozen: frozenset[str] = frozenset()
     """Names of `shared_tensors` that nothing trains, as far as torch can tell: see `TrainingState._frozen_memory`."""
@@ -153,10 +155,10 @@ class TrainingState:
             **tree.encode(local, "local", local_tensors),
         }
         shared_tree = tree.encode(shared, "shared", shared_tensors)
-        parts = self._take_parts(shared_tensors, local_tensors)
+        parts, sharded = self._take_parts(shared_tensors, local_tensors)
         still = self._frozen_memory()
         frozen = (name for name, item in shared_tensors.items() if name.startswith(_MODEL) and memory_of(item) in still)
-        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, self.finite, frozenset(frozen))
+        return Image(shared_tree, trees, shared_tensors, local_tensors, parts, sharded, self.finite, frozenset(frozen))
 
     def _frozen_memory(self) -> set[tuple[Any, ...]]:
         """The memory of the model's parameters that do not require a gradient, that no optimizer holds, and that share
@@ -173,17 +175,19 @@ class TrainingState:
         return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
 
     @staticmethod
-    def _take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> dict[str, Part]:
-        """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie."""
+    def _take_parts(shared: dict[str, Tensor], local: dict[str, Tensor]) -> tuple[dict[str, Part], dict[str, Tensor]]:
+        """Of the sharded tensors among `shared`, put this rank's parts into `local` instead, and say where they lie.
+        And the sharded tensors."""
         for name in filter(lambda name: is_sharded(local[name]), local):
             raise UsageError(
                 f"the tensor {name!r} is a DTensor, and each rank keeps its own: parts of it would be lost",
                 hint="make it a parameter, or a plain tensor",
             )
-        parts = {name: part_of(item, name) for name, item in shared.items() if is_sharded(item)}
-        for name in parts:
-            local[name] = detached(shared.pop(name))
-        return parts
+        sharded = {name: item for name, item in shared.items() if is_sharded(item)}
+        for name, item in sharded.items():
+            local[name] = detached(item)
+            del shared[name]
+        return {name: part_of(item, name) for name, item in sharded.items()}, sharded
 
     def places(self) -> Callable[[str], Tensor | None]:
         """Finds the tensor of the live objects that a checkpoint has by some name, if there is one. For an optimizer's
@@ -372,12 +376,13 @@ def unwrap(model: nn.Module) -> nn.Module:
             return model
 
 
-def owners(tensors: Mapping[str, Tensor], world_size: int) -> dict[str, int]:
-    """The rank that stores each shared tensor: about the same number of bytes for each rank; the same on all ranks."""
-    load = [0] * world_size
+def owners(tensors: Mapping[str, Tensor], ranks: Sequence[int]) -> dict[str, int]:
+    """The rank that stores each tensor, of these ranks that all have them: about the same number of bytes for each; the
+    same on all of them."""
+    load = dict.fromkeys(ranks, 0)
     owner: dict[str, int] = {}
     for name, value in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
-        rank = min(range(world_size), key=load.__getitem__)
+        rank = min(ranks, key=load.__getitem__)
         owner[name] = rank
         load[rank] += value.nbytes
     return owner

@@ -189,7 +189,7 @@ class Advisor:
         if beat.kept is None or beat.measured is None or beat.scaler_skipped:
             return []
         pair = (beat.measured, beat.kept * beat.measured)
-        clipped = bool(habit.written) and beat.kept < 1 - _SAME
+        clipped = habit.written is not False and beat.kept < 1 - _SAME
         if clipped and habit.while_scaled:
             # What is clipped while scaled has the same norm with the scale in it.
             self._scaled.append((pair[0], pair[1] * (beat.scale or 1.0)))

@@ -5,8 +5,8 @@ infinite norm makes every gradient zero. So the norms are measured right after b
 are only compared with them. If these are the same tensors times one factor, a single small tensor (the *telltale*)
 shows the factor. If they were changed in another way, they are measured again. Nothing waits for the device.
 
-    backward   hook of the telltale's accumulation -> at the end of backward, before DDP averages: the telltale's norm
-               -> after DDP has averaged: all norms, unscaled
+    backward   `BackwardWatch` -> at the end of backward, before DDP averages: the telltale's norm
+               -> after DDP has averaged, and FSDP2 has set what is sharded: all norms, unscaled
     pre-step   hook of the optimizer -> unchanged, scaled, or measured again
 
 On CUDA norms are accumulated in double precision, which costs nothing there. On the CPU it costs twenty times as much,
@@ -17,15 +17,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from rollback.train.sharded import copies_of, is_sharded, local_of
-from rollback.train.updates.hooks import weak_hook
-
-_TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
+from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
+from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
 
 
 @dataclass(frozen=True)
@@ -39,7 +36,8 @@ class GradientNorms:
     total: Tensor
     """The norm over all, in the gradients' own type; Inf where it overflows."""
     kept: Tensor | None
-    """The factor by which the optimizer's gradients are smaller (clipping); None: they had to be measured again."""
+    """The factor by which the optimizer's gradients are smaller (clipping); NaN: this rank's part does not show it;
+    None: they had to be measured again."""
     own: Tensor | None
     """The norm of the telltale on this rank alone; None: it was not seen."""
     squares: Tensor | None = None
@@ -47,13 +45,13 @@ class GradientNorms:
 
 
 class Gradients:
-    """The gradients of one rank's update in progress. Nothing here is collective."""
+    """The gradients of one rank's update in progress. Nothing here is collective. model: see `BackwardWatch`."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
         self._optimizer = optimizer
         self._scaler = scaler
         self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
-        self.telltale = _choose_telltale(self._parameters())
+        self.telltale = choose_telltale(self._parameters())
         self._queued = False
         self._awaited = True
         self._own: Tensor | None = None
@@ -63,9 +61,7 @@ class Gradients:
         """Whether `look` found the gradients changed since then; None: not known."""
         self._marks: list[tuple[int, int]] = []
         self._found: list[tuple[int, int]] = []
-        if self.telltale is not None:
-            hook = weak_hook(self._backward_reached_telltale)
-            self.telltale.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+        self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
 
     @property
     def scale(self) -> Tensor | None:
@@ -81,8 +77,10 @@ class Gradients:
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
         parameters, gradients = self._with_gradients()
-        self._found = [_mark(gradient) for gradient in gradients]
+        self._found = _marks_of(parameters, gradients)
         self.written = None if self.seen is None else self._found != self._marks
+        if self.seen is not None and self.seen.squares is not None and not self.written:
+            self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
         return parameters, gradients
 
     def forget(self) -> None:
@@ -101,7 +99,7 @@ class Gradients:
         if seen is None or telltale is None or not self._only_scaled(gradients):
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
-        if not self.written and self.scale is None:
+        if self.written is False and self.scale is None:
             return replace(seen, kept=torch.ones((), device=seen.total.device))
         assert telltale.grad is not None
         before = seen.each[_position(telltale, parameters)]
@@ -109,37 +107,47 @@ class Gradients:
         if scale is not None:
             after = after / scale.to(after.device)
         # What was zero is still zero, or not finite.
-        kept = torch.where(before > 0, after / before, 1.0 + after)
+        factor = torch.where(before > 0, after / before, 1.0 + after)
         # A factor above one, or NaN, is no clipping but an error.
-        total = seen.total * kept.clamp(min=1.0).to(seen.total.dtype)
-        return replace(seen, total=total, kept=kept)
+        grown = factor.clamp(min=1.0)
+        total = seen.total * grown.to(seen.total.dtype)
+        if seen.squares is None:
+            return replace(seen, total=total, kept=factor)
+        kept = torch.where(before > 0, factor, math.nan)
+        return replace(seen, total=total, kept=kept, squares=seen.squares * grown.double().square())
 
-    def _backward_reached_telltale(self, _: Tensor) -> None:
+    def _backward_reached_telltale(self) -> None:
         if not self._queued and self._awaited:
             self._queued = True
-            _at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
+            at_end_of_backward(self._before_averaging if self._averaged else self._after_averaging)
 
     @torch.no_grad()
     def _before_averaging(self) -> None:
         telltale = self.telltale
-        if telltale is not None and telltale.grad is not None and telltale.grad._base is None:
+        if telltale is None or is_sharded(telltale) or telltale.grad is None:
+            pass  # of a sharded one there is nothing but the mean over the ranks
+        elif telltale.grad._base is None:
             self._own = torch.linalg.vector_norm(_dense(telltale.grad))
         # Else gradient_as_bucket_view is on, and this memory is being averaged now.
-        _at_end_of_backward(self._after_averaging)
+        at_end_of_backward(self._after_averaging)
 
     @torch.no_grad()
     def _after_averaging(self) -> None:
         self._queued = False
         parameters, gradients = self._with_gradients()
+        if not any(parameter is self.telltale for parameter in parameters):
+            return  # FSDP2 holds back what is not summed yet
         each, total = _measure(gradients, self.scale)
-        self.seen = GradientNorms(parameters, each, total, None, self._own)
-        self._marks = [_mark(gradient) for gradient in gradients]
+        self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
+        self._marks = _marks_of(parameters, gradients)
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
         if not self.written:
             return True
-        if len(gradients) != len(self._marks) or any(gradient._base is not None for gradient in gradients):
+        if len(gradients) != len(self._marks):
+            return False
+        if any(gradient._base is not None for gradient in gradients):
             return False  # views of one bucket count their writes together
         pairs = list(zip(self._found, self._marks, strict=True))
         return all(found[0] == mark[0] for found, mark in pairs) and len({now[1] - then[1] for now, then in pairs}) == 1
@@ -165,31 +173,23 @@ class Gradients:
         return parameters, gradients
 
 
-def _choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
-    """A small parameter near the model's input: a fault anywhere in backward reaches it. None if parameters are
-    sharded: no hook of a sharded parameter is called in backward."""
-    trained = [p for p in parameters if p.requires_grad]
-    if any(map(is_sharded, trained)):
-        return None
-    small = (p for p in trained if p.numel() <= _TELLTALE_SIZE)
-    return next(small, min(trained, key=lambda p: p.numel(), default=None))
-
-
 def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
     return next(place for place, other in enumerate(parameters) if other is parameter)
 
 
-def _at_end_of_backward(act: Any) -> None:
-    torch.autograd.Variable._execution_engine.queue_callback(act)
+def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[tuple[int, int]]:
+    pairs = zip(parameters, gradients, strict=True)
+    return [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
 
 
-def _mark(gradient: Tensor) -> tuple[int, int]:
+def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
-    return gradient.data_ptr(), gradient._version
+    return local_of(gradient).data_ptr(), version_of(gradient)
 
 
 def _dense(gradient: Tensor | None) -> Tensor:
     assert gradient is not None
+    gradient = local_of(gradient)
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 

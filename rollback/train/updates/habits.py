@@ -16,6 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from rollback.train.sharded import is_sharded, local_of, version_of
+from rollback.train.updates.backward import BackwardWatch
+from rollback.train.updates.gradients import mark_of
 from rollback.train.updates.hooks import weak_hook
 
 _SAMPLED = 16  # updates of a process; a look at a loss's graph costs microseconds, one at late writes may wait for CUDA
@@ -30,7 +33,7 @@ class Habit:
     written: bool | None = None
     """Whether the script wrote to the gradients between backward and step."""
     while_scaled: bool | None = None
-    """Whether it did so while the gradient scaler's factor was still in them."""
+    """Whether it did so, if it did, while the gradient scaler's factor was still in them."""
     late: bool | None = None
     """Whether it made them smaller after the step that used them."""
     undivided: bool | None = None
@@ -58,7 +61,7 @@ class _Noticed:
 class Habits:
     """Watches one rank's script.
 
-    model: the model as the script calls it, for DDP; None: not known. telltale: see `gradients`; without one nothing is
+    model: the model as the script calls it; None: not known. telltale: see `gradients`; without one nothing is
     noticed.
     """
 
@@ -76,7 +79,7 @@ class Habits:
         self._now = _Noticed()
         if telltale is None:
             return
-        telltale.register_post_accumulate_grad_hook(weak_hook(self._accumulated))  # type: ignore[no-untyped-call]
+        self._watch = BackwardWatch(model, telltale, self._accumulated)
         optimizer.register_step_post_hook(weak_hook(self._after_step))
         ddp = _ddp_inside(model) if model is not None else None
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
@@ -89,7 +92,7 @@ class Habits:
         now = self._now
         if now.written is None:
             now.written = written
-            now.while_scaled = written and self._scaling and not now.unscaled
+            now.while_scaled = written is not False and self._scaling and not now.unscaled
 
     def end_step(self, batches: int) -> Habit:
         """What was noticed since the last step's end."""
@@ -105,26 +108,34 @@ class Habits:
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
 
-    def _accumulated(self, parameter: nn.Parameter) -> None:
+    def _accumulated(self) -> None:
         """Backward has reached the telltale."""
-        now, gradient = self._now, parameter.grad
+        now, gradient = self._now, self._gradient()
         now.stepped = None
-        if gradient is None or gradient.layout != torch.strided:
+        if gradient is not None:
+            mark = mark_of(gradient)
+            if now.last is not None:
+                now.additions += mark[0] == now.last[0] and mark[1] > now.last[1]
+            now.last = mark
+        elif is_sharded(self._telltale):  # FSDP2 holds it back and will add it to the next
+            now.additions += 1
+        else:
             return
-        mark = (gradient.data_ptr(), gradient._version)
-        if now.last is not None:
-            now.additions += mark[0] == now.last[0] and mark[1] > now.last[1]
-        now.last = mark
         if self._looks > 0 and (undivided := self._loss_is_undivided()) is not None:
             now.undivided.append(undivided)
 
     @torch.no_grad()
     def _after_step(self, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-        gradient = self._telltale.grad if self._telltale is not None else None
-        if gradient is not None and gradient.layout == torch.strided and self._late_looks > 0:
+        gradient = self._gradient()
+        if gradient is not None and self._late_looks > 0:
             self._late_looks -= 1
             # The tensor is small enough to keep: zero_grad usually frees the gradients before we look.
-            self._now.stepped = gradient, gradient._version, torch.linalg.vector_norm(gradient)
+            self._now.stepped = gradient, version_of(gradient), torch.linalg.vector_norm(local_of(gradient))
+
+    def _gradient(self) -> Tensor | None:
+        """The telltale's, if there is one and it is dense."""
+        gradient = self._telltale.grad if self._telltale is not None else None
+        return gradient if gradient is not None and gradient.layout == torch.strided else None
 
     @property
     def _scaling(self) -> bool:
@@ -166,10 +177,11 @@ def _was_late(stepped: tuple[Tensor, int, Tensor] | None) -> bool | None:
     if stepped is None:
         return None
     gradient, version, used = stepped
-    if gradient._version == version:
+    written = version_of(gradient) != version
+    if not written and not is_sharded(gradient):
         return False
-    now = float(torch.linalg.vector_norm(gradient))
-    return 0.0 < now <= float(used) * (1 + 1e-6)
+    now = float(torch.linalg.vector_norm(local_of(gradient)))
+    return 0.0 < now <= float(used) * (1 + (1e-6 if written else -1e-6))
 
 
 def _root_of_backward(thread: int) -> Tensor | None:

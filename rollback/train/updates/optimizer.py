@@ -27,7 +27,7 @@ class Updates:
         self.found_inf: Tensor | None = None
         """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
         self._optimizer, self._model = optimizer, model
-        self._sensed = Gradients(optimizer, scaler)
+        self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         before_update(optimizer, weak_hook(self._before_update))
         if scaler is not None and hasattr(scaler, "step"):
@@ -35,7 +35,7 @@ class Updates:
 
     @property
     def telltale(self) -> nn.Parameter | None:
-        """The parameter by which a backward is noticed (see `gradients`)."""
+        """The parameter by which a backward is noticed (see `backward`)."""
         return self._sensed.telltale
 
     @property
@@ -60,6 +60,7 @@ class Updates:
             kept=norms.kept if norms else None,
             measured=norms.total if norms and not sharded else None,
             squares=norms.squares if norms and self.happened and not told else None,
+            measured_squares=norms.squares if norms else None,
             found_inf=self.found_inf,
         )
 

@@ -109,12 +109,15 @@ def test_each_field_of_the_table_arrives_at_its_own_place_and_no_other(field: Fi
     assert type(getattr(beat, field.name)) is kind
 
 
+ROOTS = {"grad_norm": "squares", "measured": "measured_squares"}
+
+
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("field", fields(GaugeFields), ids=lambda field: field.name)
 def test_each_gauge_is_the_mean_over_the_ranks_that_have_one(field: Field[Any], on_device: bool) -> None:
     given = [Gauges(**{field.name: scalar(value)}) for value in (3.0, None, math.nan, 4.0)]
     rows = [(None, None, Signs())] * len(given)
-    norm = {"grad_norm": math.sqrt(3.5)} if field.name == "squares" else {}
+    norm = {name: math.sqrt(3.5) for name, of in ROOTS.items() if of == field.name}
     assert reduce(rows, on_device, given) == Beat(**{field.name: 3.5, **norm})
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharding import fully_sharded
 from torch import nn
 
 from rollback.errors import UsageError
@@ -15,8 +16,10 @@ class Script:
     """The parts of a loop. `n` draws a batch, `f` is forward, `b` backward of the oldest forward, `s` the step, `c` one
     with a closure."""
 
-    def __init__(self) -> None:
+    def __init__(self, sharded: bool = False) -> None:
         self.model = nn.Linear(2, 1)
+        if sharded:
+            fully_sharded(self.model)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.1)
         self.watch = PrefetchWatch(self.model, self.optimizer, self.model.bias)
         self.losses: list[torch.Tensor] = []
@@ -53,9 +56,9 @@ class Script:
     ["n f n b s" + "f n b s" * 3, "n" + "f n b s" * 4, "n" + "f b n s" * 5, "n f b n f n b s" * 3],
     ids=["nanoGPT", "the same from the start", "between backward and step", "in accumulation"],
 )
-def test_a_batch_drawn_within_an_open_update_is_refused(acts: str) -> None:
+def test_a_batch_drawn_within_an_open_update_is_refused(acts: str, sharded: bool) -> None:
     with pytest.raises(UsageError, match=r"before optimizer.step\(\)") as refusal:
-        Script().run(acts)
+        Script(sharded).run(acts)
     assert "num_workers" in str(refusal.value)
 
 
@@ -83,14 +86,15 @@ def test_a_batch_drawn_within_an_open_update_is_refused(acts: str) -> None:
         "two updates for one batch", "closures", "accumulation and closures",
     ],
 )  # fmt: skip
-def test_other_loops_are_left_alone(acts: str) -> None:
-    Script().run(acts)
+def test_other_loops_are_left_alone(acts: str, sharded: bool) -> None:
+    Script(sharded).run(acts)
 
 
-def test_the_hooks_go_once_the_loop_is_known() -> None:
-    script = Script()
+def test_the_hooks_go_once_the_loop_is_known(sharded: bool) -> None:
+    script = Script(sharded)
+    hooks = len(script.model._forward_hooks) - sharded, len(script.model._forward_pre_hooks) - 1
     script.run("n f b s" * 30)
-    assert not script.model._forward_pre_hooks
+    assert (len(script.model._forward_hooks), len(script.model._forward_pre_hooks)) == hooks
     assert not script.optimizer._optimizer_step_pre_hooks
 
 

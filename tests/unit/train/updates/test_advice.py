@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from sharding import fully_sharded, one_rank
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 from torch.utils.data import DataLoader
@@ -39,11 +40,16 @@ class Script:
     steps: int = 12
     observe_first: bool = False
     optimizer: Any = torch.optim.SGD
+    sharded: bool = False
+    held_back: bool = False
+    """FSDP2 sums the gradients over the ranks once for each update."""
 
     def codes(self) -> list[str]:
         """Codes of the advice that it gets."""
         torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        model: Any = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        if self.sharded:
+            fully_sharded(model)
         optimizer = self.optimizer(model.parameters(), lr=1e-3)
         data = torch.randn(4 * self.steps * self.accumulate, 4, generator=torch.Generator().manual_seed(1))
         guard = rollback.Guard(
@@ -51,6 +57,8 @@ class Script:
             snapshot_every=0, observe_only=True,
         )  # fmt: skip
         for number, x in enumerate(guard):
+            if self.held_back:
+                model.set_requires_gradient_sync(number % self.accumulate == self.accumulate - 1)
             loss = (model(x) - x.sum(1, keepdim=True)).square().mean()
             if self.observe_first:
                 guard.observe(loss)
@@ -134,15 +142,17 @@ def test_batches_without_an_update_are_noticed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("limit", [0.01, 1e6])
-def test_clipping_after_the_step_is_noticed(tmp_path: Path, limit: float) -> None:
+def test_clipping_after_the_step_is_noticed(tmp_path: Path, limit: float, sharded: bool) -> None:
     late = stepping(after=lambda model: clip_grad_norm_(model.parameters(), limit))
-    assert Script(tmp_path, plain, late).codes() == ["clipped-after-step"]
+    # That clipping leaves a sharded gradient as it is leaves no trace.
+    seen = limit == 0.01 or not sharded
+    assert Script(tmp_path, plain, late, sharded=sharded).codes() == ["clipped-after-step"] * seen
 
 
 @pytest.mark.parametrize("set_to_none", [True, False])
 @pytest.mark.parametrize("before", [None, clip, lambda model: clip_grad_value_(model.parameters(), 0.01)])
-def test_an_ordinary_update_gets_no_advice(tmp_path: Path, before: Any, set_to_none: bool) -> None:
-    assert Script(tmp_path, plain, stepping(before, set_to_none=set_to_none)).codes() == []
+def test_an_ordinary_update_gets_no_advice(tmp_path: Path, before: Any, set_to_none: bool, sharded: bool) -> None:
+    assert Script(tmp_path, plain, stepping(before, set_to_none=set_to_none), sharded=sharded).codes() == []
 
 
 # --- clipped while scaled ---------------------------------------------------------------------------------------------
@@ -232,9 +242,17 @@ def test_clipping_beside_a_scaler_that_is_off_is_clipping(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("observe_first", [True, False])
-def test_accumulating_losses_that_nobody_divides_is_noticed(tmp_path: Path, observe_first: bool) -> None:
-    script = Script(tmp_path, plain, stepping(), accumulate=4, observe_first=observe_first)
+def test_accumulating_losses_that_nobody_divides_is_noticed(tmp_path: Path, observe_first: bool, sharded: bool) -> None:
+    script = Script(tmp_path, plain, stepping(), accumulate=4, observe_first=observe_first, sharded=sharded)
     assert script.codes() == ["loss-not-divided"]
+
+
+@pytest.mark.parametrize(("divide", "codes"), [(1, ["loss-not-divided"]), (4, [])])
+def test_so_are_those_that_fully_shard_sums_with_the_last(tmp_path: Path, divide: int, codes: list[str]) -> None:
+    """`set_requires_gradient_sync(False)`: there is no gradient of a part before."""
+    with one_rank():
+        backward = plain if divide == 1 else by(divide)
+        assert Script(tmp_path, backward, stepping(), accumulate=4, sharded=True, held_back=True).codes() == codes
 
 
 def test_accumulating_undivided_losses_is_noticed_through_a_gradient_scaler(tmp_path: Path) -> None:

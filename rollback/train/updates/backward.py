@@ -1,0 +1,80 @@
+"""When a backward has reached the model's parameters: for those who measure gradients, or watch the script.
+
+The hook of a small parameter, the *telltale*, says so. No hook of a sharded parameter is called: FSDP2 computes with
+other tensors, and sets the gradients itself. There a backward shows in what the model's forward gave out, and counts
+as having reached the parameters at its end, when FSDP2 has set them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from rollback.train.sharded import is_sharded, local_of
+from rollback.train.updates.hooks import weak_hook
+
+_TELLTALE_SIZE = 1 << 16  # elements; a norm of so few costs microseconds
+
+
+def choose_telltale(parameters: list[nn.Parameter]) -> nn.Parameter | None:
+    """A small parameter near the model's input: a fault anywhere in backward reaches it. Of sharded ones, one of which
+    this rank has a part; None: it has a part of none."""
+    trained = [p for p in parameters if p.requires_grad and (local_of(p).numel() or not is_sharded(p))]
+    small = (p for p in trained if local_of(p).numel() <= _TELLTALE_SIZE)
+    return next(small, min(trained, key=lambda p: local_of(p).numel(), default=None))
+
+
+def at_end_of_backward(act: Callable[[], None]) -> None:
+    """In a backward: call `act` when it ends, behind all that is to be called then so far."""
+    torch.autograd.Variable._execution_engine.queue_callback(act)
+
+
+class BackwardWatch:
+    """Calls `act()` in each backward, for as long as this object lives.
+
+    model: as the script calls it; None: not known, and no backward is seen where the telltale is sharded.
+    """
+
+    def __init__(self, model: nn.Module | None, telltale: nn.Parameter | None, act: Callable[[], None]) -> None:
+        self._act = act
+        self._seen = False
+        self._hooks: list[Any] = []
+        if telltale is None:
+            return
+        if not is_sharded(telltale):
+            hook = weak_hook(self._reached)
+            self._hooks.append(telltale.register_post_accumulate_grad_hook(hook))  # type: ignore[no-untyped-call]
+        elif model is not None and not is_compiled(model):
+            self._hooks.append(model.register_forward_hook(weak_hook(self._after_forward)))
+
+    def remove(self) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def _reached(self, _: Tensor) -> None:
+        self._act()
+
+    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
+        self._seen = False
+        for item in tree_leaves(output):
+            if isinstance(item, Tensor) and item.requires_grad:
+                item.register_hook(weak_hook(self._backward_begins))  # type: ignore[no-untyped-call]
+
+    def _backward_begins(self, _: Tensor) -> None:
+        if not self._seen:  # of several outputs the first one
+            self._seen = True
+            at_end_of_backward(lambda: at_end_of_backward(self._end))  # FSDP2 sets gradients at its end too
+
+    def _end(self) -> None:
+        self._seen = False
+        self._act()
+
+
+def is_compiled(model: nn.Module) -> bool:
+    """Whether torch.compile has compiled the module in place: a hook inside of it would be compiled too."""
+    return getattr(model, "_compiled_call_impl", None) is not None
