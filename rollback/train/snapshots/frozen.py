@@ -105,7 +105,7 @@ class FrozenWeights:
     def _give_up(self, names: AbstractSet[str], why: str) -> None:
         if names:
             self._changed |= names
-            which = f"{min(names)!r} and {len(names) - 1} other frozen weights"
+            which = f"{len(names)} frozen weights ({min(names)!r}{', ...' if len(names) > 1 else ''})"
             raise NoLongerFrozen(f"{which} {why}; every checkpoint stores them from now on")
 
     def in_words(self) -> str:

@@ -14,6 +14,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from rollback.checkpoints.parts import Part
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
@@ -169,9 +170,11 @@ class TrainingState:
         def is_still(item: Tensor) -> bool:
             return isinstance(item, nn.Parameter) and not (item.requires_grad or id(item) in held or is_sharded(item))
 
+        still = list(filter(is_still, self.model.parameters()))
+        if not still:  # of most models: the rest would cost every snapshot a millisecond and more
+            return set()
         everything = [item for module in self.modules.values() for item in (*module.parameters(), *module.buffers())]
         others = {local_of(item).untyped_storage().data_ptr() for item in everything if not is_still(item)}
-        still = filter(is_still, self.model.parameters())
         return {memory_of(item) for item in still if item.untyped_storage().data_ptr() not in others}
 
     @staticmethod
@@ -215,11 +218,13 @@ class TrainingState:
         if len(self._of_trained) != len(self.trained):
             names: dict[Any, str] = {}
             for name, item in self.model.state_dict(keep_vars=True).items():
-                if isinstance(item, Tensor):
+                if isinstance(item, Tensor) and not is_lazy(item):  # a state_dict may have other objects
                     names.setdefault(id(item), name)
-                    if local_of(item).numel():  # a state_dict may have other objects; what is empty has no memory
+                    if local_of(item).numel():  # what is empty has no memory
                         names.setdefault(memory_of(item), name)
-            self._of_trained = [names.get(id(item), names.get(memory_of(item))) for item in self.trained]
+            self._of_trained = [
+                None if is_lazy(item) else names.get(id(item), names.get(memory_of(item))) for item in self.trained
+            ]
         return self._of_trained
 
     def _tensor_in_words(self, name: str) -> str:
