@@ -24,6 +24,12 @@ def test_a_class_name_means_one_thing() -> None:
     assert [name for name, count in defined.items() if count > 1] == []
 
 
+def test_no_two_test_files_have_one_name() -> None:
+    """pytest imports them by that name alone."""
+    counted = Counter(path.name for path in (ROOT / "tests").rglob("test_*.py"))
+    assert [name for name, count in counted.items() if count > 1] == []
+
+
 def test_the_map_in_the_design_is_the_tree() -> None:
     rows = re.findall(r"^\| `rollback/(.*?)/?` \| .* \| (.*) \|$", (ROOT / "docs/design.md").read_text(), re.MULTILINE)
     tree: dict[str, list[str]] = {}
