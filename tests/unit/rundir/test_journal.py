@@ -17,7 +17,16 @@ from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.facts.training import Fact, Finished, PassedOver, Trouble
 from rollback.rundir import journal as journal_module
 from rollback.rundir import seal
-from rollback.rundir.journal import Damage, Journal, JournalTail, examine_journal, read_journal, require_sealed
+from rollback.rundir.journal import (
+    Damage,
+    Journal,
+    JournalTail,
+    examine_journal,
+    last_fact,
+    of_kind,
+    read_journal,
+    require_sealed,
+)
 from rollback.system import durable
 
 FACTS: list[Fact] = [
@@ -60,6 +69,14 @@ def test_what_was_appended_is_read(path: Path, written: bytes) -> None:
 def test_an_absent_journal_is_an_empty_one(path: Path) -> None:
     reading = read_journal(path)
     assert (reading.records, reading.sound_bytes, reading.torn_bytes) == ([], 0, 0)
+
+
+def test_facts_of_one_kind_are_found_in_order_with_their_lines(path: Path, written: bytes) -> None:
+    records = read_journal(path).records
+    assert of_kind(records, PassedOver) == [(records[0], FACTS[0]), (records[2], FACTS[2])]
+    assert last_fact(records, PassedOver) == FACTS[2]
+    assert last_fact(records, Finished) == FACTS[3]
+    assert last_fact(records[:3], Finished) is None
 
 
 def test_a_later_attempt_goes_on_with_the_sequence_and_the_chain(path: Path, written: bytes) -> None:
