@@ -17,9 +17,11 @@ from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
 
 
-def require_all_same(folder: Path, ranks: int, clean: Mapping[str, TrainerJob], bad: Mapping[str, TrainerJob]) -> None:
-    """Run them all, and compare."""
-    scenarios = Scenarios(folder, JOB, MODULES, LIMIT)
+def require_all_same(
+    folder: Path, ranks: int, clean: Mapping[str, TrainerJob], bad: Mapping[str, TrainerJob], modules: str = MODULES
+) -> None:
+    """Run them all, and compare. modules: what is imported warm."""
+    scenarios = Scenarios(folder, JOB, modules, LIMIT)
     for name, job in clean.items():
         scenarios.add(f"clean {name}", job)
         scenarios.add(f"clean {name}, oracle", job, run=None)
