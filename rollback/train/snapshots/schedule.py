@@ -24,6 +24,7 @@ from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
 
 _REMEMBERED = 21  # steps whose median is what a step takes
+_TRIES = 6  # of a checkpoint that is waited for: a tier may fail, and a state may grow, but not for ever
 
 
 class SnapshotSchedule:
@@ -129,11 +130,9 @@ class SnapshotSchedule:
         self._checkpoints.settle()
         self._checkpoints.look_after()
         kept, tier = self._kept(), ""
-        while (
-            kept is None
-            and self._settings.snapshot_every
-            and (tier != self._snapshots.tier or self._snapshots.outgrown)
-        ):
+        for _ in range(_TRIES if self._settings.snapshot_every else 0):
+            if kept is not None or (tier == self._snapshots.tier and not self._snapshots.outgrown):
+                break
             tier = self._snapshots.tier
             self.take_snapshot(timeline)
             self._checkpoints.settle()
