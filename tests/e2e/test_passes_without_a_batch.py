@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from toy import facts, flat, require_same, skip_list
 
 import rollback
-from rollback.facts.training import Committed, Finished, Incident
+from rollback.facts.training import Finished, Incident
 
 SETTINGS = {"snapshot_every": 5, "rewind": 5, "skip_after": 3, "probation": 8, "max_skipped": "100%"}
 _EPOCH = 10  # batches
@@ -121,7 +121,9 @@ def test_a_loop_that_has_batches_in_each_epoch_has_no_rehearsal(tmp_path: Path) 
         raise AssertionError("nobody needs a batch")
 
     require_same(training.epochs(none), expected, "no rehearsal")
-    assert len(facts(tmp_path / "run", Committed)) == len(facts(tmp_path / "plain", Committed))
+    # Not how many were committed: a disk that is slow for a moment makes the writer pass over one.
+    assert training.losses == plain.losses
+    assert training.bodies == plain.bodies == [0, 1, 2, 3]
 
 
 _SCRIPT = """
