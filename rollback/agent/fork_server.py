@@ -170,7 +170,9 @@ def _serve(requests: socket.socket) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)  # it ends with torchrun's process, whatever is sent to the group
     while True:
-        asked, descriptors, _, _ = socket.recv_fds(requests, 64, 4)
+        asked, descriptors = b"", list[int]()
+        with contextlib.suppress(ConnectionError):  # torchrun's process was killed, and had not read an answer
+            asked, descriptors, _, _ = socket.recv_fds(requests, 64, 4)
         if not asked:
             os._exit(0)
         reader, writer = os.pipe()
@@ -193,7 +195,8 @@ def _serve(requests: socket.socket) -> None:
             _be_rank(request, descriptors)
         os.waitpid(between, 0)  # from here on the rank is the child of torchrun's process
         os.close(writer)
-        requests.send(os.read(reader, 64))
+        with contextlib.suppress(ConnectionError):  # it was killed meanwhile: there will be no other request
+            requests.send(os.read(reader, 64))
         for descriptor in [reader, *descriptors]:
             os.close(descriptor)
 

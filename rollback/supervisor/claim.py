@@ -13,7 +13,7 @@ from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.system.durable import read_small_file
+from rollback.system.durable import read_small_file, temporary_of
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,10 @@ def _require_run_directory(paths: RunPaths) -> None:
     if not paths.root.exists() or paths.identity.exists() or paths.train_journal.parent.exists():
         return
     # An attempt that ended before its ranks had attached may have left these.
-    ours = (paths.lock, paths.holder, paths.ranks, paths.ring, paths.skips, paths.metrics.parent, paths.nodes)
+    ours = (
+        paths.lock, paths.holder, temporary_of(paths.holder), paths.ranks, paths.ring, paths.skips,
+        temporary_of(paths.identity), paths.metrics.parent, paths.nodes,
+    )  # fmt: skip
     others = sorted({entry.name for entry in os.scandir(paths.root)} - {path.name for path in ours})
     if others:
         raise RunDoesNotFit(

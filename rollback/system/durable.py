@@ -28,9 +28,14 @@ def write_all(fd: int, data: bytes | memoryview) -> None:
         view = view[os.write(fd, view) :]
 
 
+def temporary_of(path: Path) -> Path:
+    """Where `write_file` writes first. One writer a file: what a crash has left of it is overwritten."""
+    return path.with_name(f".{path.name}.tmp")
+
+
 def write_file(path: Path, data: bytes, *, durable: bool = True) -> None:
     """Replace `path` by rename. With `durable`, content and name survive a power loss once this returns."""
-    temporary = path.with_name(f".{path.name}.tmp")  # one writer a file: what a crash left of it is overwritten
+    temporary = temporary_of(path)
     fd = files.open_file(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         try:

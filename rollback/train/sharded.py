@@ -18,6 +18,8 @@ from rollback.errors import UsageError
 
 def is_sharded(item: object) -> bool:
     """Whether it is a DTensor. Who has none has not imported what makes them."""
+    if type(item) is Tensor or type(item) is nn.Parameter:
+        return False  # this is asked of each tensor in each step
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(item, module.DTensor)
 
@@ -103,7 +105,8 @@ def refuse_unsupported(model: nn.Module) -> None:
 def version_of(item: Tensor) -> int:
     """A number that grows with each write in place. What torch writes to a sharded tensor, it does not count on the
     part that it is written to."""
-    return item._version + (local_of(item)._version if is_sharded(item) else 0)
+    local = local_of(item)
+    return item._version + (local._version if local is not item else 0)
 
 
 def detached(item: Tensor) -> Tensor:

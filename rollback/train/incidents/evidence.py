@@ -70,10 +70,12 @@ class _Step:
     parts: list[_BatchTensor] = field(default_factory=list)
     left_out: list[LeftOut] = field(default_factory=list)
     indices: list[Indices] = field(default_factory=list)
+    nbytes: int = 0
+    """Of the parts."""
 
-    @property
-    def nbytes(self) -> int:
-        return sum(part.tensor.nbytes for part in self.parts)
+    def keep(self, name: str, tensor: Tensor) -> None:
+        self.parts.append(_BatchTensor(name, tensor, 0 if tensor.is_inference() else tensor._version))
+        self.nbytes += tensor.nbytes
 
     def samples(self) -> set[int]:
         """Data set indices of its batches; where it is known which of them did it, of those alone."""
@@ -86,7 +88,7 @@ class _Step:
     def let_go(self, why: str) -> None:
         """Keep no batch of this step."""
         self.left_out.append(LeftOut(name="all", reason=why))
-        self.parts = []
+        self.parts, self.nbytes = [], 0
 
 
 class IncidentEvidence:
@@ -115,7 +117,6 @@ class IncidentEvidence:
         step.indices.append(indices)
         if self._limit == 0:
             return
-        room = self._limit - step.nbytes
         for count, (name, value) in enumerate(_tensors(batch, str(position))):
             if count >= _TENSORS:
                 step.left_out.append(LeftOut(name=name, reason=f"more than {_TENSORS} tensors"))
@@ -123,14 +124,12 @@ class IncidentEvidence:
             if isinstance(value, str):
                 step.left_out.append(LeftOut(name=name, reason=value))
                 continue
-            if value.nbytes > room:
-                reason = f"{value.nbytes} bytes, and {max(room, 0)} of the limit were left"
+            if value.nbytes > (room := self._limit - step.nbytes):
+                reason = f"{value.nbytes} bytes, and {room} of the limit were left"
                 step.left_out.append(LeftOut(name=name, reason=reason))
                 continue
             # A loader's workers hand over shared memory, which is scarce where /dev/shm is small: give it back.
-            kept = value.clone() if value.is_shared() and not value.is_cuda else value  # type: ignore[no-untyped-call]
-            room -= kept.nbytes
-            step.parts.append(_BatchTensor(name, kept, 0 if kept.is_inference() else kept._version))
+            step.keep(name, value.clone() if value.is_shared() and not value.is_cuda else value)  # type: ignore[no-untyped-call]
 
     def end_step(self, step: int, losses: list[Tensor], gradients: GradientNorms | None) -> None:
         """Note that an update is over. The batches kept since the last update belong to it."""

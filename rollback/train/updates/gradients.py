@@ -166,10 +166,9 @@ class Gradients:
     def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         parameters, gradients = [], []
         for parameter in self._parameters():
-            if parameter.grad is not None:
-                gradient = local_of(parameter.grad)
+            if (gradient := parameter.grad) is not None:
                 parameters.append(parameter)
-                gradients.append(gradient if gradient.layout is torch.strided else _dense(gradient))
+                gradients.append(_dense(gradient))
         return parameters, gradients
 
 
@@ -187,8 +186,7 @@ def mark_of(gradient: Tensor) -> tuple[int, int]:
     return local_of(gradient).data_ptr(), version_of(gradient)
 
 
-def _dense(gradient: Tensor | None) -> Tensor:
-    assert gradient is not None
+def _dense(gradient: Tensor) -> Tensor:
     gradient = local_of(gradient)
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 

@@ -1,4 +1,4 @@
-"""The fork server as torchrun's process uses it, where it has been killed."""
+"""The fork server as torchrun's process uses it, where one of the two has been killed."""
 
 from __future__ import annotations
 
@@ -45,3 +45,30 @@ def test_a_fork_server_that_was_killed_is_told_in_the_report_and_without_a_trace
     assert "Traceback" not in done.stdout
     told = json.loads((tmp_path / "failures").read_text())
     assert "a process that was forking a rank was killed" in told["error"]
+
+
+KILLED = """
+import os, signal, socket
+from pathlib import Path
+from rollback.agent.fork_server import ForkServer
+
+def children():
+    return {int(pid) for task in Path("/proc/self/task").glob("*/children") for pid in task.read_text().split()}
+
+made = ForkServer()
+(server,) = children()
+os.kill(server, signal.SIGSTOP)
+sheet = os.memfd_create("rank")
+os.write(sheet, b'{"arguments": ["train.py"], "environment": {}}')
+socket.send_fds(made._socket, [b"fork"], [1, 2, os.open(".", os.O_RDONLY), sheet])
+made._socket.close()  # as the kernel does where torchrun's process is killed
+os.kill(server, signal.SIGCONT)
+print("ended with", os.waitpid(server, 0)[1], flush=True)
+print("its rank with", os.wait()[1])
+"""
+
+
+def test_a_fork_server_whose_torchrun_was_killed_while_it_forked_ends_without_a_word(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("")
+    done = run_warm([sys.executable, "-c", KILLED], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.stdout == "ended with 0\nits rank with 0\n"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from subprocess import PIPE, STDOUT
 
 import pytest
+from warm_server import run_warm
 
 from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesNotFit, RunInUse
 from rollback.facts.training import AttemptStarted, Finished
@@ -119,6 +122,47 @@ def test_a_new_directory_an_empty_one_and_what_a_crash_at_the_start_left_are_fin
     paths.holder.touch()
     paths.ranks.mkdir()
     assert read_past(paths).last_attempt == 0
+
+
+KILLED_EARLY = """
+import os, sys
+from pathlib import Path
+import torch
+import rollback
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.claim import read_past
+
+def killed_at(number, run):
+    seen = 0
+    def watch(event, arguments):
+        nonlocal seen
+        if event in ("rollback.write", "os.rename"):
+            seen += 1
+            if seen == number:
+                os._exit(9)
+    sys.addaudithook(watch)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    next(rollback.Guard(model=model, optimizer=optimizer, loader=[torch.ones(2)] * 4, run=run, fast_tier="off"))
+
+for number in range(1, 100):
+    run = Path(f"run-{number}")
+    if os.fork() == 0:
+        killed_at(number, run)
+        os._exit(0)
+    os.wait()
+    read_past(RunPaths(run))
+    if (run / "journal").exists():
+        break
+    print(number, sorted(path.name for path in run.iterdir()) if run.exists() else "nothing")
+"""
+
+
+def test_what_a_start_leaves_that_is_killed_at_any_write_is_no_other_directory(tmp_path: Path) -> None:
+    done = run_warm([sys.executable, "-c", KILLED_EARLY], cwd=tmp_path, stdout=PIPE, stderr=STDOUT)
+    assert done.returncode == 0, done.stdout
+    assert ".run.json.tmp" in done.stdout
+    assert ".holder.json.tmp" in done.stdout
 
 
 def test_the_last_attempt_is_the_latest_of_both_journals(tmp_path: Path) -> None:
