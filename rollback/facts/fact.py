@@ -74,6 +74,20 @@ class InitialState(JournalledModel):
         return f"{self.tensors} tensors{state} from {self.path} ({self.bytes} bytes, hash {self.hash}){aside}"
 
 
+class Sharding(JournalledModel):
+    """How a model is spread over the ranks."""
+
+    parameters: int
+    """Of the model."""
+    sharded: int
+    """How many of them no rank holds whole."""
+    meshes: tuple[str, ...]
+    """Of ranks, over which they are spread: `4 ranks`, or the names and sizes of the dimensions."""
+
+    def in_words(self) -> str:
+        return f"{self.sharded} of {self.parameters} parameters are sharded over {' and '.join(self.meshes)}"
+
+
 class Fact(JournalledModel):
     """Base of all facts."""
 

@@ -13,8 +13,20 @@ from typing import Annotated, Any, Literal, Union
 
 from pydantic import BaseModel, Field, TypeAdapter, model_validator
 
+from rollback.facts.checkpoints import (
+    BecameGood,
+    CheckpointLost,
+    Committed,
+    Drifted,
+    Dropped,
+    Evicted,
+    Paced,
+    Quarantined,
+    Saving,
+    Tier,
+)
 from rollback.facts.ending import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.facts.fact import Fact, InitialState, Window
+from rollback.facts.fact import Fact, InitialState, Sharding, Window
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
     AttemptEnded,
@@ -30,7 +42,6 @@ from rollback.facts.supervisor import (
 Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
-Tier = Literal["fast", "durable"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
 
 
@@ -55,6 +66,8 @@ class Attached(Fact):
     """How often the script had written to the parameters in place before it made the guard, as torch counts."""
     init: InitialState | None = None
     """The checkpoint of others that a new run began with: its files, their hash, and how much of it was read."""
+    sharding: Sharding | None = None
+    """How the model is spread over the ranks; null: each of them holds all of it."""
 
 
 class Accepted(Fact):
@@ -70,98 +83,6 @@ class Accepted(Fact):
     def in_words(self) -> str:
         changes = [f"{name.replace('_', ' ')} {self.before[name]} -> {value}" for name, value in self.after.items()]
         return f"going on with other {self.what}: {', '.join(changes)}"
-
-
-class Committed(Fact):
-    """A checkpoint exists: all shards and the manifest are there."""
-
-    kind: Literal["committed"] = "committed"
-    checkpoint: str
-    step: int
-    batch: int
-    timeline: int
-    bytes: int
-    seconds: float
-    tier: Tier = "durable"
-    """In a slot (`fast`) or in the ring (`durable`)."""
-
-
-class BecameGood(Fact):
-    """A candidate has passed its probation."""
-
-    kind: Literal["good"] = "good"
-    checkpoint: str
-    step: int
-
-
-class Dropped(Fact):
-    """A snapshot was dropped and is no checkpoint; training went on."""
-
-    kind: Literal["dropped"] = "dropped"
-    checkpoint: str
-    step: int
-    reason: str
-
-
-class Evicted(Fact):
-    """A checkpoint left a tier. One that left the fast tier may still be in the durable ring."""
-
-    kind: Literal["evicted"] = "evicted"
-    checkpoint: str
-    reason: str
-    tier: Tier = "durable"
-
-
-class CheckpointLost(Fact):
-    """A committed checkpoint is not where it was: somebody or something has removed it, or part of it."""
-
-    kind: Literal["checkpoint_lost"] = "checkpoint_lost"
-    checkpoint: str
-    tier: Tier
-    reason: str = "somebody else has removed it, or part of it"
-
-
-class Saving(Fact):
-    """How snapshots are taken from now on, and the reason."""
-
-    kind: Literal["saving"] = "saving"
-    slots: int
-    """Slots of the fast tier, on each host; 0: snapshots go straight to the ring."""
-    slot_bytes: int
-    """Size of a slot."""
-    capture: Literal["overlapped", "at_once", "held"]
-    """Either `at_once`, or `overlapped` with the next forward and backward, or `held`: the loop also waits for the
-    digest."""
-    reason: str
-
-
-class Paced(Fact):
-    """The number of steps between two snapshots was fitted to their cost."""
-
-    kind: Literal["paced"] = "paced"
-    every: int
-    stall: float
-    """Seconds that the loop waited for the last snapshot, the mean over the ranks."""
-    step_seconds: float
-    """Seconds that a step takes, the mean over the ranks."""
-
-
-class Drifted(Fact):
-    """The parameters of the ranks differ, although the ranks are replicas: the snapshot was dropped."""
-
-    kind: Literal["drifted"] = "drifted"
-    checkpoint: str
-    step: int
-    ranks: tuple[int, ...]
-    """The ranks that differ from the majority; all ranks, where there is no majority."""
-
-
-class Quarantined(Fact):
-    """A checkpoint failed verification and was moved to quarantine."""
-
-    kind: Literal["quarantined"] = "quarantined"
-    checkpoint: str
-    reason: str
 
 
 class Noticed(Fact):

@@ -119,6 +119,7 @@ def _ending(ledger: AuditReport) -> dict[str, str]:
 
 def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
     totals = ledger.totals
+    spread = ledger.attempts[-1].sharding if ledger.attempts else None
     return [
         ("steps that count", at_least(f"{totals.steps:,}", totals.steps_at_least)),
         ("steps undone", at_least(f"{totals.steps_lost:,}", totals.steps_lost_at_least)),
@@ -127,6 +128,7 @@ def _facts(ledger: AuditReport) -> list[tuple[str, str]]:
         ("batches skipped", f"{totals.skipped_batches:,}"),
         ("attempts", f"{totals.attempts:,}"),
         ("ranks", "-" if ledger.run.world_size is None else f"{ledger.run.world_size:,}"),
+        *([("sharded", f"{spread.sharded:,} of {spread.parameters:,} parameters")] if spread else []),
         ("on record", duration(totals.seconds)),
     ]
 

@@ -52,6 +52,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.initial import begin_with
 from rollback.train.run import AttachedRun
+from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.draining import fetch_run, reach_ring
 from rollback.train.snapshots.inventory import take_inventory
@@ -276,6 +277,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             tier=source.tier if source else None,
             writes=traces.writes,
             init=init,
+            sharding=sharding_of(state.model),
         ),
         _where(history, chosen) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip

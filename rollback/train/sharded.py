@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from rollback.checkpoints.parts import Box, Part, whole
 from rollback.errors import UsageError
+from rollback.facts.fact import Sharding
 
 
 def is_sharded(item: object) -> bool:
@@ -83,6 +84,26 @@ def copies_of(item: Tensor, world_size: int) -> int:
         return world_size
     of_mesh: int = item.device_mesh.size()  # type: ignore[attr-defined]
     return len(holders_of(item)) * (world_size // of_mesh)
+
+
+def sharding_of(model: nn.Module) -> Sharding | None:
+    """How a model is spread over the ranks; None: this rank holds all of it."""
+    parameters: list[Any] = list(model.parameters())
+    sharded = [item for item in parameters if is_sharded(item) and not _is_whole(item)]
+    if not sharded:
+        return None
+    meshes = sorted({_in_words(item.device_mesh) for item in sharded})
+    return Sharding(parameters=len(parameters), sharded=len(sharded), meshes=tuple(meshes))
+
+
+def _is_whole(item: Any) -> bool:
+    return all(placement.is_replicate() for placement in item.placements)
+
+
+def _in_words(mesh: Any) -> str:
+    if mesh.mesh_dim_names is None:
+        return " x ".join(map(str, mesh.shape)) + " ranks"
+    return " x ".join(f"{name} {size}" for name, size in zip(mesh.mesh_dim_names, mesh.shape, strict=True))
 
 
 def refuse_unsupported(model: nn.Module) -> None:

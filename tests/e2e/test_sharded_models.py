@@ -139,6 +139,24 @@ def test_replicas_share_the_writing(jobs: dict[int, Scenarios]) -> None:
     assert max(sizes) < 0.35 * sum(sizes)
 
 
+@pytest.mark.parametrize(("ranks", "job", "meshes"), [(2, "nan", "2 ranks"), (4, "hsdp", "replicas 2 x shards 2")])
+def test_audit_list_and_report_know_how_the_model_is_spread(
+    jobs: dict[int, Scenarios], tmp_path: Path, ranks: int, job: str, meshes: str
+) -> None:
+    run = jobs[ranks].run(job)
+    audit, listing = command_output("audit", str(run)), command_output("ring", "list", str(run))
+    assert f"6 of 6 parameters are sharded over {meshes}" in " ".join(audit.split())
+    assert [line.split()[6:8] for line in listing.splitlines()][1:2] == [[str(ranks), "ring"]], listing
+    command_output("report", str(run), "-o", str(tmp_path / "page.html"))
+    assert "6 of 6 parameters" in (tmp_path / "page.html").read_text()
+
+
+def command_output(*arguments: str) -> str:
+    done = run_warm([sys.executable, "-m", "rollback", *arguments], stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
 def test_an_export_has_the_whole_tensors(jobs: dict[int, Scenarios], tmp_path: Path) -> None:
     for ranks in (2, 4):
         run = jobs[ranks].run("guarded")

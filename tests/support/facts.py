@@ -9,7 +9,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 from hypothesis import strategies as st
 
 from rollback.facts import training
-from rollback.facts.fact import InitialState
+from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Fact, PassedOver, Window
 from rollback.rundir.paths import CheckpointName
 
@@ -38,7 +38,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if origin is dict:
         held = st.integers() | st.text() if args[1] is Any else values(args[1])
         return st.dictionaries(st.text(), held, max_size=3)
-    if annotation is InitialState:
+    if annotation in (InitialState, Sharding):
         return st.builds(annotation, **{name: values(hint) for name, hint in typing.get_type_hints(annotation).items()})
     return _BY_TYPE[annotation]
 

@@ -284,6 +284,7 @@ def _attempt(number: int, records: list[JournalEntry], costs: Costs, *, is_last:
         changed=list(started[1].changed) if started else [],
         checkpoint=attached[1].checkpoint if attached else None,
         init=attached[1].init if attached else None,
+        sharding=attached[1].sharding if attached else None,
         begins=Point(step=attached[1].step, batch=attached[1].batch) if attached else None,
         reached=costs.reached.get(number),
         at_least=not told,

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from rollback.facts.fact import InitialState
+from rollback.facts.fact import InitialState, Sharding
 from rollback.facts.training import Action, Order, Outcome, Tier, Window
 from rollback.rundir.evidence import Explosion, Where
 
@@ -248,6 +248,7 @@ class AttemptEntry(ReportItem):
     changed: list[str] = Field(description="what was not as at the start before: arguments, environment, the script")
     checkpoint: str | None = Field(description="what it resumed from")
     init: InitialState | None = Field(None, description="what a new run began with, written by others")
+    sharding: Sharding | None = Field(None, description="how the model was spread; null: each rank held all of it")
     begins: Point | None = Field(description="null: the ranks did not get as far as agreeing where to begin")
     reached: int | None = Field(description="step in progress when last heard of")
     at_least: bool = Field(

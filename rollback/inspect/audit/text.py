@@ -264,6 +264,8 @@ def _attempt(entry: AttemptEntry) -> str:
         source = f"from {entry.checkpoint}, " if entry.checkpoint else ""
         source = f"with {entry.init.in_words()}, " if entry.init else source
         parts.append(f"{source}step {entry.begins.step} to {reached}")
+    if entry.sharding:
+        parts.append(entry.sharding.in_words())
     if entry.changed:
         parts.append(f"other than at the last start: {'; '.join(entry.changed)}")
     parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))

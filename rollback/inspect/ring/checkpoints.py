@@ -56,6 +56,7 @@ class Checkpoint(ReportItem):
     created: str | None
     age: float | None = Field(description="seconds since it was taken, by this machine's clock")
     bytes: int | None = Field(description="of all its shards")
+    ranks: int | None = Field(description="that wrote it, a shard each")
     status: Status = Field(
         description="damaged: its manifest cannot be believed; quarantined: put aside by the run as it could not be "
         "used; unknown: the journal cannot be read"
@@ -275,9 +276,10 @@ def _entry(
     fault: str | None = None,
 ) -> Checkpoint:
     if manifest is None:
-        told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes")), "step": CheckpointName(name).step}
+        told = {**dict.fromkeys((*_OF_A_MANIFEST, "age", "bytes", "ranks")), "step": CheckpointName(name).step}
     else:
         taken = seconds_since_epoch(manifest.created)
         age = None if taken is None else max(0.0, time.time() - taken)
         told = {**manifest.model_dump(include=_OF_A_MANIFEST), "age": age, "bytes": manifest.bytes}
+        told["ranks"] = manifest.world_size
     return Checkpoint(checkpoint=name, tiers=list(tiers), status=status, pinned=pinned, fault=fault, **told)

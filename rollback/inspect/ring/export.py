@@ -8,10 +8,11 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints import huggingface, ring
+from rollback.checkpoints import ring
 from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
 from rollback.checkpoints.frozen import FrozenFiles
 from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.outside import huggingface
 from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.tiers import held, locate
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting

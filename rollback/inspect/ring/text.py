@@ -21,7 +21,7 @@ def print_listing(console: Console, listing: Listing) -> None:
     """Print a listing: a line for each checkpoint, oldest first."""
     if not listing.checkpoints:
         console.print("no checkpoints")
-    table = _table("checkpoint", "step", "batch", "age", "size", "where", "status")
+    table = _table("checkpoint", "step", "batch", "age", "size", "ranks", "where", "status")
     for entry in listing.checkpoints:
         status = Text(entry.status, style=_STYLES.get(entry.status, ""))
         if entry.checkpoint == listing.final:
@@ -30,8 +30,9 @@ def print_listing(console: Console, listing: Listing) -> None:
             status.append(", pinned", style="bold")
         batch = "?" if entry.batch is None else str(entry.batch)
         age = "?" if entry.age is None else duration(entry.age)
+        ranks = "?" if entry.ranks is None else str(entry.ranks)
         table.add_row(
-            quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), _where(entry.tiers), status
+            quoted(entry.checkpoint), str(entry.step), batch, age, size(entry.bytes), ranks, _where(entry.tiers), status
         )
     if listing.checkpoints:
         console.print(table)
@@ -82,7 +83,7 @@ def _print_leftovers(console: Console, leftovers: Iterable[str]) -> None:
 def _table(*headings: str) -> Table:
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for heading in headings:
-        number = heading in ("step", "batch", "age", "size")
+        number = heading in ("step", "batch", "age", "size", "ranks")
         table.add_column(
             heading, justify="right" if number else "left", no_wrap=number or heading == "checkpoint", overflow="fold"
         )

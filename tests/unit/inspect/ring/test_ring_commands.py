@@ -149,7 +149,7 @@ def test_the_list_as_text_and_as_json(paths: RunPaths) -> None:
     text = command("list", paths.root)
     assert text.exit_code == 0
     rows = [line.split() for line in text.stdout.splitlines()]
-    assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "where", "status"]
+    assert rows[0] == ["checkpoint", "step", "batch", "age", "size", "ranks", "where", "status"]
     assert rows[1][:3] == [OLD, "10", "20"]
     assert rows[1][-3:] == ["ring", "good,", "pinned"]
     assert ".writing-c000003-s00000040" in text.stdout
@@ -337,7 +337,7 @@ def test_what_is_in_memory_is_listed_proved_and_taken_out(paths: RunPaths, tier:
     assert places(body["checkpoints"]) == {OLD: ["durable"], MIDDLE: ["fast", "durable"], NEW: ["fast"]}
     assert statuses(paths) == {OLD: "good", MIDDLE: "good", NEW: "candidate"}
     rows = [line.split() for line in command("list", paths.root).stdout.splitlines()]
-    assert [row[row.index("KiB") + 1 :] for row in rows[2:4]] == [["memory,", "ring", "good"], ["memory", "candidate"]]
+    assert [row[row.index("KiB") + 2 :] for row in rows[2:4]] == [["memory,", "ring", "good"], ["memory", "candidate"]]
     said = command("verify", paths.root)
     assert said.exit_code == 0, said.output
     assert said.stdout.splitlines()[-1] == "3 of 3 intact"

@@ -12,8 +12,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file
 
-from rollback.checkpoints import huggingface
-from rollback.checkpoints.outside import Fitting, JobTensors, OutsideCheckpoint, fit, open_outside
+from rollback.checkpoints.outside import huggingface
+from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, open_outside
 from rollback.errors import CheckpointDamaged, UsageError
 
 TENSORS = {

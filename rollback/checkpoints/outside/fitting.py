@@ -13,10 +13,10 @@ from pathlib import Path
 
 import xxhash
 
-from rollback.checkpoints import dcp_files, huggingface
 from rollback.checkpoints.contents import Stored
 from rollback.checkpoints.hashing import ShardHash
 from rollback.checkpoints.layout import DTYPE_NAME, Kind
+from rollback.checkpoints.outside import dcp_files, huggingface
 from rollback.checkpoints.parts import Part, whole
 from rollback.checkpoints.shard import ShardReader, Written
 from rollback.errors import CheckpointDamaged, UsageError

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from rollback.checkpoints.pickled import Named, read_pickled
+from rollback.checkpoints.outside.pickled import Named, read_pickled
 
 
 class Trap:
@@ -38,7 +38,7 @@ def test_what_a_pickle_says_is_seen_and_not_done(tmp_path: Path, protocol: int) 
 
 def test_nothing_is_imported() -> None:
     code = (
-        "import sys\nfrom rollback.checkpoints.pickled import read_pickled as read\n"
+        "import sys\nfrom rollback.checkpoints.outside.pickled import read_pickled as read\n"
         r"print(read(b'\x80\x02cantigravity\nfly\n.').name, 'antigravity' in sys.modules, 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
