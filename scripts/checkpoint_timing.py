@@ -34,20 +34,20 @@ class Peak:
         self.bytes = most - shared
 
 
-def ordinary(method: Method) -> None:
+def ordinary(method: Method, steps: int = 6) -> None:
     """About as many steps without a save as are needed until one has landed."""
-    for _ in range(6):
+    for _ in range(steps):
         method.step()
 
 
-def lost(method: Method) -> tuple[float, float]:
+def lost(method: Method, steps_around: int = 6) -> tuple[float, float]:
     """Loop time lost to one checkpoint until it is durable, and for how long the call blocked.
 
-    What a step takes without is measured before and behind: the machine's own speed drifts.
+    What a step takes without is measured before and behind, in so many steps each: the machine's own speed drifts.
     """
     for _ in range(2):
         method.step()
-    ordinary_steps = [timed(method.step) for _ in range(6)]
+    ordinary_steps = [timed(method.step) for _ in range(steps_around)]
     steps, synced = 0, False
     began = time.perf_counter()
     method.save()
@@ -62,14 +62,14 @@ def lost(method: Method) -> tuple[float, float]:
         method.step()
         steps += 1
     took = time.perf_counter() - began
-    ordinary_steps += [timed(method.step) for _ in range(6)]
+    ordinary_steps += [timed(method.step) for _ in range(steps_around)]
     return took - steps * statistics.fmean(ordinary_steps), blocked
 
 
-def restored(method: Method) -> float:
-    before = [timed(method.step) for _ in range(3)]
+def restored(method: Method, steps_around: int = 3) -> float:
+    before = [timed(method.step) for _ in range(steps_around)]
     took = timed(method.restore) + timed(method.step)
-    return took - statistics.fmean([*before, *(timed(method.step) for _ in range(3))])
+    return took - statistics.fmean([*before, *(timed(method.step) for _ in range(steps_around))])
 
 
 def of_all_ranks(value: float, kind: Any) -> float:

@@ -45,17 +45,22 @@ def part_of(item: Any, name: str) -> Part:
             f"the tensor {name!r} is a DTensor whose parts are summands ({item.placements}), not parts of it",
             hint="redistribute it to Shard or Replicate placements before the guard is made",
         )
-    compute = sys.modules["torch.distributed.tensor"]._utils.compute_local_shape_and_global_offset
-    shape, at = compute(tuple(item.shape), item.device_mesh, item.placements)
-    local = item._local_tensor
-    if type(local) not in (Tensor, nn.Parameter) or tuple(shape) != tuple(local.shape):
+    part, local = _part(tuple(item.shape), item.device_mesh, item.placements), item._local_tensor
+    if type(local) not in (Tensor, nn.Parameter) or part.box.shape != tuple(local.shape):
         raise UsageError(
             f"this rank's part of the DTensor {name!r} is a {type(local).__name__} of {list(local.shape)}; with its "
-            f"placements {item.placements} it would be a Tensor of {list(shape)}",
+            f"placements {item.placements} it would be a Tensor of {list(part.box.shape)}",
             hint="the guard keeps what torch's own fully_shard and parallelize_module have sharded",
         )
+    return part
+
+
+@lru_cache(maxsize=4096)  # torch takes a tenth of a millisecond for each tensor, and layers are alike
+def _part(of: tuple[int, ...], mesh: Any, placements: Any) -> Part:
+    compute = sys.modules["torch.distributed.tensor"]._utils.compute_local_shape_and_global_offset
+    shape, at = compute(of, mesh, placements)
     # A rank without a part has an offset behind the end.
-    return Part(tuple(item.shape), Box(tuple(map(min, at, item.shape)), tuple(shape)))
+    return Part(of, Box(tuple(map(min, at, of)), tuple(shape)))
 
 
 def sharded_like(local: Tensor, model: Any) -> Tensor:

@@ -146,7 +146,7 @@ def test_audit_list_and_report_know_how_the_model_is_spread(
     run = jobs[ranks].run(job)
     audit, listing = command_output("audit", str(run)), command_output("ring", "list", str(run))
     assert f"6 of 6 parameters are sharded over {meshes}" in " ".join(audit.split())
-    assert [line.split()[6:8] for line in listing.splitlines()][1:2] == [[str(ranks), "ring"]], listing
+    assert [line.split()[7:9] for line in listing.splitlines()][1:2] == [[str(ranks), "ring"]], listing
     command_output("report", str(run), "-o", str(tmp_path / "page.html"))
     assert "6 of 6 parameters" in (tmp_path / "page.html").read_text()
 

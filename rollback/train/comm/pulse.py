@@ -155,12 +155,12 @@ class Pulse:
         self._device = device if device.type == "cuda" and ranks.device.type == "cuda" else ranks.device
         if not ranks.distributed:
             self._device = device
-        size = FIELDS + ranks.world_size * LETTER
         self._cuda = self._device.type == "cuda"
-        self._host = torch.zeros(size, dtype=torch.float64, pin_memory=self._cuda)
+        room = FIELDS + ranks.world_size * LETTER if self._cuda else 0
+        self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
-        self._ailments: Tensor | None = None  # this rank's, of the beat that is under way
+        self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | None = None
         self._handed: Handed | None = None  # the last vector that a collective got
@@ -191,11 +191,11 @@ class Pulse:
             raise RuntimeError("no beat is under way")
         if self._arrived is not None:
             self._arrived.synchronize()
+            vector = self._host[: len(self._vector)].tolist()
         else:
             if self._work is not None:
                 self._work.wait()
-            self._host[: len(self._vector)].copy_(self._vector)
-        vector = self._host[: len(self._vector)].tolist()
+            vector = self._vector.tolist()
         self._work = self._vector = None
         beat = _beat(vector, self._ranks.world_size)
         beat.ailing = self._ailing(beat)
@@ -222,7 +222,7 @@ class Pulse:
         assert self._ailments is not None
         mine = self._ailments[2:] if _is_finite(beat.loss) else self._ailments[:2]
         row = torch.zeros(self._ranks.world_size, dtype=torch.float64, device=self._device)
-        row[self._ranks.rank] = mine.sum()
+        row[self._ranks.rank] = sum(mine)
         if self._ranks.distributed:
             handed = Handed(row)
             dist.all_reduce(row)
@@ -244,7 +244,7 @@ class Pulse:
         known = list(map(float, _host_values(signs)))
         if gauges.found_inf is not None:
             known[_SCALER_SKIPPED] += gauges.found_inf.item() > 0
-        self._ailments = torch.tensor(ailments, dtype=torch.float64)
+        self._ailments = ailments
         return torch.tensor([*values, *counts, *ailments, *known, *self._letter_row(signs)], dtype=torch.float64)
 
     def _compose_on_device(

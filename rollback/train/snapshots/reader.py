@@ -13,6 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -303,7 +305,7 @@ class Reads:
     """Tensors that are to be read from shards into memory."""
 
     def __init__(self) -> None:
-        self.wanted: list[tuple[TensorFile, str, memoryview]] = []
+        self.wanted: list[_Read] = []
 
     def want(self, shard: TensorFile, key: str, present: Tensor | None) -> Tensor:
         """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
@@ -316,7 +318,7 @@ class Reads:
             shard.read_into(key, bytes_of(fresh))
             return present.copy_(fresh)
         target = _fresh(kind) if present is None else present
-        self.wanted.append((shard, key, bytes_of(target)))
+        self.wanted.append(_Read(shard, key, bytes_of(target)))
         if present is not None:
             torch.autograd.graph.increment_version(present)
         return target
@@ -336,24 +338,48 @@ class Reads:
             raise CheckpointDamaged(
                 f"{stored.name!r} has the shape {first.shape} in the checkpoint, not {wanted.shape}"
             )
-        room = _fresh((stored.entry.dtype, wanted.box.shape))
+        present = _fitting(present, (stored.entry.dtype, wanted.box.shape))
+        in_place = present is not None and not present.is_cuda and present.is_contiguous()
+        room = present if present is not None and in_place else _fresh((stored.entry.dtype, wanted.box.shape))
+        whole_rows = []
         for number in cover(stored.name, [part for part, _ in parts]):
             part, stored = parts[number]
-            if (common := part.box.overlap(wanted.box)) is not None:
-                room[common.inside(wanted.box)] = _read_box(stored, part.box, common)
-        present = _fitting(present, (stored.entry.dtype, wanted.box.shape))
+            if (common := part.box.overlap(wanted.box)) is None:
+                continue
+            rows = room[common.inside(wanted.box)]
+            if rows.is_contiguous() and common.shape[1:] == part.box.shape[1:]:
+                whole_rows.append(
+                    _Read(stored.shard, stored.name, bytes_of(rows), _before(common, part.box) * rows.itemsize)
+                )
+            else:
+                rows.copy_(_read_box(stored, part.box, common))
+        if in_place or (present is None and not on.is_cuda):
+            self.wanted += whole_rows
+            torch.autograd.graph.increment_version(room)
+            return room
+        _read_all(whole_rows)
         return room.to(on.device) if present is None else present.copy_(room)
+
+
+@dataclass(frozen=True)
+class _Read:
+    """Bytes of a tensor in a file, from `start` on, that are to fill some memory."""
+
+    file: TensorFile
+    name: str
+    memory: memoryview
+    start: int | None = None
+
+
+def _before(box: Box, part: Box) -> int:
+    """How many items of a part lie before a box of whole rows in it."""
+    return (box.at[0] - part.at[0]) * prod(part.shape[1:]) if part.shape else 0
 
 
 def _read_box(stored: Stored, part: Box, wanted: Box) -> Tensor:
     """What a stored part has of a box that lies in it. Of its first dimension no more is read than is wanted."""
-    if not part.shape:
-        rows = _fresh((stored.entry.dtype, ()))
-        stored.shard.read_into(stored.name, bytes_of(rows))
-        return rows
     rows = _fresh((stored.entry.dtype, (wanted.shape[0], *part.shape[1:])))
-    first = wanted.at[0] - part.at[0]
-    stored.shard.read_into(stored.name, bytes_of(rows), first * rows[0].nbytes)
+    stored.shard.read_into(stored.name, bytes_of(rows), _before(wanted, part) * rows.itemsize)
     return rows[wanted.inside(Box((wanted.at[0], *part.at[1:]), tuple(rows.shape)))]
 
 
@@ -372,6 +398,6 @@ def reading(ranks: Ranks) -> Iterator[Reads]:
             ended.result()
 
 
-def _read_all(wanted: Sequence[tuple[TensorFile, str, memoryview]]) -> None:
-    for shard, key, memory in wanted:
-        shard.read_into(key, memory)
+def _read_all(wanted: Sequence[_Read]) -> None:
+    for read in wanted:
+        read.file.read_into(read.name, read.memory, read.start)

@@ -177,6 +177,8 @@ def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
 
 
 def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[tuple[int, int]]:
+    if not any(map(is_sharded, parameters)):
+        return [(own.data_ptr(), own._version) for own in gradients]
     pairs = zip(parameters, gradients, strict=True)
     return [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
 
@@ -200,11 +202,10 @@ def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Ten
         each = each / scale.to(device)
     # The sum of squares is what overflows first in single precision.
     if on_host:
-        squares = torch.tensor(sum(norm * norm for norm in each.tolist()), dtype=torch.float32)
+        total = torch.tensor(sum(norm * norm for norm in each.tolist()), dtype=torch.float32).sqrt_()
     else:
-        squares = each.square().sum().float()
-    narrow = torch.float16 if gradients[0].dtype == torch.float16 else torch.float32
-    return each, squares.sqrt().to(narrow).float()
+        total = each.square().sum().float().sqrt()
+    return each, total.half().float() if gradients[0].dtype == torch.float16 else total
 
 
 def norm_of_each(tensors: list[Tensor]) -> Tensor:
@@ -222,6 +223,7 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     device = gradients[0].device
-    if any(g.device != device or g.dtype == torch.float64 for g in gradients):
+    kinds = {(g.device, g.dtype) for g in gradients}
+    if any(there != device or kind == torch.float64 for there, kind in kinds):
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
     return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

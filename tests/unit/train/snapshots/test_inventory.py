@@ -206,11 +206,11 @@ def test_a_rank_that_cannot_read_after_all_tells_the_others_before_anybody_waits
     """Once: the second try succeeds. For good: the place is no good, on both."""
     read, failing = ShardReader.read_into, [1]
 
-    def fail(shard: ShardReader, name: str, memory: memoryview) -> None:
+    def fail(shard: ShardReader, name: str, memory: memoryview, start: int | None = None) -> None:
         if shard.path.name == shard_name(1) and failing[0] > 0:
             failing[0] -= 1
             raise CheckpointDamaged("the memory fails")
-        read(shard, name, memory)
+        read(shard, name, memory, start)
 
     monkeypatch.setattr(ShardReader, "read_into", fail)
     states = [state_of(2, rank) for rank in range(2)]
