@@ -1,7 +1,8 @@
-"""What snapshots are copied into: a slot of the fast tier, or private memory that is then written to the ring.
+"""The memory that snapshots are copied into: a slot of the fast tier, or private memory that is then written to the
+ring.
 
-Both make room ahead of time, in a thread of their own, and say when it is ready. Nothing here is collective; which slot
-is next follows from calls that all ranks make alike.
+Both kinds prepare the memory ahead of time, in a thread, and say when it is ready. Nothing here is collective. All
+ranks make the same calls, so they choose the same slot.
 """
 
 from __future__ import annotations
@@ -20,26 +21,26 @@ from rollback.train.snapshots.capture import pin, unpin
 
 
 class SnapshotBuffer(Protocol):
-    """Place for one snapshot after the other."""
+    """Memory for snapshots, one after the other."""
 
     fault: str | None
     """Why there can be none, once that is known."""
 
     def fit(self, size: int) -> None:
-        """Make room for snapshots of so many bytes, in the background."""
+        """Make room for snapshots of this many bytes, in the background."""
 
     def ready(self) -> bool:
-        """Whether the next snapshot may be copied at once."""
+        """Whether the next snapshot can be copied now."""
 
     def wait(self, seconds: float) -> None:
-        """Wait until it is ready or known not to be, at most so long for others who hold it up."""
+        """Wait until it is ready, or is known to have failed. Wait for a reader of the slot at most this long."""
 
     def reserve(self) -> tuple[int | None, Region]:
-        """The memory for a snapshot, which must be ready; and its slot, where it is one."""
+        """The slot for a snapshot (None: private memory) and its memory. It must be ready."""
 
 
 class Staging:
-    """Private memory, kept from snapshot to snapshot."""
+    """Private memory. It is used again for each snapshot."""
 
     def __init__(self, thread: ThreadPoolExecutor) -> None:
         self.fault: str | None = None
@@ -82,11 +83,11 @@ class Staging:
 
 
 class FastTier:
-    """One rank's view of its host's slots, which it knows by their numbers; what is in them, the catalogue knows.
+    """One rank's view of its host's slots. It knows their numbers; the catalogue knows what is in them.
 
-    count: slots in use; 0: none is written, but those that hold checkpoints are known. leads: whether this rank is the
-    one that commits and un-commits on its host. here: the ranks of this host. taken: slots that are committed, the same
-    on all ranks.
+    count: slots in use. 0: no slot is written, but the slots that hold checkpoints are known. leads: whether this rank
+    is the one of its host that commits slots and takes commits back. here: the ranks of this host. taken: the slots
+    that hold checkpoints, the same on all ranks.
     """
 
     def __init__(
@@ -112,7 +113,7 @@ class FastTier:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-slots")
 
     def resize(self, count: int) -> None:
-        """Use so many slots from now on. What others hold stays until it is evicted."""
+        """Use this many slots from now on. Checkpoints in the other slots stay until they are evicted."""
         surplus, self.count = range(count, self.count), count
         for number in surplus:
             if number not in self._taken:
@@ -170,11 +171,11 @@ class FastTier:
         return number, self._regions[number]
 
     def memory(self, number: int) -> Region | None:
-        """This rank's shard where it lies, if this process has it mapped."""
+        """This rank's shard in a slot, if this process has the slot mapped."""
         return self._regions.get(number)
 
     def has_checkpoint(self, number: int) -> bool:
-        """Whether there is still one in a slot, as far as this rank can tell: manifest, and this rank's shard."""
+        """Whether a slot still holds a checkpoint. This rank looks at the manifest and at its own shard."""
         try:
             slots.require_committed(self.paths, number, (self._rank,))
         except OSError:
@@ -182,20 +183,20 @@ class FastTier:
         return True
 
     def require_file(self, number: int) -> None:
-        """Raise OSError unless what was written into a slot is in the file that has its name."""
+        """Raise OSError unless the memory of a slot is still the file of the slot's name."""
         slots.require_file(self.paths, number, self._rank, self._regions[number])
 
     def commit(self, number: int, manifest: Manifest) -> None:
-        """Make a snapshot a checkpoint, on this host. One rank of each. Raises OSError."""
+        """Make a snapshot a checkpoint on this host. One rank of each host calls it. Raises OSError."""
         slots.commit(self.paths, number, manifest, self._here)
 
     def release(
         self, number: int, then: Callable[[bool], None] | None = None, *, after: Future[None] | None = None
     ) -> None:
-        """A checkpoint leaves its slot, as soon as nobody reads it; then `then` is called, in a thread: with whether it
-        was there until now.
+        """Remove a checkpoint from its slot as soon as nobody reads it.
 
-        after: a thread's work with this rank's file, which must have ended.
+        then: called in a thread when that is done, with whether the checkpoint was there until now. after: work of a
+        thread with this rank's file; the slot is released when it has ended.
         """
         self._taken.remove(number)
         if then is not None:
@@ -212,7 +213,7 @@ class FastTier:
         self._jobs[number] = self._thread.submit(self._make_ready, number, self._size, after)
 
     def _make_ready(self, number: int, size: int, after: Future[None] | None) -> bool:
-        """Whether a slot can be written now. In the thread."""
+        """Prepare a slot, and return whether it can be written now. In the thread."""
         if after is not None:
             after.exception()
         there = self.has_checkpoint(number)

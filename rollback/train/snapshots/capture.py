@@ -1,12 +1,12 @@
 """Copying what a rank stores of a state into memory that is laid out as the shard will be.
 
-Two kinds of tensors. *Still* ones (parameters, optimizer state) change only inside `optimizer.step()`: they may be
-copied by a thread while the next forward and backward run, until the optimizer begins. *Restless* ones (buffers, and
-whatever other objects keep) are copied at once. Version counters tell whether a still one moved all the same; the
-capture is torn then. What is written past them (`parameter.data`, or raw memory) is not seen.
+There are two kinds of tensors. *Still* ones (parameters, optimizer state) change only inside `optimizer.step()`. A
+thread may copy them while the next forward and backward run, until the optimizer begins. *Restless* ones (buffers, and
+what other objects keep) are copied at once. If a still tensor is written to before the optimizer begins, its version
+counter tells, and the capture is torn. Version counters do not count writes to `parameter.data` or to raw memory.
 
-For `drift` a rank digests all parameters: those that it stores out of the copy, whenever there is time, and the others
-where they lie, before the optimizer begins. What nothing trains is not copied: see `frozen`.
+For `drift` a rank digests all parameters. Those that it stores are digested in the copy, at any time. The others are
+digested in place, before the optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _STILL = (PARAMETERS, "shared/optimizer/state/")
 class Share:
     """What one rank stores of an image.
 
-    replicas: the parameters that all ranks have, where there are ranks to compare them with. parts: this rank's parts
-    of the sharded parameters, and where they lie. sharded: the tensors that parts belong to. frozen: the parameters
+    replicas: the parameters that all ranks have; empty if there is one rank. parts: this rank's parts of the sharded
+    parameters, and where they lie in the whole. sharded: the tensors that the parts belong to. frozen: the parameters
     that no rank stores.
     """
 
@@ -59,7 +59,8 @@ class Share:
 
 
 def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None) -> Share:
-    """frozen: the names of the frozen weights that this snapshot leaves out, with their digests; default: none."""
+    """What this rank stores. frozen: names and digests of the frozen weights that the snapshot leaves out; default:
+    none."""
     frozen = frozen or {}
     shared = {name: item for name, item in image.shared_tensors.items() if name not in frozen}
     owner = owners(shared, range(ranks.world_size))
@@ -86,9 +87,9 @@ def share_of(image: Image, ranks: Ranks, frozen: Mapping[str, str] | None = None
 
 
 class Capture:
-    """One copy under way. `start` and `fence` belong to the thread that trains, the rest to any one.
+    """One copy in progress. The thread that trains calls `start` and `fence`; any thread may call the rest.
 
-    mode: what `start` does, and what it leaves to `finish`, which may then run beside the training until the fence.
+    mode: which part of the work `start` does. `finish` does the rest, and may run beside the training until the fence.
     """
 
     def __init__(self, share: Share, layout: Layout, region: Region, mode: CaptureMode) -> None:
@@ -114,9 +115,9 @@ class Capture:
         """Digests of what the device holds of the replicas, and of the parts."""
 
     def start(self) -> None:
-        """Copy what may change at any moment, and have the device begin to copy what it holds.
+        """Copy the restless tensors, and make the device begin to copy the tensors that it holds.
 
-        Raises ValueError where the trees have outgrown the header's room.
+        Raises ValueError if the trees do not fit into the room of the header any more.
         """
         self._region.view[: self._layout.header_space] = self._layout.head(self._share.metadata)
         self._copy({name: item for name, item in self._share.tensors.items() if name not in self._still})
@@ -127,7 +128,7 @@ class Capture:
             self._digest_replicas()
 
     def finish(self) -> None:
-        """Do the rest. When it returns all is in the region, and the live tensors are no longer looked at."""
+        """Do the rest of the copy. Afterwards everything is in the region, and live tensors are not read any more."""
         if self._mode == "overlapped":
             self._copy(self._still)
         if self._mode != "held":
@@ -136,12 +137,12 @@ class Capture:
             self._arrived.synchronize()
 
     def digest(self) -> int:
-        """Of the parameters of this rank, for `drift`; 0 where there is nobody to compare it with. After `finish`."""
+        """The digest of this rank's parameters, for `drift`; 0 if there is one rank. Call it after `finish`."""
         return self._digest_of(self._share.replicas)
 
     def part_digest(self) -> tuple[int, int]:
-        """Of this rank's parts of sharded parameters: a digest of where they lie, and one of what they hold; 0 and 0
-        where there are none. After `finish`."""
+        """Two digests of this rank's parts of sharded parameters: of where they lie, and of their values. 0 and 0 if
+        there are none. Call it after `finish`."""
         if not self._parts:
             return 0, 0
         places = {name: part for name, (part, _) in sorted(self._share.parts.items())}
@@ -161,19 +162,19 @@ class Capture:
         return drift.fold(together.intdigest() ^ (int(on_device) & ((1 << 64) - 1)))
 
     def nonfinite(self) -> dict[str, NonFiniteKind]:
-        """Tensors in the copy that hold what is not finite, and did not before. After `finish`."""
+        """Tensors of the copy with values that are not finite, and had none before. Call it after `finish`."""
         if self._share.finite is None:
             return {}
         entries = self._layout.entries
         return self._share.finite.found({name: view(self._region, entries[name]) for name in self._share.tensors})
 
     def fence(self) -> None:
-        """What the training stream does from now on comes after the copy. The host does not wait."""
+        """Make the device's training stream wait for the copy. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._stream.device).wait_stream(self._stream)
 
     def moved(self) -> list[str]:
-        """Names of still tensors that were written to since the beginning."""
+        """Names of still tensors that were written to since the capture began."""
         return [name for name, item, version in self._watched if version_of(item) != version]
 
     def _copy(self, tensors: Mapping[str, Tensor]) -> None:
@@ -188,7 +189,7 @@ class Capture:
                 self._digests[name] = xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item)))
 
     def _start_on_device(self) -> None:
-        """What the device holds: it copies and digests that in a stream of its own."""
+        """Make the device copy and digest the tensors that it holds, in a stream of its own."""
         tensors = {name: item for name, item in self._share.tensors.items() if item.is_cuda}
         compared = [
             [items[name] for name in sorted(items) if items[name].is_cuda]
@@ -214,7 +215,7 @@ class Capture:
 
 
 def view(region: Region, entry: TensorEntry) -> Tensor:
-    """A tensor over a place in the region."""
+    """A tensor whose memory is a place in the region."""
     if not entry.nbytes:
         return torch.empty(entry.shape, dtype=tree.DTYPE[entry.dtype])
     flat = torch.frombuffer(region.view[entry.start : entry.end], dtype=tree.DTYPE[entry.dtype])
@@ -222,7 +223,7 @@ def view(region: Region, entry: TensorEntry) -> Tensor:
 
 
 def as_it_is_stored(item: Tensor) -> Tensor:
-    """Its items one behind the other: mostly the tensor itself."""
+    """The tensor with its items in order in memory: in most cases the tensor itself."""
     if item.is_contiguous() and not item.is_conj() and not item.is_neg():
         return item
     return item.resolve_conj().resolve_neg().contiguous()
@@ -234,7 +235,7 @@ def bytes_of(value: Tensor) -> memoryview:
 
 
 def pin(region: Region) -> None:
-    """Let devices copy into a region without a detour, where there are devices and they can."""
+    """Register a region as pinned memory, if there is a CUDA device: it then copies into the region directly."""
     if region.size and torch.cuda.is_available():
         torch.cuda.cudart().cudaHostRegister(region.address, region.size, 0)  # type: ignore[no-untyped-call]
 

@@ -1,7 +1,7 @@
-"""The one catalogue of what there is as checkpoints: what each is worth, and where it lies.
+"""The catalogue of all checkpoints: their status, and where they lie.
 
-Never looks at the disk. It is fed with landings, verdicts and what one rank saw and told all, which are the same on all
-ranks, so that all ranks hold the same view.
+It never looks at the disk. Its input is the same on all ranks: landings, verdicts, and what one rank saw and told the
+others. So all ranks have the same catalogue.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from rollback.rundir.paths import CheckpointName
 
 
 class CheckpointStatus(Enum):
-    """What an entry of the catalogue is worth."""
+    """The status of an entry."""
 
     SNAPSHOT = "snapshot"  # in flight
     CANDIDATE = "candidate"  # committed
@@ -31,7 +31,7 @@ _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
 
 @dataclass
 class CatalogueEntry:
-    """A checkpoint, or a snapshot that is to become one."""
+    """A checkpoint, or a snapshot that may become one."""
 
     manifest: Manifest | None
     """None while all that is known of it is what the ring at the URL offers."""
@@ -45,10 +45,10 @@ class CatalogueEntry:
 
 
 class Catalogue:
-    """Checkpoints of the present timeline. *Held* are those that were committed and lie here: candidates and good ones.
+    """Checkpoints of the present timeline. Those that were committed and lie here are *held*: candidates and good ones.
 
-    probation: healthy verdicts on steps after a checkpoint that make it good. manifests: of what is held at the start,
-    with the names of the good ones, and the slots of those that lie in one.
+    probation: the number of healthy verdicts after a checkpoint that make it good. manifests: of the checkpoints that
+    are held at the start. The names of the good ones and the slots of those in slots come with them.
     """
 
     def __init__(
@@ -67,11 +67,11 @@ class Catalogue:
     # What comes and goes -------------------------------------------------------------------------------------------
 
     def add_snapshot(self, manifest: Manifest, slot: int | None = None) -> None:
-        """A snapshot was taken: its probation runs from now, not from its commit."""
+        """Add a snapshot. Its probation begins now, not with its commit."""
         self._entries[manifest.name] = CatalogueEntry(manifest, CheckpointStatus.SNAPSHOT, slot)
 
     def land(self, manifest: Manifest) -> bool:
-        """A checkpoint was committed. Whether it is good at once: the state before any step is known to be."""
+        """Note that a checkpoint was committed. Returns whether it is good at once, as the state before any step is."""
         entry, good = self._entries[manifest.name], manifest.step == 0
         entry.manifest = manifest
         entry.status = CheckpointStatus.GOOD if good else CheckpointStatus.CANDIDATE
@@ -81,7 +81,7 @@ class Catalogue:
         self._entries.pop(name, None)
 
     def leave(self, name: str) -> None:
-        """A checkpoint leaves the fast tier; if it is good, it may be gone back to where the ring has it."""
+        """Note that a checkpoint leaves the fast tier. A good one can still be restored if the ring has it."""
         entry = self._entries[name]
         if entry.status is CheckpointStatus.GOOD:
             entry.status, entry.slot = CheckpointStatus.LEFT, None
@@ -89,7 +89,7 @@ class Catalogue:
             self.drop(name)
 
     def admit(self, manifest: Manifest, good: bool) -> None:
-        """A checkpoint may be gone back to that was held no longer, or never by this attempt."""
+        """Hold a checkpoint again, or one that this attempt has never held."""
         if self.is_held(manifest.name):
             return
         self.drop(manifest.name)
@@ -97,7 +97,7 @@ class Catalogue:
         self._entries[manifest.name] = CatalogueEntry(manifest, status)
 
     def consult(self, in_ring: Collection[str]) -> None:
-        """What the ring holds, as one rank saw it and told all: the good ones that left the fast tier are back."""
+        """Note what the ring holds, as one rank saw it. Good checkpoints that left the fast tier are held again."""
         for name, entry in list(self._entries.items()):
             if self.is_held(name) and entry.slot is None and name not in in_ring:
                 self.drop(name)
@@ -105,7 +105,7 @@ class Catalogue:
                 entry.status, entry.offer = CheckpointStatus.GOOD, None
 
     def offer(self, remote: Iterable[PolicyCheckpoint]) -> None:
-        """What the ring at the URL has, as one rank told all; what is held here need not come from there."""
+        """Note what the ring at the URL has, as one rank saw it. What is held here need not be fetched."""
         for name, entry in list(self._entries.items()):
             entry.offer = None
             if entry.status is CheckpointStatus.REMOTE:
@@ -117,10 +117,10 @@ class Catalogue:
     # Probation -----------------------------------------------------------------------------------------------------
 
     def judge(self, healthy: bool, onset: int | None) -> list[Manifest]:
-        """Count a verdict; the checkpoints that became good by it.
+        """Count a verdict. Returns the checkpoints that became good.
 
-        An onset (a watch or a call) holds all back: those taken after it start again when it has passed, and those
-        before it wait, since a verdict on what they led to is pending.
+        An onset (a watch or a call) stops all probations. When it has passed, checkpoints from after the onset start
+        their probation again; those from before it go on. Until then it is not known what they led to.
         """
         if not healthy:
             for entry, manifest in self._on_probation():
@@ -136,12 +136,12 @@ class Catalogue:
         return passed
 
     def about_to_pass(self) -> list[str]:
-        """The checkpoints that the next healthy verdict makes good."""
+        """The checkpoints that will be good with the next healthy verdict."""
         passing, candidate = self._probation - 1, CheckpointStatus.CANDIDATE
         return [m.name for entry, m in self._on_probation() if entry.status is candidate and entry.healthy >= passing]
 
     def restart_probation(self) -> None:
-        """The steps after the candidates will be run again: what was counted of them does not count any more."""
+        """Start the probation of all candidates again: the steps after them will be run again."""
         for entry, _ in self._on_probation():
             entry.healthy = 0
 
@@ -156,22 +156,22 @@ class Catalogue:
         return entry is not None and entry.status in _HELD
 
     def is_remote(self, name: str) -> bool:
-        """Whether it has to be fetched from the ring at the URL before it can be gone back to."""
+        """Whether a checkpoint has to be fetched from the ring at the URL before it can be restored."""
         entry = self._entries.get(name)
         return entry is not None and entry.offer is not None
 
     def as_held(self) -> list[PolicyCheckpoint]:
-        """What is held, oldest first, as the policy wants it."""
+        """The held checkpoints, oldest first, as the policy needs them."""
         good = self._good()
         return [PolicyCheckpoint(m.name, m.step, m.batch, m.name in good) for m in self._in_order()]
 
     def to_choose_from(self) -> list[PolicyCheckpoint]:
-        """What may be gone back to: what is held, and what can be fetched. Oldest first."""
+        """The checkpoints that can be restored: those that are held, and those that can be fetched. Oldest first."""
         offers = [entry.offer for entry in self._entries.values() if entry.offer is not None]
         return sorted([*self.as_held(), *offers], key=lambda point: CheckpointName(point.name).order)
 
     def manifest(self, name: str) -> Manifest:
-        """Of a checkpoint that is held."""
+        """The manifest of a held checkpoint."""
         manifest = self._entries[name].manifest
         assert manifest is not None
         return manifest
@@ -181,7 +181,7 @@ class Catalogue:
         return entry.slot if entry is not None else None
 
     def in_slots(self) -> set[str]:
-        """Names of what is held in the fast tier."""
+        """Names of the checkpoints held in the fast tier."""
         return {name for name, entry in self._entries.items() if entry.slot is not None and entry.status in _HELD}
 
     def newest(self) -> Manifest | None:
@@ -189,7 +189,7 @@ class Catalogue:
         return held[-1] if held else None
 
     def surplus(self, keep: int, counted: Collection[str] | None = None) -> list[tuple[str, str]]:
-        """What must leave a ring (by default all that is held) of capacity `keep`, with the reason."""
+        """Of `counted` (default: all that are held), those that must leave a ring of capacity `keep`, and why."""
         names = [m.name for m in self._in_order() if counted is None or m.name in counted]
         return choose_evictions(names, self._good(), (), keep)
 

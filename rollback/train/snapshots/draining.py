@@ -1,4 +1,4 @@
-"""The durable ring where there is no supervisor to see to it: rank 0 fetches from it and fills it."""
+"""The durable ring of a run without a supervisor: rank 0 fetches from it and fills it."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ _PATIENCE_AT_THE_END = 60.0
 
 
 def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) -> Store | None:
-    """Rank 0: the ring to fetch from, once it has taken and given back an object; None where there is nothing to fetch.
+    """Rank 0: the ring to fetch from, after a test object was written and read back. None: there is nothing to fetch.
 
-    A supervisor that knows of the ring has fetched already. One that does not (the script names it) leaves it to us.
+    A supervisor that knows of the ring has fetched already. If only the script names the ring, it has not.
     Raises UsageError or RingUnavailable.
     """
     if settings.ring is None or (environment.get(ENV_SUPERVISOR) and _is_the_operators(environment)):
@@ -40,9 +40,9 @@ def reach_ring(settings: Settings, environment: Mapping[str, str] = os.environ) 
 
 
 def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
-    """Rank 0, which holds the run directory: make it as new as the ring. Raises as `fetch`.
+    """Rank 0, which holds the lock of the run directory: bring it up to date with the ring. Raises as `fetch`.
 
-    Where a supervisor has done that before its first attempt, only what a crash in mid-rollback has left to be fetched.
+    If a supervisor has done that before its first attempt, only the checkpoint of a pending rollback may be missing.
     """
     if store is not None:
         fetch(store, paths, say)
@@ -51,7 +51,7 @@ def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
 
 
 def _fetch_planned(url: str, paths: RunPaths) -> None:
-    """See that the checkpoint of a pending plan is here, where it is to be had; older ones will do where it is not."""
+    """Fetch the checkpoint of a pending plan, if the ring has it. If not, an older one will be restored."""
     pending = fold(read_journal(paths.train_journal).records).pending
     name = pending.checkpoint if pending is not None else None
     if name is None or any(place.name == name and tiers.is_whole(place) for place in tiers.locate(paths)):
@@ -69,8 +69,8 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
 def start_draining(
     paths: RunPaths, settings: Settings, record: Recorder, ranks: Ranks, environment: Mapping[str, str] = os.environ
 ) -> Drainer | Helper | None:
-    """Every rank, once attached. Unless supervisors do, rank 0 fills the ring from a thread, and the first rank of
-    each other host does its part in it."""
+    """Called by every rank when it is attached. Without supervisors, rank 0 fills the ring from a thread, and the first
+    rank of each other host copies the parts of its host."""
     if environment.get(ENV_SUPERVISOR) or not ranks.first_of_host:
         return None
     if not ranks.first:
@@ -84,7 +84,7 @@ def start_draining(
 
 
 def end_draining(drainer: Drainer | Helper | None) -> None:
-    """Wait until what is left is copied, or cannot be."""
+    """Wait until the rest is copied, or is known to fail."""
     if drainer is None:
         return
     if isinstance(drainer, Helper):
@@ -100,10 +100,10 @@ def end_draining(drainer: Drainer | Helper | None) -> None:
 
 
 def at_exit(act: Callable[[], object]) -> None:
-    """Call this method when the interpreter ends, while threads still work, if its object is still there then.
+    """Call this method when the interpreter ends, while threads still work, if its object still exists then.
 
-    What `atexit` registers runs when no executor takes work any more, and asyncio, with which S3 is written, looks up
-    hosts in one.
+    Functions of `atexit` run later, when executors accept no work any more. The S3 client (asyncio) needs one to look
+    up hosts.
     """
     register: Any = getattr(threading, "_register_atexit", None)
     if register is not None:

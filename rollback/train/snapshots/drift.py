@@ -1,8 +1,8 @@
-"""Replica drift: ranks that hold the same parameters are asked, when a snapshot is taken, whether they still do.
+"""Replica drift: whether ranks that should hold the same parameters still do. It is checked with each snapshot.
 
-Each rank digests its parameters bit by bit, and the digests are compared as whole numbers. DDP gives every rank the
-same sum of gradients and the same update, so a difference in any bit is a fault: of a machine, or of a script that
-changed the parameters of one rank alone.
+Each rank computes a digest of all bits of its parameters, and the digests are compared as whole numbers. DDP gives
+every rank the same sum of gradients and the same update. So a difference in any bit is a fault: of a machine, or of a
+script that changed the parameters of one rank alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def differing(digests: Sequence[int]) -> tuple[int, ...]:
-    """Ranks whose digest is not that of the majority; all of them where there is no majority; none where all agree."""
+    """Ranks whose digest differs from that of the majority. All ranks if there is no majority, none if all agree."""
     ((common, count),) = Counter(digests).most_common(1)
     if count == len(digests):
         return ()
@@ -29,9 +29,9 @@ def differing(digests: Sequence[int]) -> tuple[int, ...]:
 
 
 def differing_parts(digests: Sequence[tuple[int, int]]) -> tuple[int, ...]:
-    """Of sharded parameters: ranks that hold the same part, and not the same values as the others that do.
+    """Of sharded parameters: ranks whose values differ from those of the other ranks with the same part.
 
-    digests: of each rank, where its part lies and what it holds, as `Capture.part_digest` has it.
+    digests: two of each rank, as `Capture.part_digest` returns them.
     """
     found: list[int] = []
     for place in {place for place, _ in digests}:
@@ -55,14 +55,15 @@ def in_words(ranks: Sequence[int], world_size: int) -> str:
 
 
 def fold(digest: int) -> int:
-    """A digest of any width as a number that the pulse carries."""
+    """A digest of any width as a number that fits into the pulse."""
     return (digest ^ (digest >> BITS)) & _MASK
 
 
 def on_device(tensors: Iterable[Tensor]) -> Tensor:
-    """A digest (int64, on the tensors' device) that every single changed bit changes. Nothing is waited for.
+    """A digest (int64, on the tensors' device) that changes with every single changed bit. The host does not wait.
 
-    The bit patterns of each tensor are summed as whole numbers; the sums go into one by odd factors, modulo 2**64.
+    The bit patterns of each tensor are summed as whole numbers. The sums are multiplied by odd factors and added,
+    modulo 2**64.
     """
     total: Tensor | None = None
     for place, tensor in enumerate(tensors):

@@ -1,9 +1,10 @@
-"""Frozen weights: what nothing trains is stored once in a run. docs/format.md, "Frozen weights", has the protocol.
+"""Frozen weights: parameters that nothing trains are stored once in a run. docs/format.md, "Frozen weights", has the
+protocol.
 
-That a parameter requires no gradient does not prove that it stays as it is: a script may write to it (the slow copy of
-a momentum encoder). Version counters do not prove it either, since a write through `.data` does not count. So the
-weights are digested with every snapshot, in the thread that writes it. It may do that late: what is then as it was at
-the beginning was so when the snapshot was taken.
+A parameter that requires no gradient may change all the same: a script may write to it (the slow copy of a momentum
+encoder). Version counters do not show all writes, since a write through `.data` is not counted. So the weights are
+digested with every snapshot, in the thread that writes it. The thread may do that late: weights that are then as they
+were at the beginning were also so when the snapshot was taken.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ LEAST = 1 << 20
 
 
 class NoLongerFrozen(RollbackError):
-    """Weights that a snapshot has left out are not, or not so, in the run's file: it is no checkpoint."""
+    """A snapshot left weights out, and the run's file does not have them as they are: it cannot become a checkpoint."""
 
 
 class FrozenWeights:
-    """What the snapshots of one attempt leave out. It is chosen once, and may only become less.
+    """The weights that the snapshots of one attempt leave out. They are chosen once; later there may only be fewer.
 
-    record: the file; None: nothing is left out. digests: the names, each with the digest of its bytes. Both are the
-    same on all ranks.
+    record: the file; None: nothing is left out. digests: by name, the digest of a tensor's bytes. Both are the same on
+    all ranks.
     """
 
     def __init__(self, paths: RunPaths) -> None:
@@ -53,7 +54,7 @@ class FrozenWeights:
         self._changed: set[str] = set()  # what this rank has found to be frozen no more
 
     def agree(self, image: Image, ranks: Ranks) -> None:
-        """Collective: choose what is left out; later, leave less out if a rank has found that something has changed."""
+        """Collective: choose what is left out. Later calls leave less out if a rank has found a change."""
         changed = set[str]().union(*ranks.from_each(sorted(self._changed)))
         self._changed.clear()
         if not self._chosen:
@@ -82,13 +83,13 @@ class FrozenWeights:
         self.record = FrozenRecord(**told_record) if told_record else None
 
     def require_frozen(self, image: Image) -> None:
-        """Raise NoLongerFrozen where something that is left out may be trained now."""
+        """Raise NoLongerFrozen if a weight that is left out may be trained now."""
         self._give_up(self.digests.keys() - image.frozen, "require a gradient now, or are not what they were")
 
     def require_stored(self, tensors: Mapping[str, Tensor], *, first: bool) -> None:
-        """In the thread: raise NoLongerFrozen unless these weights, left out of a snapshot, are those of the file.
+        """In the thread: raise NoLongerFrozen unless these weights, which a snapshot leaves out, are those of the file.
 
-        first: on rank 0, which writes the file unless it is there.
+        first: whether this is rank 0, which writes the file if it is missing.
         """
         if not tensors or self.record is None:
             return
@@ -109,16 +110,16 @@ class FrozenWeights:
             raise NoLongerFrozen(f"{which} {why}; every checkpoint stores them from now on")
 
     def in_words(self) -> str:
-        """What is left out; empty: nothing."""
+        """What is left out, in words. Empty: nothing."""
         if self.record is None:
             return ""
         return f"; {len(self.digests)} frozen weights ({self.record.size / 1e6:.1f} MB) are stored once"
 
 
 class FrozenInCheckpoint:
-    """The frozen weights of a checkpoint that is restored: compared with the live ones, and read where they differ.
+    """The frozen weights of a checkpoint that is restored. Those that differ from the live ones are read.
 
-    `compare` first. `close` it.
+    Call `compare` first, and `close` at the end.
     """
 
     def __init__(self, digests: Mapping[str, str], record: FrozenRecord | None) -> None:
@@ -128,7 +129,7 @@ class FrozenInCheckpoint:
         self._live: dict[str, Tensor] = {}
 
     def compare(self, paths: RunPaths, state: TrainingState, threads: int) -> str | None:
-        """Find out what has to be read, and verify that it can be. What is wrong with it, in words."""
+        """Find out what has to be read, and verify that it can be read. Returns the fault in words, or None."""
         live = state.live_tensors(whole=True)
         known = {name: live[name] for name in self.digests if name in live}
         found = digests_of(known, threads)
@@ -153,12 +154,12 @@ class FrozenInCheckpoint:
         return None
 
     def stand_in(self, name: str) -> Tensor:
-        """In place of a tensor, when it is only asked whether it is one of them. Raises KeyError."""
+        """An empty tensor in place of a frozen one, to check a tree. Raises KeyError for other names."""
         self.digests[name]
         return torch.empty(0)
 
     def take(self, name: str, read: Callable[[ShardReader, str], Tensor]) -> Tensor:
-        """The live tensor if it is right, else what `read` makes of the file's. After `compare`."""
+        """The live tensor if it has the right values, else the one that `read` reads from the file. After `compare`."""
         if name in self._live:
             return self._live[name]
         assert self.file is not None
@@ -166,7 +167,7 @@ class FrozenInCheckpoint:
 
     @property
     def reread(self) -> int:
-        """How many are read from the file."""
+        """How many tensors are read from the file."""
         return len(self.digests) - len(self._live)
 
     def close(self) -> None:
@@ -175,7 +176,7 @@ class FrozenInCheckpoint:
 
 
 def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """A text for each tensor that every changed bit changes: the digest of its bytes, or what its device digests."""
+    """A text for each tensor, which changes with every changed bit: a digest by the host, or by the tensor's device."""
     on_device = {name: item for name, item in tensors.items() if item.is_cuda}
     sums: Sequence[int] = []
     if on_device:
@@ -189,7 +190,7 @@ def prints_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def digests_of(tensors: Mapping[str, Tensor], threads: int = 1) -> dict[str, str]:
-    """The digest of each tensor's bytes, wherever they lie."""
+    """The digest of each tensor's bytes, on the host or on a device."""
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-digest") as pool:
         found = pool.map(_digest, tensors.values()) if threads > 1 else map(_digest, tensors.values())
         return dict(zip(tensors, found, strict=True))
@@ -200,7 +201,7 @@ def _digest(item: Tensor) -> str:
 
 
 def pieces_of(tensors: Mapping[str, Tensor]) -> list[ShardPiece]:
-    """For a file of them; of what a device holds, one at a time is copied."""
+    """The bytes of tensors, for their file. Tensors on a device are copied to the host one at a time."""
 
     def content_of(item: Tensor) -> Callable[[], list[memoryview]]:
         return lambda: [bytes_of(as_it_is_stored(item.cpu()))]

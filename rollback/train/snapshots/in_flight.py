@@ -1,4 +1,4 @@
-"""The snapshot in flight: its stages, the table that moves it, and what ranks write each other about it."""
+"""The snapshot in flight: its stages, the table that moves it, and the letters that ranks send each other about it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORDS = (48, 40, 40)  # bits of a hash in each word of a letter, the highest fi
 
 
 class SnapshotStage(Enum):
-    """Where a rank stands with its part of the snapshot. What it says of it goes out on each pulse."""
+    """How far a rank is with its part of the snapshot. Each beat of the pulse carries it."""
 
     WRITING = "writing"  # its thread copies, hashes, writes
     WRITTEN = "written"  # says so
@@ -30,7 +30,7 @@ class SnapshotStage(Enum):
 
 
 class SnapshotEvent(Enum):
-    """What happens to it. But for the first two, all ranks learn of it in the same step."""
+    """What happens to a snapshot. All ranks learn of it in the same step, except for the first two."""
 
     THREAD_DONE = "thread-done"
     FAULT = "fault"
@@ -95,7 +95,7 @@ class SnapshotInFlight:
 
     @property
     def thread_works(self) -> bool:
-        """Whether it is the end of the thread's work that moves it on."""
+        """Whether a thread works on it; the end of that work is the next event."""
         return (self.stage, SnapshotEvent.THREAD_DONE) in TRANSITIONS
 
     def move(self, event: SnapshotEvent) -> None:
@@ -112,7 +112,7 @@ class SnapshotInFlight:
 
 @dataclass(frozen=True)
 class Landing:
-    """A flight's end, known to all ranks in the same step."""
+    """The end of a flight. All ranks know it in the same step."""
 
     manifest: Manifest
     tier: Tier
@@ -133,7 +133,7 @@ class Landing:
 
 @dataclass(frozen=True)
 class Letter:
-    """What a rank has written, the digest of its parameters, and in how many tensors something is not finite."""
+    """What a rank has written, the digests of its parameters, and how many tensors have values that are not finite."""
 
     written: Written
     digest: int
@@ -142,7 +142,7 @@ class Letter:
     """Digests of its part of sharded parameters: where it lies, what it holds."""
 
     def words(self) -> tuple[int, ...]:
-        """As whole numbers below 2**53."""
+        """The letter as whole numbers below 2**53."""
         rest, words = int(self.written.digest, 16), []
         for bits in reversed(_WORDS):
             words.append(rest & ((1 << bits) - 1))

@@ -1,4 +1,4 @@
-"""What is in the slots of all hosts when an attempt starts: what each of them has counts, the rest means nothing."""
+"""The checkpoints in the slots when an attempt starts. Only those that every host has can be used."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from rollback.train.comm.ranks import Ranks
 
 @dataclass(frozen=True)
 class InSlot:
-    """A checkpoint in a slot. content: which one it is, by its hashes; see `Manifest.content`."""
+    """A checkpoint in a slot. content: its identity, by its hashes; see `Manifest.content`."""
 
     slot: int
     name: str
@@ -24,7 +24,8 @@ class InSlot:
 
 @dataclass(frozen=True)
 class Inventory:
-    """manifests, slots: of what every host has, in the slot of one number. strays: names of what only some have."""
+    """manifests, slots: of checkpoints that every host has in the slot of the same number. strays: names of checkpoints
+    that only some hosts have."""
 
     manifests: list[Manifest]
     slots: dict[str, int]
@@ -32,7 +33,7 @@ class Inventory:
 
 
 def take_inventory(paths: RunPaths, ranks: Ranks) -> Inventory:
-    """Collective: the same on all ranks. The first rank of each host looks into its slots."""
+    """Collective: take the inventory, the same on all ranks. The first rank of each host looks into the slots."""
     places = [place for place in tiers.in_slots(paths) if is_enough(place, ranks)] if ranks.first_of_host else []
     told = [[place.slot, place.name, place.manifest.content] for place in places]
     answers = ranks.from_each(told if ranks.first_of_host else None)
@@ -44,7 +45,7 @@ def take_inventory(paths: RunPaths, ranks: Ranks) -> Inventory:
 
 
 def is_enough(place: Located, ranks: Ranks) -> bool:
-    """Whether this host's slot has the shards that its ranks read: all on one host, else each its own."""
+    """Whether a slot of this host has the shards that its ranks read: all if there is one host, else their own."""
     shards = place.manifest.shards
     if ranks.host_count > 1:
         if place.manifest.world_size != ranks.world_size:
@@ -54,6 +55,6 @@ def is_enough(place: Located, ranks: Ranks) -> bool:
 
 
 def common(hosts: Sequence[Sequence[InSlot]]) -> tuple[list[InSlot], list[str]]:
-    """What all hosts have alike, and the names of the rest. Pure."""
+    """What all hosts have in common, and the names of the rest. Pure."""
     held = [item for item in hosts[0] if all(item in host for host in hosts)]
     return held, sorted({item.name for host in hosts for item in host} - {item.name for item in held})

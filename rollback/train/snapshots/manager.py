@@ -1,7 +1,7 @@
-"""The checkpoints that a run keeps: snapshots land, are put on probation, become good, leave; and the record says so.
+"""The checkpoints that a run keeps. Snapshots land, pass probation, become good and leave; each event is journalled.
 
-`Catalogue` knows what ranks may go back to, and which slot of this host each is in; what is in none lies in the run
-directory's ring, which rank 0 sees to. Methods are collective.
+`Catalogue` knows which checkpoints can be restored, and in which slot of this host each of them is. Those that are in
+no slot lie in the run directory's ring, which rank 0 looks after. Methods are collective.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ from rollback.train.updates.advice import REPLICAS_DIFFER
 
 
 class CheckpointManager:
-    """keep: capacity of the ring; of the slots, where they are fewer, one less than there are. remote: the ring at a
-    URL, where there is one."""
+    """keep: capacity of the ring. If there are fewer slots, the slots keep one less than their number. remote: the ring
+    at a URL, if there is one."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class CheckpointManager:
         """Why the last snapshot became no checkpoint, None where it did."""
 
     def expect(self, flight: SnapshotInFlight) -> None:
-        """A snapshot was begun."""
+        """Note that a snapshot was begun."""
         self.wanting = False
         self._catalogue.add_snapshot(flight.manifest, flight.slot)
 
@@ -85,7 +85,7 @@ class CheckpointManager:
             self.look_after()
 
     def settle(self) -> None:
-        """Wait for the snapshot in flight. A plan that is made then may try again what another could not fetch."""
+        """Wait for the snapshot in flight. A plan that is made afterwards may try again to fetch what failed before."""
         if self._remote is not None:
             self._remote.try_again()
         self._land(landing := self._snapshots.settle())
@@ -93,12 +93,12 @@ class CheckpointManager:
             self.leave_failed_tier()
 
     def leave_failed_tier(self) -> None:
-        """Write to the run directory from now on, if the fast tier has failed on any rank."""
+        """If the fast tier has failed on any rank, write to the run directory from now on."""
         if self._snapshots.tier == "fast" and not self._ranks.all_of(self._snapshots.fault is None):
             self._leave_fast_tier("it has failed")
 
     def tell_left(self, why: str) -> None:
-        """Say that the fast tier is not written to any more."""
+        """Journal that the fast tier is not used for writing any more."""
         self._record.note(
             Saving(slots=0, slot_bytes=0, capture=self._snapshots.mode, reason=f"the fast tier: {why}"),
             f"the fast tier: {why}; checkpoints are written to the run directory from now on",
@@ -112,8 +112,8 @@ class CheckpointManager:
         self.look_after()
 
     def look_after(self) -> None:
-        """See which checkpoints are not there any more, and hold these no longer. Where slots have lost one, the fast
-        tier is left: it is not to be relied on."""
+        """Find checkpoints that are not there any more, and stop holding them. If a slot has lost one, the fast tier is
+        left: it cannot be relied on."""
         in_slots = self._catalogue.in_slots()
         missing = [name for name in sorted(point.name for point in self._catalogue.as_held()) if self._misses(name)]
         if self._ranks.all_of(not missing):
@@ -134,9 +134,9 @@ class CheckpointManager:
             self._leave_fast_tier("it has lost checkpoints")
 
     def misses_a_candidate(self) -> bool:
-        """Whether a checkpoint that is about to become good is not there any more, as far as this rank can tell.
+        """Whether this rank misses a checkpoint that is about to become good.
 
-        Not collective, and nothing is asked of a disk at most steps."""
+        Not collective. In most steps it does not touch a disk."""
         return any(self._misses(name) for name in self._catalogue.about_to_pass())
 
     def judge(self, healthy: bool, onset: int | None) -> None:
@@ -145,12 +145,12 @@ class CheckpointManager:
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """Candidates have their probation before them again, and what was amiss in a later state is undone."""
+        """Start the probation of candidates again, and forget the faults of later states."""
         self._catalogue.restart_probation()
         self.ailing = None
 
     def as_held(self) -> list[PolicyCheckpoint]:
-        """What a plan may choose from. Rank 0 looks into the ring: it may still have what has left the fast tier."""
+        """The checkpoints that a plan may choose from. Rank 0 looks into the ring for those that left the fast tier."""
         if self._snapshots.drained:
             there = self._rank_0_sees(lambda: ring.names(self._paths))
             if there is not None:
@@ -160,9 +160,9 @@ class CheckpointManager:
         return self._catalogue.to_choose_from()
 
     def fetch_if_remote(self, name: str) -> str | None:
-        """Fetch a checkpoint of `as_held` that is only at the URL: it is as any other then. Why that failed.
+        """Fetch a checkpoint of `as_held` that is only at the URL. Returns why that failed; None: it is here.
 
-        Call it before `manifest` and `places`, which know of what is here.
+        Call it before `manifest` and `places`, which know only the checkpoints that are here.
         """
         if self._remote is None or not self._catalogue.is_remote(name):
             return None
@@ -173,9 +173,9 @@ class CheckpointManager:
         return None
 
     def look_into_ring(self) -> None:
-        """Hold all that the ring has of this timeline, also what left the slots as a candidate or stays for its pin.
+        """Hold all checkpoints of this timeline in the ring, also candidates that left the slots and pinned ones.
 
-        So that an operator may go back to whatever `rollback ring list` shows. A plan of ours does without.
+        So an operator can go back to every checkpoint that `rollback ring list` shows. Automatic plans do not use it.
         """
         for manifest, good in self._rank_0_sees(self._of_present_timeline) or ():
             self._catalogue.admit(Manifest.model_validate_json(manifest), good)
@@ -188,7 +188,7 @@ class CheckpointManager:
         return self._catalogue.newest()
 
     def places(self, name: str) -> Sequence[CheckpointPlace]:
-        """Where to restore a checkpoint from, best first. Nothing is being copied out of the live objects any more."""
+        """The places to restore a checkpoint from, best first. Waits until no live object is being copied any more."""
         self._snapshots.fence()
         found = [CheckpointPlace(self._paths.checkpoint(name), self._paths)]
         if (slot := self._catalogue.slot(name)) is not None:
@@ -199,7 +199,7 @@ class CheckpointManager:
         return found
 
     def put_aside(self, name: str, reason: str) -> None:
-        """A checkpoint cannot be believed; one that is only at the URL is not offered any more for the present plan."""
+        """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan."""
         if self._catalogue.is_remote(name):
             return
         self._release_slot(name)
@@ -209,28 +209,28 @@ class CheckpointManager:
         self._record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
 
     def discard(self, plan: Planned) -> None:
-        """Remove what lies beyond the restored checkpoint."""
+        """Remove the checkpoints that are newer than the restored one."""
         for name in plan.discards:
             if not self._catalogue.is_remote(name):  # that is the drainer's
                 self.remove_checkpoint(name, "beyond a restored checkpoint")
 
     def remove_checkpoint(self, name: str, reason: str) -> None:
-        """A checkpoint is of no use any more."""
+        """Remove a checkpoint that is of no use any more."""
         slot = self._catalogue.slot(name)
         self._catalogue.drop(name)
         self._evict(name, slot, reason)
 
     def _misses(self, name: str) -> bool:
-        """Whether a checkpoint that was committed is not there any more, as far as this rank can tell. Not collective.
+        """Whether this rank misses a checkpoint that was committed. Not collective.
 
-        Looks at its manifest, and in a slot at this rank's shard.
+        It looks at the manifest; in a slot also at this rank's shard.
         """
         if (slot := self._catalogue.slot(name)) is not None:
             return not self._snapshots.slots_of_host.has_checkpoint(slot)
         return self._ranks.first and not os.path.lexists(self._paths.checkpoint(name) / MANIFEST)
 
     def _rank_0_sees(self, look: Callable[[], Any]) -> Any:
-        """What rank 0 finds in the ring, on all ranks; None where the disk refuses."""
+        """What rank 0 finds in the ring, on all ranks. None: the disk failed."""
         found = None
         if self._ranks.first:
             try:
@@ -296,12 +296,12 @@ class CheckpointManager:
                 self.remove_checkpoint(name, reason)
 
     def _release_slot(self, name: str) -> None:
-        """What lies of a checkpoint in a slot, if it is in one, is not needed there: the slot may be used again."""
+        """Release the slot of a checkpoint, if it is in one."""
         if (slot := self._catalogue.slot(name)) is not None:
             self._snapshots.slots_of_host.release(slot)
 
     def _evict(self, name: str, slot: int | None, reason: str) -> None:
-        """A checkpoint leaves: its slot at once on all ranks, the ring by rank 0's thread."""
+        """Evict a checkpoint: from its slot at once on all ranks, from the ring by rank 0's thread."""
 
         def told(tier: Tier, was_there: bool) -> None:
             left, lost = Evicted(checkpoint=name, reason=reason, tier=tier), CheckpointLost(checkpoint=name, tier=tier)
@@ -313,7 +313,7 @@ class CheckpointManager:
             self._snapshots.thread.submit(self._evict_from_ring, name, partial(told, "durable"))
 
     def _evict_from_ring(self, name: str, then: Callable[[bool], None]) -> None:
-        """A pinned one stays; if it is no longer pinned when another leaves, it leaves too."""
+        """Evict a checkpoint from the ring. A pinned one stays; it leaves with a later one when its pin is gone."""
         self._leaving[name] = then
         for leaving in list(self._leaving):
             say_if_it_fails(f"evicting checkpoint {leaving}", partial(self._evict_unless_pinned, leaving))
@@ -329,7 +329,7 @@ class CheckpointManager:
 
     @property
     def _owns_ring(self) -> bool:
-        """Whether the ranks evict from the run directory's ring: the drainer does, where it drains slots into it."""
+        """Whether the ranks evict from the run directory's ring. If slots are drained into it, the drainer does."""
         return not self._snapshots.drained or self._remote is not None
 
     def _report_drift(self, landing: Landing) -> None:

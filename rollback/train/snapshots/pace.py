@@ -1,6 +1,6 @@
-"""How many steps apart snapshots are taken, so that they cost no more than a given share of the time.
+"""The number of steps between two snapshots, chosen so that they cost no more than a given share of the time.
 
-Pure: every rank is fed with the same numbers from the pulse and comes to the same answer.
+Pure: every rank gets the same numbers from the pulse and computes the same answer.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _TOO_RARE = 1.5  # measurements vary; a pace that is kept is easier to reason ab
 class SnapshotPace:
     """every: steps between two snapshots.
 
-    overhead: share of the time that snapshots may hold up the loop. floor: never more often than that.
+    overhead: the share of the time for which snapshots may block the loop. floor: the least number of steps.
     """
 
     def __init__(self, overhead: float, floor: int) -> None:
@@ -26,7 +26,7 @@ class SnapshotPace:
         self.every = max(FIRST_PACE, self._floor)
 
     def measure(self, stall: float, step_seconds: float) -> bool:
-        """Take note of what the last snapshot and a step cost, in seconds. Whether the pace changed by it."""
+        """Note what the last snapshot and a step cost, in seconds. Returns whether the pace has changed."""
         if stall <= 0 or step_seconds <= 0:
             return False
         needed = ceil(min(stall / (self._overhead * step_seconds), CEILING))

@@ -1,7 +1,6 @@
-"""Snapshots on their way to becoming checkpoints: captured at a step's end, written by a thread, committed by pulse.
+"""From a snapshot to a checkpoint: captured at the end of a step, written by a thread, committed by the pulse.
 
-`in_flight` has the table of what moves one. No rank decides on what it alone knows: `advance` is fed with reduced beats
-only.
+`in_flight` has the table of stages. No rank decides by what it alone knows: `advance` takes reduced beats only.
 """
 
 from __future__ import annotations
@@ -49,10 +48,10 @@ _HELD_UP = 5.0  # seconds to wait for who reads the slot that is wanted now
 class Snapshots:
     """At most one snapshot is in flight. Methods marked *collective* must be called by all ranks in the same step.
 
-    fast: the slots, where there are any; ranks write to the run directory's ring without. mode: see `tier_choice`.
-    thread: the one in which everything is written and removed, one after the other.
-    stalled: seconds for which the last snapshot has held up the loop. outgrown: on some rank the state had no room in
-    the last one, so that `fit_buffers` is due on all; the same on all of them.
+    fast: the slots, if there are any; else ranks write to the run directory's ring. mode: see `tier_choice`.
+    thread: the only one that writes and removes files. stalled: seconds for which the last snapshot blocked the loop.
+    outgrown: the state of some rank did not fit into the last snapshot's buffer, so all ranks have to call
+    `fit_buffers`; the same on all ranks.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class Snapshots:
 
     @property
     def ready(self) -> bool:
-        """Whether all ranks have said that the next one can be begun; the same on all of them."""
+        """Whether all ranks have said that the next snapshot can begin; the same on all ranks."""
         return self._all_ready and not self.in_flight and not self.outgrown
 
     # Buffers -------------------------------------------------------------------------------------------------------
 
     def fit_buffers(self, image: Image) -> int:
-        """Collective: make room for snapshots like this one, in the background. Bytes of this rank's shard."""
+        """Collective: make room for snapshots of this image, in the background. Returns the rank's shard size."""
         self.outgrown = False
         self._frozen.agree(image, self._ranks)
         share = share_of(image, self._ranks, self._frozen.digests)
@@ -105,7 +104,7 @@ class Snapshots:
         return self._size
 
     def use_slots(self, count: int) -> None:
-        """Write into so many slots from now on; 0: straight to the ring. All ranks alike."""
+        """Write into this many slots from now on; 0: to the ring. All ranks call it alike."""
         if self._fast is not None:
             self._fast.resize(count)
         self._prepare_buffer()
@@ -116,21 +115,21 @@ class Snapshots:
 
     @property
     def tier(self) -> Tier:
-        """Where the next snapshot goes."""
+        """The tier of the next snapshot."""
         return "fast" if self.slots else "durable"
 
     @property
     def left_out(self) -> str:
-        """What snapshots leave out since it is stored once, in words."""
+        """The weights that snapshots leave out because they are stored once, in words."""
         return self._frozen.in_words()
 
     @property
     def drained(self) -> bool:
-        """Whether the run has a fast tier, which a drainer copies from."""
+        """Whether the run has a fast tier, from which a drainer copies."""
         return self._fast is not None
 
     def await_ready(self, image: Image) -> None:
-        """Collective: wait until the next snapshot can be begun; where the fast tier is held up, without it."""
+        """Collective: wait until the next snapshot can begin. If the fast tier is not ready in time, stop using it."""
         if not self._size:
             self.fit_buffers(image)
         self._buffer.wait(_HELD_UP)
@@ -141,7 +140,7 @@ class Snapshots:
 
     @property
     def fault(self) -> str | None:
-        """Why this rank can write no snapshot where the next one goes, for its log."""
+        """Why this rank cannot write the next snapshot, for its log."""
         return self._buffer.fault
 
     def _prepare_buffer(self) -> None:
@@ -150,7 +149,7 @@ class Snapshots:
             self._buffer.fit(self._size)
 
     def _can_begin(self) -> bool:
-        """Whether this rank could begin another one, apart from what is in flight."""
+        """Whether this rank is ready to begin another snapshot. What is in flight does not matter here."""
         return (self._job is None or self._job.done()) and self._buffer.ready()
 
     @property
@@ -162,9 +161,9 @@ class Snapshots:
     def start_snapshot(
         self, image: Image, *, step: int, batch: int, epoch: int, timeline: int, over: bool = False
     ) -> SnapshotInFlight:
-        """Collective, when `ready`: copy this rank's part of the image, or begin to. Never waits for a disk.
+        """Collective, when `ready`: copy this rank's part of the image, or begin to copy it. Never waits for a disk.
 
-        over: behind the last batch of the epoch.
+        over: whether the snapshot is behind the last batch of the epoch.
         """
         if self._flight is not None:
             raise RuntimeError("a snapshot is in flight already")
@@ -197,7 +196,7 @@ class Snapshots:
         return flight
 
     def fence(self) -> None:
-        """Before anything changes what is being copied: wait until it is copied. Not collective."""
+        """Wait until the copy is complete. Call it before anything changes the state. Not collective."""
         flight = self._flight
         if flight is None or flight.capture is None or flight.copied is None:
             return
@@ -211,7 +210,7 @@ class Snapshots:
         self.stalled += time.perf_counter() - began
 
     def signs(self) -> Signs:
-        """What this rank has to say of its flight, and of room for the next, on the next beat."""
+        """What this rank sends with the next beat about the snapshot in flight and the room for the next one."""
         self.fence()
         self._follow_thread()
         flight = self._flight
@@ -230,7 +229,7 @@ class Snapshots:
         )
 
     def advance(self, beat: Beat) -> Landing | None:
-        """Collective: act on a reduced beat. The landing, if the flight ended by it."""
+        """Collective: act on a reduced beat. Returns the landing if the flight has ended."""
         if self._said_ready:  # else the beat is from before the room was changed
             self._all_ready = beat.ready == self._ranks.world_size
         flight = self._flight
@@ -251,7 +250,7 @@ class Snapshots:
         return None
 
     def settle(self) -> Landing | None:
-        """Collective: wait until the flight has ended one way or the other, without the pulse."""
+        """Collective: wait until the flight has ended, without the pulse. Returns the landing."""
         flight = self._flight
         if flight is None:
             return None
@@ -273,7 +272,7 @@ class Snapshots:
         return self._end(SnapshotEvent.ALL_COMMITTED)
 
     def _commit_together(self, flight: SnapshotInFlight, letters: Sequence[Letter]) -> Landing | None:
-        """All ranks have written, and told each other what: commit, unless their parameters differ."""
+        """All ranks have written and know each other's letters: commit, unless their parameters differ."""
         if ranks := drift.differing([letter.digest for letter in letters]):
             return self._drop(drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
         if ranks := drift.differing_parts([letter.part for letter in letters]):
@@ -358,14 +357,14 @@ class Snapshots:
 
     @property
     def slots_of_host(self) -> FastTier:
-        """Where snapshots have slots: the tier that these are of."""
+        """The fast tier, for callers that hold a slot of it."""
         assert self._fast is not None  # who knows the number of a slot has it from there
         return self._fast
 
     # The threads ---------------------------------------------------------------------------------------------------
 
     def wait(self) -> None:
-        """Wait for all that is under way in threads: for tests and measurements."""
+        """Wait for all work of the threads: for tests and measurements."""
         self.thread.submit(int).result()
         if self._fast is not None:
             self._fast.settle()

@@ -1,11 +1,11 @@
-"""A checkpoint that is open to be restored: verified, its trees at hand, its tensors on their way into the live ones.
+"""A checkpoint that is open to be restored: it is verified, and its tensors are read into the live ones.
 
-Whole    every rank reads what it needs from the shards of all: in the ring, or in slots where there is one host
-Parted   each rank has its own shard and no other: in slots of many hosts. Ranks give each other what they have: tensors
-         that are not sharded to all, parts to those that have the same part and have not stored it
+Whole    every rank can read the shards of all ranks: in the ring, or in the slots of a single host
+Parted   every rank has only its own shard: in the slots of many hosts. A rank sends the tensors that are not sharded to
+         all others, and its parts to the ranks that have the same part and did not store it
 
-Reading into a tensor that is there costs half of what reading into a new one and copying it costs. Where the live
-objects have no such tensor (the optimizer of a new process has no state), one is made and handed to `load_state_dict`.
+Reading into an existing tensor costs half as much as reading into a new one and copying it. If the live objects have
+no such tensor (the optimizer of a new process has no state), a new one is made and given to `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _MOST_THREADS = 16  # that one rank reads with, however many cores it has: some 
 class Whole:
     """All shards of a checkpoint, verified by the ranks of this host between them.
 
-    shards: those that are open. memory: this rank's own shard, where the process has it mapped. Raises
-    CheckpointDamaged. `close` it.
+    shards: the open ones. memory: this rank's own shard, if the process has it mapped. Raises CheckpointDamaged. Call
+    `close` at the end.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
@@ -103,7 +103,7 @@ class Whole:
         self.frozen.close()
 
     def _whole(self, key: str) -> Tensor:
-        """In place of a sharded tensor, when it is only asked whether all of it is there."""
+        """An empty tensor in place of a sharded one, to check whether all its parts are there."""
         list(cover(key, [part for part, _ in self._parts[key]]))
         return torch.empty(0)
 
@@ -127,9 +127,10 @@ class Whole:
 
 
 class Parted:
-    """This rank's own shard, verified; what the others have is learnt from them by `meet`.
+    """This rank's own shard, verified. `meet` learns from the other ranks what they have.
 
-    shards, memory: as in `Whole`. Raises CheckpointDamaged, also where this host has not got the shard. `close` it.
+    shards, memory: as in `Whole`. Raises CheckpointDamaged, also if this host does not have the shard. Call `close` at
+    the end.
     """
 
     def __init__(self, manifest: Manifest, directory: Path, memory: memoryview | None, ranks: Ranks) -> None:
@@ -159,7 +160,7 @@ class Parted:
             raise
 
     def meet(self, ranks: Ranks) -> str | None:
-        """Collective: learn which tensors lie where. What is wrong with them, in words."""
+        """Collective: learn which rank has which tensors. Returns the fault in words; None: there is none."""
         kinds = {key: (entry.dtype, entry.shape) for key, entry in self._shard.entries.items()}
         shards = ranks.from_each([self._content, kinds, self._shard.metadata.get(METADATA)])
         self._shared, self.frozen.digests = ranks.from_first([self._shared, self.frozen.digests])
@@ -252,9 +253,9 @@ class Parted:
         wanted: Mapping[str, tuple[Tensor | None, Kind]],
         ranks: Ranks,
     ) -> dict[str, Tensor]:
-        """What rank `source` has read, for rank `to` (None: for all others, collectively), where that is this one.
+        """Send what rank `source` has read to rank `to` (None: to all others, collectively). Returns what came here.
 
-        wanted: by name, the tensor that is there, and what kind it has to be.
+        wanted: by name, the existing tensor and the kind that it must have.
         """
         if ranks.rank == source:
             ranks.spread([read[key].contiguous() for key in wanted], source, to)
@@ -276,7 +277,7 @@ Reading = Whole | Parted
 
 @contextmanager
 def _in_words(name: str) -> Iterator[None]:
-    """What a tree that does not fit its tensors raises is damage."""
+    """Turn the errors of a tree that does not fit its tensors into CheckpointDamaged."""
     try:
         yield
     except (KeyError, IndexError, ValueError, TypeError, RecursionError) as error:
@@ -284,13 +285,13 @@ def _in_words(name: str) -> Iterator[None]:
 
 
 def _stand_in(shard: ShardReader, key: str) -> Tensor:
-    """In place of a tensor, when it is only asked whether a tree can be decoded."""
+    """An empty tensor in place of a stored one, to check whether a tree can be decoded."""
     shard.entries[key]
     return torch.empty(0)
 
 
 def _fitting(present: Tensor | None, kind: Kind) -> Tensor | None:
-    """A tensor that is there, if it is of that kind."""
+    """The existing tensor if it is of that kind, else None."""
     if present is None or (tree.DTYPE_CODE[present.dtype], tuple(present.shape)) != kind:
         return None
     return present
@@ -308,8 +309,9 @@ class Reads:
         self.wanted: list[_Read] = []
 
     def want(self, shard: TensorFile, key: str, present: Tensor | None) -> Tensor:
-        """A tensor that will have what is stored: the present one if it is of that kind, else a new one, which nobody
-        else has. Decoding a tree puts tensors in their places and looks into none."""
+        """A tensor that will be read later: the present one if it is of the stored kind, else a new one.
+
+        Decoding a tree puts tensors into their places and does not read their values, so it may come before."""
         entry = shard.entries[key]
         kind = entry.dtype, entry.shape
         present = _fitting(present, kind)
@@ -326,7 +328,7 @@ class Reads:
     def want_part(
         self, parts: Sequence[tuple[Part, Stored]], wanted: Part, present: Tensor | None, on: Tensor
     ) -> Tensor:
-        """As `want`, this rank's part of a sharded tensor, which the ranks may have had in other parts.
+        """As `want`, for this rank's part of a sharded tensor. The stored parts may be other ones.
 
         on: a tensor on the device that a new one has to be on.
         """
@@ -377,20 +379,20 @@ def _before(box: Box, part: Box) -> int:
 
 
 def _read_box(stored: Stored, part: Box, wanted: Box) -> Tensor:
-    """What a stored part has of a box that lies in it. Of its first dimension no more is read than is wanted."""
+    """A box of a stored part. Only the needed rows of the first dimension are read."""
     rows = _fresh((stored.entry.dtype, (wanted.shape[0], *part.shape[1:])))
     stored.shard.read_into(stored.name, bytes_of(rows), _before(wanted, part) * rows.itemsize)
     return rows[wanted.inside(Box((wanted.at[0], *part.at[1:]), tuple(rows.shape)))]
 
 
 def threads_of(ranks: Ranks) -> int:
-    """That read at once: all cores, between the ranks of a host, since nothing else runs while a state is restored."""
+    """The number of threads that read. The ranks of a host share all cores: nothing else runs during a restore."""
     return min(max(1, cores_here() // len(ranks.on_this_host)), _MOST_THREADS)
 
 
 @contextmanager
 def reading(ranks: Ranks) -> Iterator[Reads]:
-    """Behind the body all that is wanted has been read. Raises CheckpointUnreadable; nobody reads any more then."""
+    """At the end of the body, read all that was asked for. Raises CheckpointUnreadable, when all threads have ended."""
     reads, threads = Reads(), threads_of(ranks)
     yield reads
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:

@@ -1,7 +1,7 @@
-"""Checkpoints that are only in the ring at a URL: which there are, and fetching one that a plan needs.
+"""Checkpoints that are only in the ring at a URL: their list, and the download of one that a plan needs.
 
-Rank 0 fetches, in a thread; meanwhile all ranks meet several times a second, so that nobody sits in a collective for as
-long as a download takes. One that fails costs that choice: the plan is made anew without it.
+Rank 0 downloads in a thread. Meanwhile all ranks meet several times a second, so that no collective takes as long as
+the download. If the download fails, the plan is made again without that checkpoint.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ _MEET_EVERY = 0.2
 
 
 class RemoteRing:
-    """The ring at `url` as a place to go back to. Methods are collective unless they say otherwise.
+    """The ring at `url`. Methods are collective unless they say otherwise.
 
-    show: told what this rank is doing, for its heartbeat.
+    show: called with what this rank is doing, for its heartbeat.
     """
 
     def __init__(self, paths: RunPaths, ranks: Ranks, record: Recorder, url: str, show: Callable[[str], None]) -> None:
@@ -47,12 +47,12 @@ class RemoteRing:
         self._unreachable: str | None = None
 
     def offered(self) -> list[PolicyCheckpoint]:
-        """The good checkpoints there, oldest first, but for those that were fetched or tried for the present plan."""
+        """The good checkpoints there, oldest first, without those that were fetched or failed for the present plan."""
         there = [asdict(point) for point in self._told()] if self._ranks.first else None
         return [PolicyCheckpoint(**point) for point in self._ranks.from_first(there)]
 
     def fetch(self, name: str) -> Manifest | str:
-        """Bring a checkpoint into the run directory's ring: its manifest, or what is wrong."""
+        """Download a checkpoint into the run directory's ring. Returns its manifest, or the fault."""
         self._show("fetching")
         download = _Download(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
         if self._ranks.first:
@@ -67,7 +67,7 @@ class RemoteRing:
         return Manifest.model_validate(seen["manifest"]) if "manifest" in seen else str(seen["fault"])
 
     def try_again(self) -> None:
-        """Another plan is to be made, which may try again what failed for the last one. Not collective."""
+        """Allow again what has failed: another plan is made. Not collective."""
         self._tried.clear()
         self._unreachable = None
 
@@ -95,7 +95,7 @@ class RemoteRing:
 
 
 class _Download:
-    """Rank 0's, under way from the start. A thread of its own, which must not keep the process where it never ends."""
+    """Rank 0's download. It begins at once, in a daemon thread, so that it cannot keep the process from ending."""
 
     def __init__(self, paths: RunPaths, url: str, name: str) -> None:
         say(f"fetching checkpoint {name} from {url}")
@@ -107,8 +107,8 @@ class _Download:
         threading.Thread(target=self._run, name="rollback-fetch", daemon=True).start()
 
     def look(self) -> dict[str, Any]:
-        """Wait a moment. Empty while it is under way; else `manifest`, or `fault` and whether the checkpoint itself is
-        `damaged`: if not, no other one can be had from there either."""
+        """Wait a moment. Returns an empty mapping while the download goes on, and `manifest` at its end. If it fails:
+        `fault`, and whether the checkpoint is `damaged`; if it is not, no other one can be fetched either."""
         wait([self._ended], _MEET_EVERY)
         if not self._ended.done():
             return self._look_for_movement()

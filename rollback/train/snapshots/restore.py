@@ -1,4 +1,4 @@
-"""Restoring a checkpoint: verified and agreed on by all ranks first, then read straight into the live tensors."""
+"""Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be r
 
 @dataclass(frozen=True)
 class CheckpointPlace:
-    """Where a checkpoint lies. memory: this rank's own shard of it, where this process has it mapped (fast tier).
-    run: where the frozen weights lie."""
+    """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
+    this process has it mapped (fast tier)."""
 
     directory: Path
     run: RunPaths
@@ -34,26 +34,26 @@ class CheckpointPlace:
 
 @dataclass
 class RestoreOutcome:
-    """How it went."""
+    """The result of a restore."""
 
     place: CheckpointPlace | None = None
-    """Where the state came from, None where no place was any good."""
+    """Where the state came from. None: no place was usable."""
     faults: list[tuple[CheckpointPlace, str]] = field(default_factory=list)
-    """Of the others, in words."""
+    """The faults of the other places, in words."""
     reread: int = 0
-    """Frozen weights of this rank that were not those of the run any more, and were put back."""
+    """How many frozen weights of this rank had changed and were put back."""
 
     @property
     def fault(self) -> str:
-        """Of all places together."""
+        """The faults of all places, in words."""
         return "; ".join(words for _, words in self.faults)
 
 
 def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: TrainingState) -> RestoreOutcome:
-    """Collective: put a checkpoint into the live objects of every rank, from the first place that all can read.
+    """Collective: load a checkpoint into the live objects of every rank, from the first place that all ranks can read.
 
-    Nothing is touched before all ranks have found a place sound. If reading fails after that, twice, the live objects
-    are in no state to train from: the caller must restore another checkpoint, or stop.
+    Nothing is changed before all ranks have verified a place. If reading then fails twice, the live objects are
+    incomplete: the caller must restore another checkpoint, or stop.
     """
     result = RestoreOutcome()
     for place in places:
@@ -71,9 +71,9 @@ def restore(name: str, places: Sequence[CheckpointPlace], ranks: Ranks, state: T
 
 
 def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | None:
-    """Collective: whether `restore` would find a place sound: None, or why not in the words of the first rank.
+    """Collective: whether `restore` would find a usable place. Returns None, or the fault that the first rank found.
 
-    Frozen weights are not looked at: it is the live ones that decide whether their file is needed.
+    Frozen weights are not verified: their file is needed only if the live ones differ.
     """
     faults = []
     for place in places:
@@ -88,7 +88,7 @@ def verify(name: str, places: Sequence[CheckpointPlace], ranks: Ranks) -> str | 
 def _verify(
     name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
 ) -> tuple[Reading | None, str | None]:
-    """Collective: open a checkpoint on all ranks; on none, and why, where one finds a fault with it."""
+    """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
     reading, fault = _open(name, place, ranks)
     fault = ranks.first_fault(fault)
     if fault is None and isinstance(reading, Parted):
@@ -103,7 +103,7 @@ def _verify(
 
 
 def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | None, str | None]:
-    """What this rank has of it, or what is wrong. Where the disk refuses, and only there, it is tried again."""
+    """Open a checkpoint on this rank. Returns it, or the fault. Only a failure of the disk is tried again."""
     fault = ""
     for _ in range(_TRIES):
         try:
@@ -121,7 +121,7 @@ def _open(name: str, place: CheckpointPlace, ranks: Ranks) -> tuple[Reading | No
 
 
 def _load(reading: Reading, ranks: Ranks, state: TrainingState) -> str | None:
-    """Collective: read every tensor to where it belongs and load the rest. What failed here, in words."""
+    """Collective: read every tensor into its place and load the rest. Returns what failed here, in words."""
     try:
         return reading.load(ranks, state)
     except CheckpointDamaged as error:

@@ -1,4 +1,4 @@
-"""When snapshots are taken, and how: the pace, the tier, at once or overlapped with training."""
+"""When and how snapshots are taken: the pace, the tier, and whether they overlap with training."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ _TRIES = 6  # of a checkpoint that is waited for: a tier may fail, and a state m
 class SnapshotSchedule:
     """Methods are collective unless they say otherwise.
 
-    tier: the fast tier's directory, or why there is none. began_at: the step that was restored, None where none was.
-    wanted: take one at the next step's end at which it can be begun, whatever the pace; set it on all ranks alike.
+    tier: the fast tier's directory, or why there is none. began_at: the restored step; None: none was restored. wanted:
+    take a snapshot at the end of the next step at which it can begin, whatever the pace; set it on all ranks alike.
     """
 
     def __init__(
@@ -66,11 +66,11 @@ class SnapshotSchedule:
 
     @property
     def step_seconds(self) -> float:
-        """What a step takes, without what snapshots add to it. This rank's own."""
+        """Seconds that a step takes on this rank, without the cost of snapshots."""
         return statistics.median(self._seconds) if self._seconds else 0.0
 
     def end_update(self) -> None:
-        """An update has ended, and its beat is yet to be sent."""
+        """Note that an update has ended. Call it before its beat is sent."""
         now = time.perf_counter()
         if self._step_began is not None:
             self._seconds.append(max(0.0, now - self._step_began))
@@ -80,7 +80,7 @@ class SnapshotSchedule:
             self._prepare()
 
     def due(self, beat: Beat | None) -> bool:
-        """Whether a snapshot is due at this step's end, by the beat that was read last."""
+        """Whether a snapshot is due at the end of this step, by the beat that was read last."""
         step, every = self._state.counters.step, self._settings.snapshot_every
         if not every or self._snapshots.in_flight:
             return False
@@ -122,10 +122,9 @@ class SnapshotSchedule:
         self._snapshots.stalled = time.perf_counter() - began
 
     def take_now(self, timeline: int) -> str | None:
-        """The checkpoint of this very state, seen to be there; None where none could be had.
+        """The name of a checkpoint of the present state, after a look that it exists. None: none could be made.
 
-        Nothing may come behind it, so it is waited for, and where the fast tier does not take it, the run directory
-        does.
+        No other snapshot may follow, so this waits for it. If the fast tier fails, the run directory gets it.
         """
         self._checkpoints.settle()
         self._checkpoints.look_after()
@@ -143,16 +142,16 @@ class SnapshotSchedule:
 
     @property
     def fault(self) -> str:
-        """Why there is no checkpoint of the present state, in words, where `take_now` got none."""
+        """Why there is no checkpoint of the present state, in words, after `take_now` returned None."""
         return self._checkpoints.fault or self._snapshots.fault or "there was no room in memory for a copy"
 
     def take_end(self, timeline: int) -> str | None:
-        """As `take_now`, of what may be the state at the end of training."""
+        """As `take_now`, for a state that may be the end of training."""
         self._taken_before_end = self._taken_at
         return self.take_now(timeline)
 
     def go_on(self, end: str) -> None:
-        """What was taken as the end of training was not."""
+        """Note that training goes on behind what was taken as its end."""
         if self._taken_before_end != self._taken_at:
             self._taken_at = self._taken_before_end
             self._checkpoints.remove_checkpoint(end, "training went on behind the end of an epoch")
