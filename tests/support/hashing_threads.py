@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rollback.checkpoints import shard
-from rollback.train.snapshots import reader
+from rollback.train.snapshots import reads
 
 
 def note_threads(patch: pytest.MonkeyPatch, cores: int) -> list[int]:
@@ -22,7 +22,7 @@ def note_threads(patch: pytest.MonkeyPatch, cores: int) -> list[int]:
 
         return note
 
-    patch.setattr(reader, "cores_here", lambda: cores)
+    patch.setattr(reads, "cores_here", lambda: cores)
     for name in ("hash_of", "hash_pieces"):
         patch.setattr(shard, name, noting(getattr(shard, name)))
     return used

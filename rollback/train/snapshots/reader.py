@@ -11,10 +11,7 @@ no such tensor (the optimizer of a new process has no state), a new one is made 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +19,20 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints import frozen
-from rollback.checkpoints.contents import Stored, TensorFile, parts_by_name, require_keys
+from rollback.checkpoints.contents import Stored, parts_by_name, require_keys
 from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.parts import METADATA, Box, Part, cover, read_parts, whole
+from rollback.checkpoints.parts import METADATA, Part, cover, read_parts, whole
 from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
-from rollback.train.snapshots.capture import bytes_of
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
-from rollback.train.snapshots.tier_choice import cores_here
+from rollback.train.snapshots.reads import fitting, fresh, reading, threads_of
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 from rollback.train.state.world_size import adopt, source_of
-
-_MOST_THREADS = 16  # that one rank reads with, however many cores it has: some take all that a memory can give
 
 
 class Whole:
@@ -260,9 +254,9 @@ class Parted:
         if ranks.rank == source:
             ranks.spread([read[key].contiguous() for key in wanted], source, to)
             return {}
-        present = {key: _fitting(item, kind) for key, (item, kind) in wanted.items()}
+        present = {key: fitting(item, kind) for key, (item, kind) in wanted.items()}
         rooms = {
-            key: item if item is not None and item.is_contiguous() else _fresh(wanted[key][1])
+            key: item if item is not None and item.is_contiguous() else fresh(wanted[key][1])
             for key, item in present.items()
         }
         ranks.spread(list(rooms.values()), source, to)
@@ -288,118 +282,3 @@ def _stand_in(shard: ShardReader, key: str) -> Tensor:
     """An empty tensor in place of a stored one, to check whether a tree can be decoded."""
     shard.entries[key]
     return torch.empty(0)
-
-
-def _fitting(present: Tensor | None, kind: Kind) -> Tensor | None:
-    """The existing tensor if it is of that kind, else None."""
-    if present is None or (tree.DTYPE_CODE[present.dtype], tuple(present.shape)) != kind:
-        return None
-    return present
-
-
-def _fresh(kind: Kind) -> Tensor:
-    dtype, shape = kind
-    return torch.empty(shape, dtype=tree.DTYPE[dtype])
-
-
-class Reads:
-    """Tensors that are to be read from shards into memory."""
-
-    def __init__(self) -> None:
-        self.wanted: list[_Read] = []
-
-    def want(self, shard: TensorFile, key: str, present: Tensor | None) -> Tensor:
-        """A tensor that will be read later: the present one if it is of the stored kind, else a new one.
-
-        Decoding a tree puts tensors into their places and does not read their values, so it may come before."""
-        entry = shard.entries[key]
-        kind = entry.dtype, entry.shape
-        present = _fitting(present, kind)
-        if present is not None and (present.is_cuda or not present.is_contiguous()):
-            fresh = _fresh(kind)
-            shard.read_into(key, bytes_of(fresh))
-            return present.copy_(fresh)
-        target = _fresh(kind) if present is None else present
-        self.wanted.append(_Read(shard, key, bytes_of(target)))
-        if present is not None:
-            torch.autograd.graph.increment_version(present)
-        return target
-
-    def want_part(
-        self, parts: Sequence[tuple[Part, Stored]], wanted: Part, present: Tensor | None, on: Tensor
-    ) -> Tensor:
-        """As `want`, for this rank's part of a sharded tensor. The stored parts may be other ones.
-
-        on: a tensor on the device that a new one has to be on.
-        """
-        for part, stored in parts:
-            if part == wanted and (present is not None or not on.is_cuda):
-                return self.want(stored.shard, stored.name, present)
-        (first, stored), *_ = parts
-        if first.shape != wanted.shape:
-            raise CheckpointDamaged(
-                f"{stored.name!r} has the shape {first.shape} in the checkpoint, not {wanted.shape}"
-            )
-        present = _fitting(present, (stored.entry.dtype, wanted.box.shape))
-        in_place = present is not None and not present.is_cuda and present.is_contiguous()
-        room = present if present is not None and in_place else _fresh((stored.entry.dtype, wanted.box.shape))
-        whole_rows = []
-        for number in cover(stored.name, [part for part, _ in parts]):
-            part, stored = parts[number]
-            if (common := part.box.overlap(wanted.box)) is None:
-                continue
-            rows = room[common.inside(wanted.box)]
-            if rows.is_contiguous() and common.shape[1:] == part.box.shape[1:]:
-                whole_rows.append(
-                    _Read(stored.shard, stored.name, bytes_of(rows), _before(common, part.box) * rows.itemsize)
-                )
-            else:
-                rows.copy_(_read_box(stored, part.box, common))
-        if in_place or (present is None and not on.is_cuda):
-            self.wanted += whole_rows
-            torch.autograd.graph.increment_version(room)
-            return room
-        _read_all(whole_rows)
-        return room.to(on.device) if present is None else present.copy_(room)
-
-
-@dataclass(frozen=True)
-class _Read:
-    """Bytes of a tensor in a file, from `start` on, that are to fill some memory."""
-
-    file: TensorFile
-    name: str
-    memory: memoryview
-    start: int | None = None
-
-
-def _before(box: Box, part: Box) -> int:
-    """How many items of a part lie before a box of whole rows in it."""
-    return (box.at[0] - part.at[0]) * prod(part.shape[1:]) if part.shape else 0
-
-
-def _read_box(stored: Stored, part: Box, wanted: Box) -> Tensor:
-    """A box of a stored part. Only the needed rows of the first dimension are read."""
-    rows = _fresh((stored.entry.dtype, (wanted.shape[0], *part.shape[1:])))
-    stored.shard.read_into(stored.name, bytes_of(rows), _before(wanted, part) * rows.itemsize)
-    return rows[wanted.inside(Box((wanted.at[0], *part.at[1:]), tuple(rows.shape)))]
-
-
-def threads_of(ranks: Ranks) -> int:
-    """The number of threads that read. The ranks of a host share all cores: nothing else runs during a restore."""
-    return min(max(1, cores_here() // len(ranks.on_this_host)), _MOST_THREADS)
-
-
-@contextmanager
-def reading(ranks: Ranks) -> Iterator[Reads]:
-    """At the end of the body, read all that was asked for. Raises CheckpointUnreadable, when all threads have ended."""
-    reads, threads = Reads(), threads_of(ranks)
-    yield reads
-    with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
-        for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
-            ended.result()
-
-
-def _read_all(wanted: Sequence[_Read]) -> None:
-    for read in wanted:
-        read.file.read_into(read.name, read.memory, read.start)

@@ -11,7 +11,8 @@ from rollback.errors import CheckpointDamaged, CheckpointUnreadable
 from rollback.facts.training import Tier
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.reader import Parted, Reading, Whole, threads_of
+from rollback.train.snapshots.reader import Parted, Reading, Whole
+from rollback.train.snapshots.reads import threads_of
 from rollback.train.state.state import TrainingState
 
 _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad

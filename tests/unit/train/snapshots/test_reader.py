@@ -14,7 +14,7 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
-from rollback.train.snapshots import reader
+from rollback.train.snapshots import reads
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.restore import CheckpointPlace, restore
@@ -38,8 +38,8 @@ def host(ranks: int) -> Ranks:
 def test_a_rank_reads_with_the_cores_that_fall_to_it(
     cores: int, ranks: int, expected: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(reader, "cores_here", lambda: cores)
-    assert reader.threads_of(host(ranks)) == expected
+    monkeypatch.setattr(reads, "cores_here", lambda: cores)
+    assert reads.threads_of(host(ranks)) == expected
 
 
 @pytest.mark.parametrize("place", ["the ring", "a slot"])
