@@ -6,7 +6,8 @@ compute, and overlapped with the next forward and backward.
 
 blocking   until the call returns and the state may be changed, to /dev/shm; ours overlapped with the optimizer's wait
 lost       loop time lost for each checkpoint until it is on disk and synced
-restore    into the live model and optimizer, from /dev/shm, with what the step after it takes longer than a step does
+restore    into the live model and optimizer, from /dev/shm. Without the step behind it: with gloo that takes seconds,
+           which vary by more than a restore takes
 reshard    what four ranks have saved, into the live model and optimizer of two, from /dev/shm
 extra      peak private memory of all ranks above that of as many steps without a save, as a share of the state
 """
@@ -35,7 +36,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.fsdp import fully_shard
 from torch.multiprocessing.spawn import spawn
 
-from checkpoint_timing import Peak, lost, of_all_ranks, ordinary, restored, timed
+from checkpoint_timing import Peak, lost, of_all_ranks, ordinary, timed
 from rollback.checkpoints import ring
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
@@ -130,7 +131,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: 
             note(turn, "blocking", name, of_all_ranks(blocked, dist.ReduceOp.MAX))
             note(turn, "extra memory", name, of_all_ranks(peak.bytes - usual.bytes, dist.ReduceOp.SUM) / size)
             if name == "DCP":
-                note(turn, "restore", name, of_all_ranks(restored(method, AROUND), dist.ReduceOp.MAX))
+                note(turn, "restore", name, of_all_ranks(timed(method.restore), dist.ReduceOp.MAX))
         for name, method in sorted(to_disk.items(), reverse=bool(turn % 2)):
             note(turn, "lost", name, of_all_ranks(lost(method, 2 * AROUND)[0], dist.ReduceOp.MAX))
         for mode in ("at_once", "overlapped"):
@@ -147,7 +148,7 @@ def measure(rank: int, world: int, args: argparse.Namespace, port: int, folder: 
             note(turn, "blocking", name, statistics.median(waits))
             note(turn, "extra memory", name, of_all_ranks(peak.bytes - usual.bytes, dist.ReduceOp.SUM) / size)
             note(turn, "lost", name, of_all_ranks(lost(disk, 2 * AROUND)[0], dist.ReduceOp.MAX))
-        waits = [of_all_ranks(restored(fast, AROUND), dist.ReduceOp.MAX) for _ in range(OURS)]
+        waits = [of_all_ranks(timed(fast.restore), dist.ReduceOp.MAX) for _ in range(OURS)]
         note(turn, "restore", "rollback", statistics.median(waits))
     for method in (*to_memory.values(), *to_disk.values(), fast, disk):
         method.close()

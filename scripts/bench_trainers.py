@@ -139,11 +139,11 @@ def main() -> None:
     plain: list[tuple[float, float]] = []
     protected: list[tuple[float, float]] = []
     each: list[float] = []
-    for _ in range(given.rounds):
-        one, other = (run(given.library, given.steps, protected=kind) for kind in (False, True))
-        each.append(more(one, other, 1)[2])
-        plain += one
-        protected += other
+    for turn in range(given.rounds):
+        steps = {kind: run(given.library, given.steps, protected=kind) for kind in (turn % 2 == 1, turn % 2 == 0)}
+        each.append(more(steps[False], steps[True], 1)[2])
+        plain += steps[False]
+        protected += steps[True]
     for place, kind in enumerate(("by the clock", "processor time")):
         print("{}: {:.2f} ms a step, protected {:.2f} ms: {:+.2f} %".format(kind, *more(plain, protected, place)))
         before, after = (sum(step[place] for step in steps) / len(steps) * 1000 for steps in (plain, protected))
