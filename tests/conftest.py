@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import tempfile
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,25 @@ signal.signal(signal.SIGQUIT, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ours")
+
+
+@pytest.hookimpl(tryfirst=True)  # before the plugin that reads -m
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Of the cases of a test that is marked `covering`, those that meet no value for the first time are soak tests."""
+    cases: dict[str, dict[pytest.Item, set[tuple[str, str]]]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and item.get_closest_marker("covering"):
+            values = {(name, repr(value)) for name, value in item.callspec.params.items()}
+            cases.setdefault(item.nodeid.partition("[")[0], {})[item] = values
+    for values_of in cases.values():
+        unmet = set.union(*values_of.values())
+        met: Counter[tuple[str, str]] = Counter()
+        while unmet:  # mixed as well as can be: of those that meet as many for the first time, the one with the rarest
+            chosen = max(values_of, key=lambda i: (len(values_of[i] & unmet), -sum(met[each] for each in values_of[i])))
+            met.update(values := values_of.pop(chosen))
+            unmet -= values
+        for item in values_of:
+            item.add_marker(pytest.mark.soak)
 
 
 @pytest.fixture

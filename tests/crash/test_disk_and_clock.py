@@ -45,6 +45,7 @@ def test_a_run_directory_that_becomes_read_only_stops_no_training(tmp_path: Path
     assert max(held) <= "c000003-s00000015"
 
 
+@pytest.mark.soak
 @pytest.mark.skipif(FAKETIME is None, reason="libfaketime is not installed (`apt-get install libfaketime`)")
 def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
     clock = tmp_path / "clock"
@@ -88,7 +89,7 @@ def put_right(stat: Path, seconds: int) -> str:
 
 
 @pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")
-@pytest.mark.parametrize("seconds", [-3600, 3])
+@pytest.mark.parametrize("seconds", [-3600, pytest.param(3, marks=pytest.mark.soak)])
 def test_a_wall_clock_that_is_put_right_ends_no_rank(tmp_path: Path, seconds: int) -> None:
     """In mid-run: ranks look once a second whether their supervisor is there."""
     scenarios, run, stat = Scenarios(tmp_path), tmp_path / "job", tmp_path / "stat"

@@ -1,6 +1,7 @@
 """Oracle B: a rank is killed at random moments; the run ends bit for bit as one that was never disturbed.
 
-25 kills: 22 of a single rank, one after another in the same runs, and 3 of a rank among two under `rollback launch`.
+25 kills in the soak: 22 of a single rank, one after another in the same runs, and 3 of a rank among two under
+`rollback launch`; by default 9 of a single rank and those of two.
 """
 
 from __future__ import annotations
@@ -44,7 +45,13 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
-@pytest.mark.parametrize(("job", "kills"), [*zip(JOBS, (8, 7, 7), strict=True)])
+@pytest.mark.parametrize(
+    ("job", "kills"),
+    [
+        *((job, 3) for job in JOBS),
+        *(pytest.param(*each, marks=pytest.mark.soak) for each in zip(JOBS, (8, 7, 7), strict=True)),
+    ],
+)
 def test_a_rank_killed_at_random_moments(tmp_path: Path, forker: Forker, job: str, kills: int) -> None:
     """A moment is a share of the time that an undisturbed attempt takes. When a run is through, another begins."""
     toy, seed = JOBS[job], f"{job}/1"

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from faulty import MANNERS, Bucket, Died, Manner, new_bucket
+from selection import by_default
 
 from checkpoints import damage, whole, write_checkpoint
 from recorded_run import RecordedRun
@@ -109,7 +110,7 @@ def settle(act: Callable[[], object]) -> bool:
     return True
 
 
-@pytest.mark.parametrize("manner", MANNERS)
+@pytest.mark.parametrize("manner", by_default(MANNERS, "once", "dies and tears", "done but reported as failed"))
 def test_whatever_operation_fails_there_is_no_false_commit_and_the_next_try_completes_it(
     run: RecordedRun, bucket: Bucket, tmp_path: Path, manner: Manner
 ) -> None:

@@ -58,6 +58,7 @@ def test_a_run_goes_on_from_s3_alone_through_503s_and_a_lost_object(
     assert verify(tmp_path / "fresh").exit_code == ExitCode.DONE
 
 
+@pytest.mark.soak
 def test_a_run_goes_back_to_a_checkpoint_that_is_only_in_s3_through_503s(s3: S3Server, tmp_path: Path) -> None:
     run, log, older = tmp_path / "run", tmp_path / "log", "c000004-s00000020"
     settings = {"snapshot_every": 5, "keep": 3, "checkpoint_every": "1", "keep_durable": 20, "ring": URL}

@@ -167,6 +167,7 @@ def in_training(server: Server, folder: Path) -> Job:
     return job
 
 
+@pytest.mark.soak
 def test_a_disk_that_cannot_be_read_in_a_rollback(server: Server, tmp_path: Path, tell: Tell) -> None:
     tell(in_training(server, tmp_path).fail_at_each(every=40))
 

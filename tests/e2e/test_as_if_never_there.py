@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from selection import by_default
 from toy import (
     Toy,
     consumed,
@@ -33,7 +34,9 @@ JOBS = {
 }
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(
+    "job", by_default(JOBS, "workers", "distributed sampler", "iterator", "stateful", "accumulation", "scaler")
+)
 def test_a_non_finite_loss(tmp_path: Path, job: str) -> None:
     toy = JOBS[job].but(nan=(57,))
     run = tmp_path / "run"
@@ -46,7 +49,9 @@ def test_a_non_finite_loss(tmp_path: Path, job: str) -> None:
     require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), job)
 
 
-@pytest.mark.parametrize("job", ["shuffled", "workers", "callable", "accumulation"])
+@pytest.mark.parametrize(
+    "job", by_default(["shuffled", "workers", "callable", "accumulation"], "callable", "accumulation")
+)
 def test_a_stretch_of_garbage_that_one_rollback_does_not_get_past(tmp_path: Path, job: str) -> None:
     whole_steps = JOBS[job].accumulate
     toy = JOBS[job].but(garbage=(60 * whole_steps, 84 * whole_steps)).with_settings(snapshot_every=5, skip_after=0)

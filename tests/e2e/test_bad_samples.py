@@ -45,9 +45,8 @@ def audit(run: Path, *flags: str) -> str:
     return CliRunner().invoke(app, ["audit", str(run), *flags]).stdout
 
 
-@pytest.mark.parametrize(
-    "epochs", [pytest.param(3, id="three epochs"), pytest.param(12, id="twelve epochs", marks=pytest.mark.soak)]
-)
+@pytest.mark.soak
+@pytest.mark.parametrize("epochs", [pytest.param(3, id="three epochs"), pytest.param(12, id="twelve epochs")])
 def test_two_bad_samples_of_two_thousand_with_default_settings(tmp_path: Path, epochs: int) -> None:
     """Done, both named, and nothing lost but what the first answers cost: the batches in hand, each once."""
     job, toy = Scenarios(tmp_path), TOY.but(epochs=epochs)
@@ -74,7 +73,12 @@ def test_a_run_that_finds_bad_samples_is_the_run_that_was_told_from_the_start(tm
 
 
 @pytest.mark.parametrize(
-    "die", [["before", "sample_quarantine", 1], ["after", "sample_quarantine", 1], ["after", "plan", 3]]
+    "die",
+    [
+        ["after", "sample_quarantine", 1],
+        pytest.param(["before", "sample_quarantine", 1], marks=pytest.mark.soak),
+        pytest.param(["after", "plan", 3], marks=pytest.mark.soak),
+    ],
 )
 def test_a_crash_around_the_quarantine_changes_nothing(tmp_path: Path, forker: Forker, die: list[object]) -> None:
     run, log = tmp_path / "run", tmp_path / "log"

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from attempts import Forker
+from selection import by_default
 from toy import facts
 
 from rollback.facts.training import Advice
@@ -79,7 +80,7 @@ def launch(ranks: int) -> tuple[str, ...]:
 # Each sample once an epoch, whatever happens --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["wrapper", "subclass", "epoch_of_another_name"])
+@pytest.mark.parametrize("name", by_default(["wrapper", "subclass", "epoch_of_another_name"], "epoch_of_another_name"))
 def test_after_a_kill_in_the_second_epoch_each_sample_is_trained_on_once_an_epoch(job: Job, name: str) -> None:
     status, printed = job.run(name, under=launch(2), KILL="34")
     assert (job.folder / "killed").exists()

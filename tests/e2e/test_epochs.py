@@ -20,6 +20,7 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("loop", ["range", "epochs"])
 @pytest.mark.parametrize("sampler", ["random", "distributed"])
 @pytest.mark.parametrize("bad", [61, 58], ids=["behind the start", "before the end"])
@@ -64,6 +65,7 @@ def test_a_skip_window_may_lie_across_an_epoch_s_end(tmp_path: Path) -> None:
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "window over an end")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("loop", ["range", "epochs"])
 @pytest.mark.parametrize("killed_at", [5, 29, 30, 47, 60, 115])
 def test_a_run_resumed_in_any_epoch_ends_as_if_undisturbed(

@@ -33,7 +33,7 @@ def ledger_of(run: Path) -> AuditReport:
     return compile_ledger(read_material(run))
 
 
-@pytest.mark.parametrize("factor", [1e4, math.inf])
+@pytest.mark.parametrize("factor", [pytest.param(1e4, marks=pytest.mark.soak), math.inf])
 def test_a_fault_that_would_wreck_the_run_is_replayed_bit_for_bit(
     factor: float, undisturbed: Trained, tmp_path: Path
 ) -> None:

@@ -90,6 +90,7 @@ def test_slots_are_never_more_nor_larger_than_was_said(tmp_path: Path, base: Pat
     train(fast(Toy(), base).with_settings(keep=4), run, hook=look)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("memory", [True, False], ids=["slots", "no slots"])
 @pytest.mark.parametrize("mode", ["at_once", "overlapped"])
 def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_room(
@@ -119,6 +120,7 @@ def test_a_state_that_has_outgrown_its_room_costs_one_snapshot_and_the_next_has_
     require_same(again, ended, "what has grown is restored")
 
 
+@pytest.mark.soak
 def test_a_rank_killed_at_random_moments_goes_on_from_memory(tmp_path: Path, base: Path) -> None:
     seed, killed, run = 11, 0, tmp_path / "run"
     moments = random.Random(seed)

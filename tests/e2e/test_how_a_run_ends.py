@@ -13,6 +13,7 @@ import torch
 from attempts import Forker
 from launching import Launch, launching
 from safetensors.torch import load_file
+from selection import by_default
 from toy import Toy, facts, require_same, train, weights
 
 import rollback
@@ -67,7 +68,7 @@ def more(toy: Toy) -> Toy:
     return toy.but(max_steps=70) if toy.max_steps else toy.but(epochs=4)
 
 
-@pytest.mark.parametrize("kind", JOBS)
+@pytest.mark.parametrize("kind", by_default(JOBS, "range", "epochs broken off", "max_steps"))
 def test_the_state_at_the_end_is_kept_and_the_same_script_has_nothing_left_to_do(
     tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

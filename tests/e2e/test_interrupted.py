@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from attempts import DIED, Forker
+from selection import by_default
 from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, train
 
 from rollback.errors import RunInUse
@@ -34,7 +35,7 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", by_default(JOBS, "workers", "callable", "stateful", "scaler", "accumulation"))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, forker: Forker, job: str) -> None:
     """Killed twice, the second time before it got as far as the first: the last one to get there counts."""
     toy, run, log = JOBS[job], tmp_path / "run", tmp_path / "log"
@@ -57,7 +58,10 @@ def test_sigterm_stops_at_a_checkpoint_of_that_very_step(tmp_path: Path, forker:
     require_same(ended, train(toy, tmp_path / "undisturbed"), job)
 
 
-@pytest.mark.parametrize(("told", "bad"), [(33, 33), (33, 34), (97, 98), (98, 98), (98, 99)])
+@pytest.mark.parametrize(
+    ("told", "bad"),
+    [(33, 33), (98, 99), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(33, 34), (97, 98), (98, 98)])],
+)
 def test_sigterm_together_with_a_bad_batch(tmp_path: Path, forker: Forker, told: int, bad: int) -> None:
     """Planned and journalled, but not carried out before the stop; also where it comes with an epoch's last batches."""
     toy, run, log = Toy(nan=(bad,), epochs=2), tmp_path / "run", tmp_path / "log"
@@ -76,6 +80,7 @@ def test_sigterm_with_the_last_batches_of_all_ends_the_run_as_it_would_have_ende
     require_same(forker.finish(toy, run, log=log), train(toy), f"told at {batch}")
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize(
     ("when", "kind"),
     [("before", "incident"), ("after", "incident"), ("before", "plan"), ("after", "plan"), ("before", "restored"),
@@ -100,6 +105,7 @@ def test_a_rollback_that_a_crash_interrupts_is_carried_out_by_the_next_start(
     assert not on_disk & set(plan.discards), "what the plan cut off is still in the ring"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("kind", ["committed", "good", "evicted", "finished"])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_a_crash_around_any_other_fact_costs_nothing_but_a_replay(

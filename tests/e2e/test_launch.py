@@ -135,6 +135,7 @@ def test_flags_that_torchrun_does_not_accept_are_one_message(job: Launch, flag: 
     assert tree(job.folder) == {}
 
 
+@pytest.mark.soak
 def test_a_killed_supervisor_takes_its_job_along_and_the_same_command_goes_on(cold: Launch) -> None:
     supervisor = cold.start("ignore_everything")
     (rank,) = cold.wait_for_heartbeats(1)

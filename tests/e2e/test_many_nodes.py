@@ -204,7 +204,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 @pytest.mark.parametrize(
     ("sharding", "on_each"),
-    [(None, 1), ("fsdp", 1), pytest.param("hsdp", 2, marks=pytest.mark.soak)],
+    [(None, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in [("fsdp", 1), ("hsdp", 2)])],
     ids=["replicated", "sharded", "replicas on both"],
 )
 def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(

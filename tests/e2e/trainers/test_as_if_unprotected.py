@@ -85,7 +85,7 @@ def require_same_of(folder: Path, ranks: int, names: list[str]) -> None:
     require_all_same(folder, ranks, clean, {name: job for name, job in BAD.items() if name in names})
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_protected_run_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
     require_same_of(tmp_path, ranks, FEW[ranks])
 

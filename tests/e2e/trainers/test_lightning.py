@@ -70,7 +70,7 @@ def pick(jobs: dict[str, TrainerJob], names: list[str]) -> dict[str, TrainerJob]
     return {name: job for name, job in jobs.items() if name in names}
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.soak), 2])
 def test_a_protected_fit_is_the_unprotected_one_or_that_given_its_skips(tmp_path: Path, ranks: int) -> None:
     require_all_same(tmp_path, ranks, pick(CLEAN, FEW[ranks]), pick(BAD, FEW[ranks]))
 

@@ -114,7 +114,8 @@ WORKERS: dict[str, dict[str, Any]] = {
     "1 persistent worker": {"num_workers": 1, "prefetch_factor": 3, "persistent_workers": True},
 }
 any_workers = pytest.mark.parametrize("workers", WORKERS.values(), ids=WORKERS)
-# Starting workers is what these tests spend their time on: with them, only loaders that differ in what they draw when.
+# Starting workers is what these tests spend their time on: with them, only loaders that differ in what they draw when,
+# and with new ones in each epoch two of those by default.
 WITH_WORKERS = [
     "shuffled",
     "shuffled by a generator",
@@ -123,6 +124,10 @@ WITH_WORKERS = [
     "drawn at once",
     "without batches",
 ]
+
+
+def _marks(name: str, workers: str) -> list[pytest.MarkDecorator]:
+    return [pytest.mark.soak] if workers == "2 workers" and name not in ("shuffled", "without batches") else []
 
 
 def make_loader(name: str, dataset: Dataset[Any] | None = None, **options: Any) -> DataLoader[Any]:
@@ -199,7 +204,7 @@ def drive(cursor: Cursor, loader: DataLoader[Any], epochs: int = EPOCHS) -> Iter
 @pytest.mark.parametrize(
     ("name", "workers"),
     [
-        pytest.param(name, options, id=f"{name}, {workers}")
+        pytest.param(name, options, id=f"{name}, {workers}", marks=_marks(name, workers))
         for name in LOADERS
         for workers, options in WORKERS.items()
         if workers == "no workers" or name in WITH_WORKERS
