@@ -203,16 +203,22 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 @pytest.mark.parametrize(
-    ("sharding", "on_each"),
-    [(None, 1), *(pytest.param(*each, marks=pytest.mark.soak) for each in [("fsdp", 1), ("hsdp", 2)])],
-    ids=["replicated", "sharded", "replicas on both"],
+    ("sharding", "on_each", "base"),
+    [
+        (None, 1, None),
+        pytest.param("fsdp", 1, None, marks=pytest.mark.soak),
+        pytest.param("hsdp", 2, None, marks=pytest.mark.soak),
+        pytest.param("hsdp", 2, "frozen", marks=pytest.mark.soak),
+        pytest.param(None, 1, "frozen", marks=pytest.mark.soak),
+    ],
+    ids=["replicated", "sharded", "replicas on both", "frozen weights and replicas on both", "frozen weights"],
 )
 def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_ring_together(
-    tmp_path: Path, sharding: str | None, on_each: int
+    tmp_path: Path, sharding: str | None, on_each: int, base: str | None
 ) -> None:
     """Of a part that ranks of both hosts have, one host has a copy: the other gets it from there."""
     toy = Toy(sampler="distributed", nan=(25,), nan_rank=1, augment=True).with_settings(checkpoint_every="10")
-    toy = toy.but(samples=400 * on_each, sharding=sharding, width=17)
+    toy = toy.but(samples=400 * on_each, sharding=sharding, width=17, base=base)
     scenarios = Scenarios(tmp_path)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
@@ -230,6 +236,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
     assert facts(run.root, Committed)[-1].checkpoint in [fact.checkpoint for fact in facts(run.root, Drained)]
     assert all(verifies(run, name) for name in ring.names(run))
     assert not run.nodes.exists()
+    assert run.frozen.exists() == (base is not None and sharding is None), "sharded, they are stored as all parts are"
     for rank in range(2 * on_each):
         require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
 
