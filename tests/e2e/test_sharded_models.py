@@ -50,6 +50,8 @@ OF_TWO_AT_LENGTH = {
 OF_FOUR_AT_LENGTH = {
     "long hsdp": LONG.but(samples=800, sharding="hsdp", nan=(57,), nan_rank=3),
     "hsdp accumulation": LONG.but(samples=1600, sharding="hsdp", accumulate=2, nan=(57,), nan_rank=2),
+    "hsdp garbage": LONG.but(samples=800, sharding="hsdp", garbage=(60, 84)).with_settings(skip_after=0),
+    "tensor parallel garbage": LONG.but(sharding="tensor parallel", garbage=(60, 84)).with_settings(skip_after=0),
     "hsdp epochs": LONG.but(sharding="hsdp", epochs=3, loop="epochs", between=True, nan=(30,)).with_settings(rewind=12),
     "long tensor parallel": LONG.but(sharding="tensor parallel", nan=(57,)),
     "one row": LONG.but(width=1, nan=(20,)),  # three of four ranks have no part of the first layer
