@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
 """Score the sentinel and other libraries' rules on labelled loss traces.
 
-    python scripts/bench_sentinel.py [TRACES] [--seed N] [--misses] [--only NAME]
+    python scripts/bench_sentinel.py [TRACES...] [--seed N] [--misses] [--only NAME] [--families] [--behind HINT]
 
-TRACES is a directory with `labels.json` and `data/NAME.npz` (step, loss, gn); without it, traces are made from a seed.
-Prints a Markdown table. A divergence is hit by a call within 200 observations of its onset (from 10 before it where the
+TRACES are directories with `labels.json` and `data/NAME.npz` (step, loss, gn), as `made_traces.py` writes them; without
+one, traces are made from formulas and a seed. Prints a Markdown table. With `--families`, the rows are the fields that
+the traces come from and not the detectors. With `--behind`, a hint stands 20 observations before each divergence. A divergence is hit by a call within 200 observations of its onset (from 10 before it where the
 onset was seen, not known); `late` ones after more than 10 observations are hits, but not quick ones. Calls in healthy
 steps less than 50 observations apart count as one. Slow ramps are not in the delays. Labels other than those scored
 (grey, silent, amp) are left out of everything.
@@ -13,25 +14,26 @@ steps less than 50 observations apart count as one. Slow ramps are not in the de
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
 
 from detectors import PEERS, Detector
-from made_traces import Trace, made_traces
+from formula_traces import formula_traces
 from rollback.sentinel import PRESETS, Hint, Kind, Observation, Sensitivity, Sentinel
+from traces import Trace, load_traces
 
 REACH = 200
 QUICK = 10
 EARLY_IF_SEEN = 10
 ONE_CALL = 50
+BEHIND = 20
 
 
 @dataclass
@@ -99,30 +101,6 @@ COLUMNS = ["non-finite", "sudden, quick", "all", "all, by trace", "slow", "delay
 Judge = Callable[[Trace], list[int]]
 
 
-def load_traces(directory: Path) -> list[Trace]:
-    """Recorded traces; hints are what the labels and kinds imply that a guard would have known."""
-    labels = json.loads((directory / "labels.json").read_text())["traces"]
-    traces = []
-    for name, entry in labels.items():
-        with np.load(directory / "data" / f"{name}.npz", allow_pickle=False) as data:
-            step, loss, norm = (
-                data["step"],
-                data["loss"].astype(float),
-                data["gn"].astype(float) if "gn" in data else None,
-            )
-        marks = [(first, end, kind) for first, end, kind in entry["labels"]]
-        trace = Trace(name, entry["source"], entry["kind"], step, loss, norm, marks, entry["onset"] == "seen")
-        for first, end, kind in marks:
-            if kind == "shift":
-                trace.hints[first] = Hint.ANNOUNCED
-            elif kind == "bump":
-                trace.hints[first] = Hint.RESUMED if "resume" in entry["kind"] else Hint.LR_CHANGED
-            elif kind == "amp":
-                trace.hints.update(dict.fromkeys(range(first, end), Hint.SCALER_SKIPPED))
-        traces.append(trace)
-    return traces
-
-
 def sentinel(sensitivity: Sensitivity, with_hints: bool) -> Judge:
     """Our own detector; a stretch of non-finite steps is one call."""
 
@@ -161,34 +139,56 @@ def _share(hits: list[bool]) -> str:
     return f"{100 * sum(hits) / len(hits):.0f}" if hits else "-"
 
 
+def behind(trace: Trace, hint: Hint) -> Trace:
+    """The trace with a hint 20 observations before each divergence."""
+    onsets = [first for first, _, kind in trace.labels if kind == "divergence" and first >= BEHIND]
+    return replace(trace, hints=trace.hints | dict.fromkeys((onset - BEHIND for onset in onsets), hint))
+
+
+def print_table(first: str, rows: dict[str, tuple[Judge, list[Trace]]], misses: bool) -> None:
+    """A row of scores for each name."""
+    print(f"\n| {first} | " + " | ".join(COLUMNS) + " |")
+    print("|---" * (len(COLUMNS) + 1) + "|")
+    for name, (judge, traces) in rows.items():
+        score = Score()
+        for trace in traces:
+            score.add(trace, judge(trace))
+        print(f"| {name} | " + " | ".join(score.cells()) + " |", flush=True)
+        if misses:
+            for remark in score.remarks:
+                print(f"    {remark}", file=sys.stderr)
+
+
 def main() -> None:
     """Score all detectors on all traces and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("traces", nargs="?", type=Path, help="directory of labelled traces (default: made ones)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the made traces")
+    parser.add_argument("traces", nargs="*", type=Path, help="directories of labelled traces (default: from formulas)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the formulas")
     parser.add_argument("--only", default="", help="only the detectors whose name contains this")
     parser.add_argument("--misses", action="store_true", help="list what each detector missed or called wrongly")
+    parser.add_argument("--families", action="store_true", help="the sentinel with hints, a row for each family")
+    parser.add_argument("--behind", metavar="HINT", choices=[hint.name for hint in Hint], help="LR_CHANGED, RESUMED, ...")
     options = parser.parse_args()
-    traces = load_traces(options.traces) if options.traces else made_traces(options.seed)
+    traces = [trace for directory in options.traces for trace in load_traces(directory)]
+    traces = traces or formula_traces(options.seed)
+    if options.behind:
+        traces = [behind(trace, Hint[options.behind]) for trace in traces]
     judges: dict[str, Judge] = {name: peer(rule) for name, rule in PEERS.items()}
     for sensitivity in PRESETS:
         judges[f"sentinel, {sensitivity}"] = sentinel(sensitivity, with_hints=False)
     judges["sentinel, normal, with hints"] = sentinel("normal", with_hints=True)
     for source in sorted({trace.source for trace in traces}, reverse=True):
         chosen = [trace for trace in traces if trace.source == source]
-        print(f"\n{source}: {len(chosen)} traces, {sum(len(trace.loss) for trace in chosen)} observations\n")
-        print("| detector | " + " | ".join(COLUMNS) + " |")
-        print("|---" * (len(COLUMNS) + 1) + "|")
-        for name, judge in judges.items():
-            if options.only not in name:
-                continue
-            score = Score()
+        print(f"\n{source}: {len(chosen)} traces, {sum(len(trace.loss) for trace in chosen)} observations")
+        if options.families:
+            grouped: dict[str, list[Trace]] = defaultdict(list)
             for trace in chosen:
-                score.add(trace, judge(trace))
-            print(f"| {name} | " + " | ".join(score.cells()) + " |", flush=True)
-            if options.misses:
-                for remark in score.remarks:
-                    print(f"    {remark}", file=sys.stderr)
+                grouped[trace.family].append(trace)
+            judge = sentinel("normal", with_hints=True)
+            print_table("family", {name: (judge, group) for name, group in grouped.items()}, options.misses)
+        else:
+            named = {name: (judge, chosen) for name, judge in judges.items() if options.only in name}
+            print_table("detector", named, options.misses)
     longest = max(traces, key=lambda trace: len(trace.loss))
     print(f"\nOne update of the sentinel: {cost(longest):.1f} microseconds (median)")
 

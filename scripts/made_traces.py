@@ -1,178 +1,303 @@
-"""Labelled loss traces made from formulas and seeds, for scoring detectors where no recorded ones are at hand.
+#!/usr/bin/env python3
+"""Make labelled loss traces by training: small jobs of thirteen fields (`made_tasks.py`), with faults and clean twins.
 
-Each family shows one thing that a training run does. The formulas are caricatures: they are there so that
-`bench_sentinel.py` runs anywhere and a change of the sentinel shows at once, not to replace recorded runs.
+    python scripts/made_traces.py OUT [--seed N] [--jobs 3] [--only FAMILY,...]
+
+writes OUT/labels.json and OUT/data/NAME.npz (step, loss, gn), which `bench_sentinel.py OUT` scores; about six minutes on
+one core. Every job is run once without a fault. From the middle of that run on it is repeated with one fault each, on
+the same batches. What a fault did is measured against that clean twin, not taken for granted: `divergence` if the loss
+is above the twin's for over 100 steps, `blip` if it is back within 30, `grey` between them, `silent` if nothing shows.
+The loss of a GAN or of reinforcement learning is chaotic, so there a divergence must leave all that the twin has shown.
 """
 
 from __future__ import annotations
 
+import argparse
+import copy
+import json
+import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass 
+from pathlib import Path
 
 import numpy as np
+import torch
+from torch import Generator, Tensor, nn
 
-from rollback.sentinel import Hint
+from made_tasks import GOOD, JOBS, Data, Experts, Job
+from traces import Array, Label
 
-Array = np.ndarray
-Label = tuple[int, int, str]
+STEPS = 900
+AFTER = 340
+"""Steps that a run goes on after its fault."""
+RESTARTS = 80
+"""Steps at a low learning rate before it is high again."""
+LASTS = 100
+PASSES = 30
+_SMOOTH = 15
+_RAISED = 1.5  # noise units of the twin
+_RAISED_PROGRESS = 0.02  # a solved task whose tiny loss triples has lost nothing
 
 
 @dataclass
-class Trace:
-    """A log with what is known about it. Labels are half-open ranges of observation indices with a kind."""
+class Effect:
+    """What a fault does in one step, `since` steps after its onset."""
 
-    name: str
-    source: str
-    kind: str
-    step: Array
-    loss: Array
-    norm: Array | None
-    labels: list[Label] = field(default_factory=list)
-    onset_seen: bool = False
-    """The onset was read off the curve, not injected: calls a little before it count."""
-    hints: dict[int, Hint] = field(default_factory=dict)
-    """What a guard would have known, by index."""
-
-    @property
-    def slow(self) -> bool:
-        """Whether its divergences are ramps."""
-        return self.kind in ("lr_ramp", "sgd_lm", "ramp")
+    data: Data = GOOD
+    gradient: float = 1.0
+    lr: float = 1.0
 
 
-def language(chance: np.random.Generator, count: int) -> tuple[Array, Array]:
-    """A small language model: 5.5 down to about 2.3, normal noise, log-normal gradient norm."""
-    steps = np.arange(count)
-    end, noise = chance.uniform(2.0, 2.6), chance.uniform(0.03, 0.3)
-    loss = end + (5.5 - end) * np.exp(-steps / chance.uniform(30, 120)) - 1e-4 * steps
-    return loss + chance.normal(0, noise, count), np.exp(chance.normal(0, chance.uniform(0.06, 0.25), count))
+Fault = Callable[[Job, int, np.random.Generator], Effect]
+"""Acts on the job before a step, `since` steps after the onset, and says what else is different in this step."""
 
 
-def solved(chance: np.random.Generator, count: int) -> tuple[Array, Array]:
-    """A classifier that solves its task: 2.3 down to 0.01 or less, multiplicative noise."""
-    steps = np.arange(count)
-    level = 2.3 * np.exp(-steps / chance.uniform(40, 90)) + 10 ** chance.uniform(-3, -1.5)
-    spread = chance.uniform(0.2, 0.6)
-    return level * np.exp(chance.normal(0, spread, count)), level**0.5 * np.exp(chance.normal(0, spread, count))
+def _matrices(job: Job) -> list[Tensor]:
+    return [each for each in job.model.parameters() if each.dim() > 1 and each.shape[0] > 4]
 
 
-def clean(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """Nothing happens."""
-    curve = solved if chance.random() < 0.4 else language
-    return *curve(chance, 1500), [], {}
+def _weights_noise(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    if since == 0:
+        factor = float(chance.choice([0.7, 1.5, 3.0]))
+        for each in job.model.parameters():
+            each.data += factor * each.data.std(unbiased=False) * torch.randn(each.shape, generator=_generator(chance))
+    return Effect()
 
 
-def heavy_tail(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """Log-normal losses with a second mode in a few steps of a hundred."""
-    loss = np.exp(chance.normal(0, 0.7, 2000)) * np.where(chance.random(2000) < 0.05, 8.0, 1.0)
-    return loss, loss**0.5 * np.exp(chance.normal(0, 0.3, 2000)), [], {}
+def _bit_flip(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    if since == 0:
+        for each in job.model.parameters():
+            flat = each.data.view(-1).view(torch.int32)
+            for _ in range(2):
+                flat[int(chance.integers(len(flat)))] ^= 1 << int(chance.choice([26, 28, 30]))
+    return Effect()
 
 
-def epochs(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """The data is ordered, so the loss goes up and down with each epoch."""
-    loss, norm = language(chance, 1500)
-    period = int(chance.integers(110, 200))
-    loss += 0.25 * np.sin(2 * np.pi * np.arange(1500) / period)
-    return loss, norm, [], dict.fromkeys(range(period, 1500, period), Hint.EPOCH)
+def _layer_reset(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    if since == 0:
+        each = _matrices(job)[int(chance.integers(len(_matrices(job))))]
+        each.data = torch.randn(each.shape, generator=_generator(chance)) / math.sqrt(each.shape[-1])
+    return Effect()
 
 
-def blip(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """One to four bad batches, and a short after-effect."""
-    loss, norm = language(chance, 900)
-    at, length = int(chance.integers(300, 700)), int(chance.integers(1, 5))
-    high = chance.uniform(0.5, 8.0)
-    loss[at : at + length] += high
-    norm[at : at + length] *= chance.uniform(1.5, 12)
-    loss[at + length : at + length + 12] += 0.08 * high * np.exp(-np.arange(12) / 4)
-    return loss, norm, [(at, at + 15, "blip")], {}
+def _dead_units(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    """A part of a matrix is lost, and stays so: a collapsed layer, a shard that is never updated."""
+    if since == 0:
+        job.lost = int(chance.integers(len(_matrices(job)))), float(chance.choice([0.5, 0.75, 1.0]))
+    number, share = job.lost
+    each = _matrices(job)[number]
+    each.data[: int(share * len(each))] = 0
+    return Effect()
 
 
-def shift(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """Harder data: up by up to a third, and then learned."""
-    loss, norm = language(chance, 1300)
-    at = int(chance.integers(400, 900))
-    since = np.arange(1300 - at)
-    loss[at:] += chance.uniform(0.1, 0.7) * (0.3 + 0.7 * np.exp(-since / chance.uniform(40, 150)))
-    norm[at:] *= 1 + chance.uniform(0, 0.3) * np.exp(-since / 60)
-    return loss, norm, [(at, at + 150, "shift")], {at: Hint.ANNOUNCED}
+def _weight_decay(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    if since == 0:
+        job.decay = float(chance.choice([0.003, 0.01, 0.03]))
+    for each in job.model.parameters():
+        each.data *= 1 - job.decay
+    return Effect()
 
 
-def restart(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """Warm restarts of the learning rate."""
-    loss, norm = language(chance, 1500)
-    for at in (500, 1000):
-        loss[at:] += chance.uniform(0, 0.35) * np.exp(-np.arange(1500 - at) / 60)
-        norm[at:] *= 1 + chance.uniform(0.2, 1.0) * np.exp(-np.arange(1500 - at) / 60)
-    return loss, norm, [(500, 600, "bump"), (1000, 1100, "bump")], dict.fromkeys((500, 1000), Hint.LR_CHANGED)
+def _routing(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    """The router sends everything to one expert, or anything anywhere."""
+    assert isinstance(job.model, nn.Sequential)
+    router = next(each for each in job.model if isinstance(each, Experts)).router
+    if since == 0:
+        job.routed = bool(chance.integers(2))
+    router.weight.data = torch.zeros(router.weight.shape)
+    if job.routed:
+        router.weight.data.normal_(0, 1, generator=_generator(chance))
+    return Effect()
 
 
-def damage(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """A language model is hurt: the loss jumps and hardly comes back, the gradient norm shoots up and then falls."""
-    loss, norm = language(chance, 1000)
-    at = int(chance.integers(300, 700))
-    since = np.arange(1000 - at)
-    loss[at:] += chance.uniform(0.9, 4.0) * (0.5 + 0.5 * np.exp(-since / 30))
-    norm[at:] *= np.exp(chance.uniform(0.8, 2.5) * np.exp(-since / 6) - 0.8 * (1 - np.exp(-since / 20)))
-    return loss, norm, [(at, 1000, "divergence")], {}
+def _data(first: int, last: float, **wrong: float) -> Fault:
+    return lambda job, since, chance: Effect(Data(**wrong) if first <= since < last else GOOD)
 
 
-def lost(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """A solved task is lost: back to the loss of an untrained model or above."""
-    loss, norm = solved(chance, 1000)
-    at = int(chance.integers(300, 700))
-    since = np.arange(1000 - at)
-    loss[at:] = 2.3 * (1 + chance.exponential(3.0) * np.exp(-since / 5)) + chance.normal(0, 0.05, 1000 - at)
-    norm[at:] *= np.exp(chance.uniform(0.5, 3.0) * np.exp(-since / 10))
-    return loss, norm, [(at, 1000, "divergence")], {}
+def _lr(factor: float, last: float = math.inf) -> Fault:
+    return lambda job, since, chance: Effect(lr=factor if since < last else 1.0)
 
 
-def ramp(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """The loss creeps up, faster and faster."""
-    loss, norm = language(chance, 1300)
-    at = int(chance.integers(400, 800))
-    since = np.arange(1300 - at)
-    loss[at:] += 0.15 * (np.exp(np.minimum(since / chance.uniform(50, 110), 12)) - 1)
-    norm[at:] *= np.exp(np.minimum(since / 150, 4))
-    return loss, norm, [(at, 1300, "divergence")], {}
+def _gradient(factor: float) -> Fault:
+    return lambda job, since, chance: Effect(gradient=factor if since == 0 else 1.0)
 
 
-def nonfinite(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """A NaN loss or an infinite norm, from one step on."""
-    loss, norm = (solved if chance.random() < 0.5 else language)(chance, 600)
-    at = int(chance.integers(1, 560))
-    (loss if chance.random() < 0.5 else norm)[at:] = chance.choice([np.nan, np.inf])
-    return loss, norm, [(at, 600, "nonfinite")], {}
+def _rising_lr(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    return Effect(lr=1.015 ** min(since, 400))
 
 
-def scaler(chance: np.random.Generator) -> tuple[Array, Array, list[Label], dict[int, Hint]]:
-    """GradScaler probes for its scale: an infinite norm now and then, in steps that it skips."""
-    loss, norm = language(chance, 1200)
-    skipped = [*range(8), *map(int, chance.choice(np.arange(100, 1200), 4, replace=False))]
-    norm[skipped] = np.inf
-    return loss, norm, [(at, at + 1, "amp") for at in skipped], dict.fromkeys(skipped, Hint.SCALER_SKIPPED)
+def _resumed(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    """The optimizer's state is lost, and the learning rate warms up again."""
+    if since == 0:
+        job.optimizer.state.clear()
+    return Effect(lr=min(1.0, (since + 1) / 30))
 
 
-FAMILIES: dict[str, tuple[Callable[..., tuple[Array, Array, list[Label], dict[int, Hint]]], int]] = {
-    "clean": (clean, 20),
-    "heavy_tail": (heavy_tail, 6),
-    "epochs": (epochs, 6),
-    "blip": (blip, 20),
-    "shift": (shift, 12),
-    "restart": (restart, 8),
-    "damage": (damage, 20),
-    "lost": (lost, 10),
-    "ramp": (ramp, 10),
-    "nonfinite": (nonfinite, 10),
-    "scaler": (scaler, 4),
+def _restart(job: Job, since: int, chance: np.random.Generator) -> Effect:
+    """The learning rate has come down, and begins anew."""
+    return Effect(lr=0.05 if since < RESTARTS else 1.0)
+
+
+SUDDEN: dict[str, Fault] = {
+    "bad-inputs": _data(0, math.inf, scale=30.0),
+    "all-labels-wrong": _data(0, math.inf, wrong=1.0),
+    "bad-inputs-while": _data(0, 60, scale=30.0),
+    "gradient-1e4": _gradient(1e4),
+    "lr-jump": _lr(20.0),
+    "lr-jump-short": _lr(40.0, 15),
+    "bit-flip": _bit_flip,
+    "weights-noise": _weights_noise,
+    "layer-reset": _layer_reset,
 }
-"""Family and how many traces of it are made."""
+GRADUAL: dict[str, Fault] = {
+    "wrong-labels": _data(0, math.inf, wrong=0.3),
+    "dead-units": _dead_units,
+    "weight-decay": _weight_decay,
+    "rising-lr": _rising_lr,
+    "routing": _routing,
+}
+PASSING: dict[str, Fault] = {
+    "bad-short": _data(0, 3, scale=30.0),
+    "labels-short": _data(0, 4, wrong=1.0),
+    "gradient-100": _gradient(100.0),
+}
+HEALTHY: dict[str, tuple[Fault, int, str, str]] = {
+    "shift": (_data(0, math.inf, harder=1.0), 0, "shift", "ANNOUNCED"),
+    "small-shift": (_data(0, math.inf, harder=0.5), 0, "shift", "ANNOUNCED"),
+    "resume": (_resumed, 0, "bump", "RESUMED"),
+    "lr-restart": (_restart, RESTARTS, "bump", "LR_CHANGED"),
+}
+"""Fault, when it shows, label, hint."""
 
 
-def made_traces(seed: int = 0) -> list[Trace]:
-    """All families; the same seed gives the same traces."""
-    traces = []
-    for number, (kind, (family, count)) in enumerate(FAMILIES.items()):
-        for index in range(count):
-            loss, norm, labels, hints = family(np.random.default_rng([seed, number, index]))
-            name = f"{kind}-{index:02d}"
-            traces.append(Trace(name, "made", kind, np.arange(len(loss)), loss, norm, labels, hints=hints))
-    return traces
+def _generator(chance: np.random.Generator) -> Generator:
+    return Generator().manual_seed(int(chance.integers(1 << 31)))
+
+
+def run(job: Job, first: int, last: int, peak: int, fault: Fault | None, chance: np.random.Generator) -> Array:
+    """Loss and norm of the steps from `first` up to `last`; after a non-finite loss 40 more, as a log would hold."""
+    rows: list[tuple[float, float]] = []
+    rates = [float(group["lr"]) for group in job.optimizer.param_groups]
+    broken = 0
+    for number in range(first, last):
+        effect = fault(job, number - first, chance) if fault else Effect()
+        schedule = 0.5 + 0.5 * math.cos(math.pi * number / peak) if job.seed % 2 else 1.0
+        for group, rate in zip(job.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * effect.lr * max(schedule, 0.1) * min(1.0, (number + 1) / 20)
+        rows.append(job.step(Generator().manual_seed(job.seed * 1_000_003 + number), effect.data, effect.gradient))
+        broken += not math.isfinite(rows[-1][0])
+        if broken >= 40:
+            break
+    for group, rate in zip(job.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    return np.array(rows)
+
+
+def _smooth(values: Array) -> Array:
+    """Running median, over `_SMOOTH` values from each on."""
+    padded = np.concatenate([values, np.full(_SMOOTH - 1, values[-1])])
+    return np.median(np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH), axis=1)
+
+
+def measured(twin: Array, hurt: Array, at: int, supervised: bool) -> list[Label]:
+    """What the fault at index `at` did to the loss, as labels. Rows hold the loss and what else is logged."""
+    end = len(hurt)
+    broken = np.flatnonzero(~np.isfinite(hurt[at:]).all(axis=1))
+    labels: list[Label] = [(at + int(broken[0]), end, "nonfinite")] if len(broken) else []
+    stop = labels[0][0] if labels else end
+    twin, hurt = twin[:, 0], hurt[:, 0]
+    if stop - at < 2:
+        return labels
+    calm = twin[max(0, at - 200) : at]
+    noise = 1.4826 * float(np.median(np.abs(calm - _smooth(calm)))) + 1e-12
+    progress = max(0.0, float(np.median(twin[:8])) - float(np.median(calm)))
+    if supervised:
+        bound = max(_RAISED * noise, _RAISED_PROGRESS * progress)
+        excess = hurt[at:stop] - twin[at:stop]
+    else:
+        smooth = _smooth(twin)
+        bound, excess = float(smooth.max()) + float(np.ptp(smooth)), hurt[at:stop]
+    away = _smooth(excess) > bound
+    if not away.any():
+        high = np.flatnonzero(excess > bound + 3 * noise)
+        mark = (at, min(end, at + 15), "blip") if len(high) and high[-1] < PASSES else (at, end, "silent")
+        return [*labels, mark]
+    first = int(away.argmax())
+    back = np.flatnonzero(np.convolve(~away[first:], np.ones(20), "valid") >= 20)
+    length = int(back[0]) if len(back) else len(away) - first
+    onset = at + first if first > PASSES else at
+    if onset > at:
+        labels.append((at, onset, "grey"))  # the fault is there, and does not show yet
+    if length >= LASTS or len(broken):
+        label = "divergence"
+    else:
+        label = "blip" if first + length <= PASSES else "grey"
+    return [*labels, (onset, min(end, onset + max(length, 15)) if label != "divergence" or len(back) else end, label)]
+
+
+def make(family: str, seed: int, target: Path) -> dict[str, dict[str, object]]:
+    """All traces of one job, written; their entries in labels.json."""
+    chance = np.random.default_rng([seed, *family.encode()])
+    job = JOBS[family](seed)
+    at = int(chance.integers(350, STEPS - AFTER))
+    before = run(job, 0, at, STEPS, None, chance)
+    middle = copy.deepcopy(job)
+    clean = np.concatenate([before, run(job, at, STEPS, STEPS, None, chance)])
+    entries: dict[str, dict[str, object]] = {}
+
+    def write(kind: str, rows: Array, labels: list[Label], hints: dict[int, str]) -> None:
+        name = f"{family}-{seed}-{kind}"
+        columns = {"step": np.arange(len(rows), dtype=np.int32), "loss": rows[:, 0], "gn": rows[:, 1]}
+        if seed % 4 == 3:
+            del columns["gn"]  # many logs have none
+        np.savez_compressed(target / "data" / f"{name}.npz", **columns)  # type: ignore[arg-type]
+        entries[name] = {
+            "source": "made" if job.supervised else "chaotic",
+            "family": family,
+            "kind": kind,
+            "n": len(rows),
+            "stride": 1,
+            "has_gn": "gn" in columns,
+            "onset": "exact",
+            "labels": labels,
+            "hints": hints,
+        }
+
+    def rerun(fault: Fault) -> Array:
+        rows = run(copy.deepcopy(middle), at, min(at + AFTER, STEPS), STEPS, fault, chance)
+        return np.concatenate([before, rows])
+
+    write("clean", clean, [], {})
+    gradual = [name for name in GRADUAL if name != "routing" or family == "experts"]
+    for faults, names, count in ((SUDDEN, list(SUDDEN), 5), (GRADUAL, gradual, 4), (PASSING, list(PASSING), 2)):
+        for kind in sorted(chance.choice(names, min(count, len(names)), replace=False)):
+            rows = rerun(faults[kind])
+            logged = slice(1 if seed % 4 == 3 else 2)
+            write(kind, rows, measured(clean[:, logged], rows[:, logged], at, job.supervised), {})
+    for kind, (fault, later, label, hint) in HEALTHY.items():
+        begins = at + later
+        write(kind, rerun(fault), [(begins, begins + (150 if label == "shift" else 100), label)], {begins: hint})
+    return entries
+
+
+def main() -> None:
+    """Make them all."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out", type=Path, help="an empty directory, or one to be made")
+    parser.add_argument("--seed", type=int, default=0, help="the first job's seed; the others follow it")
+    parser.add_argument("--jobs", type=int, default=3, help="jobs of each family")
+    parser.add_argument("--only", default=",".join(JOBS), help="families, separated by commas")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    torch.use_deterministic_algorithms(True)
+    (options.out / "data").mkdir(parents=True, exist_ok=True)
+    traces: dict[str, dict[str, object]] = {}
+    for family in options.only.split(","):
+        for number in range(options.jobs):
+            traces |= make(family, options.seed + number, options.out)
+        print(f"{family}: {sum(entry['family'] == family for entry in traces.values())} traces", flush=True)
+        (options.out / "labels.json").write_text(json.dumps({"traces": traces}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from rollback.backtest.steps import counted_on
 from rollback.backtest.table import Cell, Table
 from rollback.errors import UsageError
 from rollback.sentinel import Hint, Observation, learning_rate_hint
@@ -81,24 +82,24 @@ def _guess(meaning: str, table: Table) -> str | None:
     return plain[min(matching, key=lambda name: ("train" not in name, len(name), name))] if matching else None
 
 
-def observations(path: Path, table: Table, columns: Columns) -> list[Observation]:
-    """What the sentinel would have seen: a row for each that has a loss, with the hints that the log implies.
+def observations(path: Path, table: Table, columns: Columns) -> tuple[list[Observation], list[str]]:
+    """What the sentinel would have seen: a row for each that has a loss, with the hints that the log implies; and what
+    was assumed to read it so, in words.
 
-    The learning rate and the epoch are hints where the log has them; a step that goes back is a resume. A column
-    `hints` may name the guard's own hints, several of them separated by `|`.
+    The learning rate and the epoch are hints where the log has them; a step that goes back is a resume, or an epoch
+    (`steps`). A column `hints` may name the guard's own hints, several of them separated by `|`.
     """
     losses = _numbers(path, table, columns.loss)
     norms = _numbers(path, table, columns.grad_norm)
-    steps = _steps(path, table, columns)
+    given = _steps(path, table, columns)
     rates = _numbers(path, table, columns.lr)
     epochs = _numbers(path, table, columns.epoch)
     named: Sequence[Cell] = table[columns.hints] if columns.hints else ()
     seen: list[Observation] = []
     rate = highest = epoch = None
-    for row, loss in enumerate(losses):
-        norm = norms[row] if norms else None
-        if loss is None and norm is None:
-            continue
+    rows = [row for row, loss in enumerate(losses) if loss is not None or (norms and norms[row] is not None)]
+    counted = counted_on([given[row] for row in rows])
+    for number, row in enumerate(rows):
         hints = _named_hints(path, named[row]) if named else Hint.NONE
         if rates and rates[row] is not None:
             hints |= learning_rate_hint(rate, rates[row], highest)
@@ -107,12 +108,12 @@ def observations(path: Path, table: Table, columns: Columns) -> list[Observation
         if epochs and (now := epochs[row]) is not None:
             hints |= Hint.EPOCH if epoch is not None and now // 1 > epoch // 1 else Hint.NONE
             epoch = now
-        if seen and steps[row] <= seen[-1].step:
-            hints |= Hint.RESUMED
-        seen.append(Observation(steps[row], loss, norm, hints))
+        hints |= Hint.EPOCH if number in counted.epochs else Hint.NONE
+        hints |= Hint.RESUMED if number in counted.resumes else Hint.NONE
+        seen.append(Observation(counted.steps[number], losses[row], norms[row] if norms else None, hints))
     if not seen:
         raise UsageError(f"column {columns.loss!r} of {path} is empty", hint="name another with --loss")
-    return seen
+    return seen, counted.in_words(columns.step)
 
 
 def _steps(path: Path, table: Table, columns: Columns) -> list[int]:

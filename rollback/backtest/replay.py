@@ -30,6 +30,8 @@ class Replay:
     calls: list[Verdict]
     blips: list[Blip]
     plan: list[Planned]
+    assumed: list[str]
+    """What was assumed to read the log so, in words."""
 
     def to_json(self) -> dict[str, Any]:
         """The result as documented in docs/sentinel.md; JSON types only, numbers that are not finite as strings."""
@@ -40,6 +42,7 @@ class Replay:
             "first_step": self.observations[0].step,
             "last_step": self.observations[-1].step,
             "columns": {name: column for name, column in vars(self.columns).items() if column is not None},
+            "assumed": self.assumed,
             "calls": [_call(verdict) for verdict in self.calls],
             "blips": [_blip(blip) for blip in self.blips],
             "plan": [_planned(planned) for planned in self.plan],
@@ -50,9 +53,9 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
     """Read a log and run the sentinel over it. Raises UsageError if it cannot be read or has no loss."""
     table = read_table(path)
     columns = find_columns(path, table, overrides)
-    seen = observations(path, table, columns)
+    seen, assumed = observations(path, table, columns)
     calls, blips = judge(seen, Sentinel(settings.sensitivity))
-    return Replay(path, columns, seen, calls, blips, plans(calls, seen[0].step, settings))
+    return Replay(path, columns, seen, calls, blips, plans(calls, seen[0].step, settings), assumed)
 
 
 def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], list[Blip]]:

@@ -15,7 +15,8 @@ _HEIGHT = 12  # lines of the plot
 
 def describe(replay: Replay, width: int) -> str:
     """The whole account as plain text, `width` columns wide. Only the plot's marks are not ASCII."""
-    lines = [_headline(replay), "", *plot(replay, width, _HEIGHT), ""]
+    assumed = [line for each in replay.assumed for line in TextWrapper(max(50, width)).wrap(f"assumed: {each}")]
+    lines = [_headline(replay), *assumed, "", *plot(replay, width, _HEIGHT), ""]
     for verdict, planned in zip(replay.calls, replay.plan, strict=True):
         lines += _call_in_words(verdict, planned, width)
     if not replay.calls:

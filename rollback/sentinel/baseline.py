@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Iterable
+from typing import Any
 
 LEVEL_WINDOW = 16
 """Accepted values whose median is the level. Short, because the level must keep up with the early descent."""
@@ -14,6 +16,8 @@ _FEWEST_RESIDUALS = 16
 _IQR_TO_SIGMA = 0.7413  # half of 1.4826: a normal distribution's interquartile range is 1.349 sigma
 _TAIL = 0.98
 _TAIL_TO_SIGMA = 2.0537  # the normal distribution's 98 % quantile
+_FEWEST_IN_A_PHASE = 8  # the noise before it serves as well, until there are `_FEWEST_RESIDUALS` * 2
+_RANGE_IN_NOISE = 5.0  # the range of 128 normal residuals
 
 
 class RollingWindow:
@@ -45,6 +49,11 @@ class RollingWindow:
         half, odd = divmod(len(self._ordered), 2)
         return self._ordered[half] if odd else (self._ordered[half - 1] + self._ordered[half]) / 2
 
+    def spread_of_ties(self) -> float:
+        """The whole range where a quarter of the values are one and the same, else 0."""
+        low, middle, high = self.quantile(0.25), self.quantile(0.5), self.quantile(0.75)
+        return self._ordered[-1] - self._ordered[0] if low == middle or middle == high else 0.0
+
     def values(self) -> tuple[float, ...]:
         """Oldest first."""
         return tuple(self._arrived)
@@ -57,29 +66,45 @@ class Baseline:
     minus the level before it), so a steep descent does not count as noise. It is the larger of two estimates that agree
     on normal noise: the interquartile range (robust) and the upper 98 % quantile (aware of the tail). Bimodal and
     heavy-tailed losses have a narrow middle and a long upper tail: with the middle alone, every value in the tail would
-    be called.
+    be called. Losses that are rounded, or nearly always zero, have no middle at all: where a quarter of the residuals
+    are equal, the noise is at least a fifth of their range, as it is in normal noise. And it is at least half of the
+    smallest difference between two values that followed each other: what is rounded cannot move by less.
     """
 
-    __slots__ = ("_level", "_noise", "_tail_aware")
+    __slots__ = ("_finest", "_last", "_level", "_noise", "_noise_before", "_tail_aware")
 
     def __init__(self, *, tail_aware: bool) -> None:
         self._tail_aware = tail_aware
+        self._finest = math.inf
+        self._last: float | None = None
         self.restart()
 
     def restart(self) -> None:
         """Forget everything: a new level begins."""
         self._level = RollingWindow(LEVEL_WINDOW)
         self._noise = RollingWindow(NOISE_WINDOW)
+        self._noise_before: float | None = None
+
+    def begin_phase(self) -> None:
+        """Forget the level. The noise so far is the least that is expected, until there is enough of the new one."""
+        before = self.noise() if self.ready else None
+        self.restart()
+        self._noise_before = before
 
     @property
     def ready(self) -> bool:
         """Whether there are enough accepted values to judge by."""
-        return len(self._noise) >= _FEWEST_RESIDUALS
+        return len(self._noise) >= (_FEWEST_RESIDUALS if self._noise_before is None else _FEWEST_IN_A_PHASE)
 
     def accept(self, value: float) -> None:
         """Learn from a healthy value."""
+        if self._last is not None and value != self._last:
+            self._finest = min(self._finest, abs(value - self._last))
+        self._last = value
         if len(self._level) >= LEVEL_WINDOW // 2:
             self._noise.add(value - self._level.median())
+            if len(self._noise) >= 2 * _FEWEST_RESIDUALS:
+                self._noise_before = None
         self._level.add(value)
 
     def level(self) -> float:
@@ -89,6 +114,8 @@ class Baseline:
     def noise(self) -> float:
         """Standard deviation that normal noise of this spread would have; only once `ready`."""
         middle = _IQR_TO_SIGMA * (self._noise.quantile(0.75) - self._noise.quantile(0.25))
+        rounded = self._finest / 2 if self._finest < math.inf else 0.0
+        middle = max(middle, rounded, self._noise.spread_of_ties() / _RANGE_IN_NOISE, self._noise_before or 0.0)
         if not self._tail_aware:
             return middle
         tail = (self._noise.quantile(_TAIL) - self._noise.quantile(0.5)) / _TAIL_TO_SIGMA
@@ -98,11 +125,19 @@ class Baseline:
         """The accepted values whose median is the level, oldest first."""
         return self._level.values()
 
-    def state_dict(self) -> dict[str, list[float]]:
-        """Both windows, oldest first."""
-        return {"level": list(self._level.values()), "noise": list(self._noise.values())}
+    def state_dict(self) -> dict[str, Any]:
+        """Both windows, oldest first, and what is known of the noise besides."""
+        return {
+            "finest": self._finest if self._finest < math.inf else None,
+            "last": self._last,
+            "level": list(self._level.values()),
+            "noise": list(self._noise.values()),
+            "noise_before": self._noise_before,
+        }
 
-    def load_state_dict(self, state: dict[str, list[float]]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
+        self._finest = math.inf if state["finest"] is None else state["finest"]
+        self._last, self._noise_before = state["last"], state["noise_before"]
         self._level = RollingWindow(LEVEL_WINDOW, state["level"])
         self._noise = RollingWindow(NOISE_WINDOW, state["noise"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from dataclasses import asdict, astuple, dataclass, field
+from enum import Enum
 from typing import Any
 
 from rollback.sentinel.presets import Preset
@@ -31,7 +32,8 @@ _STILL_FALLING = 0.8  # of the reading before the last
 _NORM_COUNTED = 12.0
 _LOST_IS_SUPPORT = 0.8
 _LOST_IF_SOLVED = 0.9
-_LOST_BEYOND_EXCUSE = 1.0  # no restart and no resume makes a model worse than an untrained one
+_LOST_BEYOND_EXCUSE = 0.75  # no restart and no resume brings a model back to where it was untrained
+_BAR_WHILE_EXCUSED = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +125,8 @@ class Excursion:
     peak: float = -math.inf
     highest: float = 0.0
     """Height of the highest reading."""
+    explained: bool = False
+    """A hint came with its first readings."""
     opening: list[float] = field(default_factory=list)
     """Norm heights of the first readings: the gradient norm rises early, and is back while the loss is still high."""
     recent: deque[MeasuredObservation] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
@@ -191,6 +195,16 @@ class Excursion:
         return cls(**{**state, "opening": list(state["opening"]), "recent": recent})
 
 
+class Excuse(Enum):
+    """What a hint explains of an excursion."""
+
+    NONE = "none"
+    NEAR = "near"
+    """A hint came not long before it, but it did not begin with the hint: the bar is raised."""
+    EXPLAINED = "explained"
+    """It began with the hint, so only what no hint can explain is called."""
+
+
 @dataclass(frozen=True, slots=True)
 class Found:
     """The rule that calls an excursion, and the mean loss above which the rule holds."""
@@ -199,19 +213,20 @@ class Found:
     threshold: float
 
 
-def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
-    """The rule that holds, or None. excused: a hint explains a rise, so only what no hint can explain is called."""
-    if excused:
+def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse) -> Found | None:
+    """The rule that holds, or None."""
+    if excuse is Excuse.EXPLAINED:
         return _found("loss-beyond-start", evidence, scale, LOW, _LOST_BEYOND_EXCUSE)
     if scale.solved:
         return _found("loss-back-at-start", evidence, scale, LOW, _LOST_IF_SOLVED)
     if evidence.recovering:
         return None  # judged when it is back or has stalled
+    bar = _BAR_WHILE_EXCUSED if excuse is Excuse.NEAR else 1.0
     alone = preset.only if evidence.support is None else preset.alone
-    found = _found("loss-high", evidence, scale, alone)
+    found = _found("loss-high", evidence, scale, bar * alone)
     if found is None and evidence.support is not None and evidence.support > preset.support:
-        found = _found("loss-and-grad-norm-high", evidence, scale, preset.supported)
-    return found or _found("loss-back-at-start", evidence, scale, preset.supported, _LOST_IS_SUPPORT)
+        found = _found("loss-and-grad-norm-high", evidence, scale, bar * preset.supported)
+    return found or _found("loss-back-at-start", evidence, scale, bar * preset.supported, _LOST_IS_SUPPORT)
 
 
 def _found(

@@ -9,7 +9,7 @@ from typing import Any
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
-from rollback.sentinel.excursion import Excursion, MeasuredObservation, Scale, judge
+from rollback.sentinel.excursion import Excursion, Excuse, MeasuredObservation, Scale, judge
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.slow import Collapse, Drift
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
@@ -59,7 +59,11 @@ PERSISTS_AFTER = {State.WATCHING: 80, State.CALLED: 150}
 divergences decay slowly."""
 PERSISTS_WHEN_EXCUSED = 16
 EXCUSED_FOR = {Hint.LR_CHANGED: 100, Hint.RESUMED: 50, Hint.EPOCH: 10, Hint.ANNOUNCED: 150}
-"""Number of observations during which a hint explains a rise of the loss."""
+"""Number of observations during which a hint raises the bar."""
+COMES_WITH_HINT = 10
+"""A rise that begins at most this many observations after a hint is explained by it."""
+COMES_BEFORE_HINT = 2
+"""A log may note the cause a line later than its effect."""
 SHORTEST_EPOCH = 100
 """Shorter epochs excuse nothing: otherwise a large share of the run would be excused."""
 NEW_REFERENCE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
@@ -69,7 +73,7 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 1
+_SCHEMA = 2
 
 
 class Sentinel:
@@ -93,6 +97,7 @@ class Sentinel:
         self._first_losses: list[float] = []
         self._rising_since: int | None = None
         self._excused = 0
+        self._explaining = 0
         self._since_epoch = SHORTEST_EPOCH
 
     @property
@@ -104,6 +109,7 @@ class Sentinel:
         """The verdict on `observation`. Call once per optimizer step, on every rank with the same numbers."""
         step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
         self._since_epoch = min(self._since_epoch + 1, SHORTEST_EPOCH)
+        self._excused, self._explaining = max(0, self._excused - 1), max(0, self._explaining - 1)
         if hints:
             self._heed(hints)
         skipped = Hint.SCALER_SKIPPED in hints
@@ -120,19 +126,19 @@ class Sentinel:
         return self._judge(step, loss, log_norm)
 
     def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
-        self._excused = max(0, self._excused - 1)
         start = sorted(self._first_losses)[len(self._first_losses) // 2]
         scale = Scale.of(self._loss.level(), self._loss.noise(), start)
         reading = scale.read(step, loss, log_norm, self._norm_height(log_norm))
         if log_norm is not None:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
             stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
-            if stuck is not None and self._state is not State.CALLED and not self._excused:
+            if stuck is not None and self._state is not State.CALLED:
                 return self._call(explain.collapse(step, stuck), reading, scale)
         if self._excursion is not None:
             return self._follow(self._excursion, reading, scale)
         if reading.stands_out(self._preset):
             self._excursion = Excursion.begin(self._onset(step), reading, scale, self._preset.patience)
+            self._excursion.explained = self._explaining > 0
             return explain.watch(self._move(Event.HIGH), reading, self._excursion, scale)
         return self._calm(reading, scale)
 
@@ -141,7 +147,7 @@ class Sentinel:
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
         drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
-        if drift is not None and not self._excused:
+        if drift is not None:
             return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
 
@@ -155,11 +161,11 @@ class Sentinel:
             if excursion.lows:
                 self._accept(reading.loss, reading.log_norm)
             evidence = excursion.evidence(self._preset.patience)
-            found = judge(evidence, self._preset, scale, excused=self._excused > 0) if evidence else None
+            found = judge(evidence, self._preset, scale, self._excuse(excursion)) if evidence else None
             if evidence and found:
                 verdict = explain.spike(reading.step, excursion.onset, found, evidence, scale, self._loss.recent())
                 return self._call(verdict, reading, scale)
-        if excursion.count >= self._persists_after():
+        if excursion.count >= self._persists_after(excursion):
             return self._end(Event.PERSISTED, excursion, reading, scale)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
@@ -189,10 +195,15 @@ class Sentinel:
         for reading in excursion.recent:
             self._accept(reading.loss, reading.log_norm)
 
-    def _persists_after(self) -> int:
-        if self._excused and self._state is State.WATCHING:
+    def _persists_after(self, excursion: Excursion) -> int:
+        if self._state is State.WATCHING and excursion.explained and self._excused:
             return PERSISTS_WHEN_EXCUSED
         return PERSISTS_AFTER[self._state]
+
+    def _excuse(self, excursion: Excursion) -> Excuse:
+        if not self._excused:
+            return Excuse.NONE
+        return Excuse.EXPLAINED if excursion.explained else Excuse.NEAR
 
     def _heed(self, hints: Hint) -> None:
         if Hint.EPOCH in hints:
@@ -201,6 +212,9 @@ class Sentinel:
         for hint, observations in EXCUSED_FOR.items():
             if hint in hints:
                 self._excused = max(self._excused, observations)
+                self._explaining = COMES_WITH_HINT
+                if self._excursion is not None and self._excursion.count <= COMES_BEFORE_HINT:
+                    self._excursion.explained = True
         if hints & NEW_REFERENCE:
             self._drift.restart()
             self._collapse.restart()
@@ -209,8 +223,8 @@ class Sentinel:
 
     def _begin_phase(self) -> None:
         """Another loss or other data may have any level: learn everything anew, the first losses included."""
-        self._loss.restart()
-        self._norm.restart()
+        self._loss.begin_phase()
+        self._norm.begin_phase()
         self._first_losses.clear()
         self._excursion = self._rising_since = None
         self._state = State.LEARNING
@@ -250,6 +264,7 @@ class Sentinel:
             "first_losses": list(self._first_losses),
             "rising_since": self._rising_since,
             "excused": self._excused,
+            "explaining": self._explaining,
             "since_epoch": self._since_epoch,
         }
 
@@ -272,4 +287,5 @@ class Sentinel:
         self._first_losses = list(state["first_losses"])
         self._rising_since = state["rising_since"]
         self._excused = state["excused"]
+        self._explaining = state["explaining"]
         self._since_epoch = state["since_epoch"]

@@ -17,6 +17,7 @@ from tensorboard.compat.tensorflow_stub.pywrap_tensorflow import masked_crc32c
 from rollback.backtest.columns import Overrides, find_columns, observations
 from rollback.backtest.many import replay_all
 from rollback.backtest.replay import replay
+from rollback.backtest.steps import counted_on
 from rollback.backtest.table import read_table
 from rollback.backtest.text import describe
 from rollback.cli import main
@@ -223,10 +224,51 @@ def test_learning_rate_epoch_and_steps_that_go_back_are_hints(tmp_path: Path) ->
         },
     )
     table = read_table(log)
-    seen = observations(log, table, find_columns(log, table, Overrides()))
+    seen, assumed = observations(log, table, find_columns(log, table, Overrides()))
     none = Hint.NONE
     named = Hint.SCALER_SKIPPED | Hint.ANNOUNCED
     assert [o.hints for o in seen] == [none, named, none, Hint.LR_CHANGED, Hint.EPOCH, none, Hint.RESUMED, Hint.EPOCH]
+    assert assumed == []
+
+
+def test_a_step_column_that_starts_again_with_each_epoch_is_counted_on_and_the_text_says_so(
+    tmp_path: Path, run: Run
+) -> None:
+    losses = raised(descent(600), 370, 1.6)  # ten steps behind an epoch's end; all that is excused has gone by then
+    log = write_csv(tmp_path / "log.csv", {"batch": [i % 60 for i in range(600)], "loss": losses})
+    code, out, _ = run(log, "--json")
+    result = json.loads(out)
+    assert code == 0
+    assert [(call["onset"], call["detected"]) for call in result["calls"]] == [(370, 374)]
+    assert result["last_step"] == 599
+    assert "starts again 9 times" in result["assumed"][0]
+    assert "assumed: column 'batch' starts again" in run(log)[1]
+
+
+def test_every_fourth_batch_of_an_epoch_and_a_first_epoch_that_was_resumed_are_counted_on_too() -> None:
+    column = counted_on([40, 44, 48, *range(0, 50, 4), *range(0, 52, 4), 0, 4])
+    assert column.steps == list(range(40, 40 + 4 * len(column.steps), 4))
+    assert (len(column.epochs), column.resumes) == (3, frozenset())
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        [*range(100), *range(60, 200)],  # one resume
+        [*range(100), *range(100)],  # a new run in an old file
+        [*range(100), *range(40, 130), *range(80, 200)],  # resumes, each from a checkpoint
+        [*range(100), *range(30), *range(190)],  # runs that crashed
+    ],
+)
+def test_a_step_column_that_goes_back_otherwise_is_a_resume(steps: list[int]) -> None:
+    column = counted_on(steps)
+    assert column.steps == steps
+    assert not column.epochs
+    assert len(column.resumes) in (1, 2)
+
+
+def test_several_rows_of_one_step_are_no_resume() -> None:
+    assert counted_on([0, 0, 1, 1, 2, 2]).resumes == frozenset()
 
 
 def test_a_learning_rate_column_excuses_a_warm_restart(tmp_path: Path) -> None:

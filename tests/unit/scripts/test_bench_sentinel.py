@@ -11,7 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from bench_sentinel import Score
 from detectors import PEERS
-from made_traces import FAMILIES, Trace, made_traces
+from formula_traces import FAMILIES, formula_traces
+from traces import Trace
 
 HUNDRED = list(np.random.default_rng(0).normal(2.0, 0.1, 400))
 
@@ -67,8 +68,8 @@ def test_every_rule_of_another_library_runs_on_a_log_with_and_without_norms(name
             assert calls
 
 
-def test_made_traces_are_the_same_for_the_same_seed_and_cover_every_family() -> None:
-    one, other = made_traces(3), made_traces(3)
+def test_traces_from_formulas_are_the_same_for_the_same_seed_and_cover_every_family() -> None:
+    one, other = formula_traces(3), formula_traces(3)
     assert {made.kind for made in one} == set(FAMILIES)
     assert all(np.array_equal(a.loss, b.loss, equal_nan=True) for a, b in zip(one, other, strict=True))
-    assert not np.array_equal(one[0].loss, made_traces(4)[0].loss)
+    assert not np.array_equal(one[0].loss, formula_traces(4)[0].loss)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 
 import pytest
 from curves import descent, norms, observations, raised, verdicts
@@ -173,6 +174,48 @@ def test_a_hint_excuses_a_rise(hint: Hint) -> None:
     losses = raised(descent(600), 300, 1.6, decay=25.0)
     assert spikes(verdicts(observations(losses, norms(600))))
     assert not spikes(verdicts(observations(losses, norms(600), {300: hint})))
+
+
+@pytest.mark.parametrize("hint", [Hint.LR_CHANGED, Hint.RESUMED, Hint.EPOCH, Hint.ANNOUNCED])
+@pytest.mark.parametrize("later", [20, 40])
+def test_a_divergence_behind_a_hint_is_called(hint: Hint, later: int) -> None:
+    losses = raised(descent(500), 300, 2.5)
+    (call,) = spikes(verdicts(observations(losses, norms(500), {300 - later: hint})))
+    assert (call.step, call.onset, call.rule) == (304, 300, "loss-high")
+
+
+@pytest.mark.parametrize("hint", [Hint.LR_CHANGED, Hint.RESUMED])
+def test_a_rise_with_a_hint_is_called_when_it_undoes_nearly_all_progress(hint: Hint) -> None:
+    (call,) = spikes(verdicts(observations(raised(descent(400), 300, 2.8), norms(400), {300: hint})))
+    assert call.rule == "loss-beyond-start"
+
+
+def test_a_hint_that_a_log_notes_a_line_too_late_still_excuses() -> None:
+    losses = raised(descent(600), 300, 1.6, decay=25.0)
+    assert not spikes(verdicts(observations(losses, norms(600), {302: Hint.LR_CHANGED})))
+
+
+def test_a_ramp_behind_a_hint_is_called_as_drift() -> None:
+    ramp = [loss + max(0, i - 520) * 0.006 for i, loss in enumerate(descent(800))]
+    first = spikes(verdicts(observations(ramp, norms(800), {500: Hint.LR_CHANGED})))[0]
+    assert first.rule == "loss-drift"
+    assert first.step < 720
+
+
+def test_losses_that_are_nearly_always_zero_are_not_called_when_they_return_to_it() -> None:
+    chance = random.Random(0)
+    rare = [float(-(chance.random() < 0.1)) for _ in range(300)]
+    often = [float(-(chance.random() < 0.9)) for _ in range(100)]
+    for losses in (rare + [-1.0] * 60 + [0.0] * 200, rare + often + [0.0] * 200):
+        assert not spikes(verdicts(observations(losses)))
+    assert spikes(verdicts(observations(rare + [20.0] * 10)))
+
+
+def test_a_rounded_loss_that_moves_by_one_place_is_not_called() -> None:
+    flat = [round(loss, 4) for loss in descent(500, start=0.01, end=0.0003, noise=0.00001)]
+    assert len(set(flat[-100:])) == 1
+    assert not spikes(verdicts(observations([*flat, *[0.0004] * 60, *[0.0003] * 60])))
+    assert spikes(verdicts(observations([*flat, *[0.02] * 10])))
 
 
 def test_a_hint_does_not_excuse_a_loss_far_above_the_first_ones() -> None:
