@@ -24,7 +24,7 @@ from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind
+from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind, Undo
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -238,6 +238,8 @@ class Guard(ScriptSide):
     # Between two batches -------------------------------------------------------------------------------------------
 
     def _hand_out_batch(self) -> Any:
+        if self._step_in_progress.first_batch is None:
+            self._rewinder.hold(wanted=self._judge.screens(self._state.cursor.batch))
         batch = self._batches.read(
             self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
         )
@@ -260,7 +262,7 @@ class Guard(ScriptSide):
         schedule.end_update()
         decision = self._judge.end_step(
             mark, step.mean_loss(), step.grad_norm(), stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
-            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds,
+            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds, screened=self._rewinder.holds,
         )  # fmt: skip
         step.next()
         return decision
@@ -274,6 +276,9 @@ class Guard(ScriptSide):
         match decision:
             case Rewind():
                 self._rewind(decision)
+                return True
+            case Undo():
+                self._rewinder.undo(decision)
                 return True
             case Attend():
                 return self._attend()

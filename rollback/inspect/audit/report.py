@@ -133,6 +133,9 @@ class IncidentEntry(ReportItem):
     reason: str | None = Field(description="why this action and this checkpoint")
     planned_checkpoint: str | None
     skip: Span | None = Field(description="skip window; for action `observe` the one it would have been")
+    screen: Span | None = Field(
+        None, description="the batches that were screened; `passed_over` counts those that stood out and were skipped"
+    )
     restored: RestoredCheckpoint | None
     repeats: int | None = Field(description="the incident that this one is a repeat of")
     repeated_by: int | None

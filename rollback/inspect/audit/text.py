@@ -177,6 +177,8 @@ def answer_in_words(entry: IncidentEntry) -> str:
     if entry.action == "stop":
         return "stop the run"
     skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
+    if (screen := entry.screen) is not None:
+        skip = f", screen batches {screen.first}:{screen.last} ({screen.passed_over} of {screen.batches} were skipped)"
     if entry.action == "observe":
         return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
     verb = "replay" if entry.action == "retry" else "roll back"
