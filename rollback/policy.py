@@ -103,6 +103,7 @@ def plan(
     action = _action(back is not None, settings)
     undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
     window = screen = None
+    found = target is not None
     if target is None:
         action, reason = "observe" if settings.observe_only else "stop", why
     else:
@@ -144,6 +145,7 @@ def plan(
         in_hand=in_hand and window is not None,
         screen=screen,
         undone=undone,
+        giving_up=None if action != "stop" else "structural" if found else "no_checkpoint",
     )
 
 

@@ -101,8 +101,8 @@ class History:
     last_attempt: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of the last attempt that attached, without those that had the default value."""
-    structural: Stopped | None = None
-    """The structural stop that ended the run; None where the run has gone on since, or did not end so."""
+    given_up: Stopped | None = None
+    """The stop for an incident that ended the run; None where the run has gone on since, or did not end so."""
 
     @property
     def pending(self) -> Planned | None:
@@ -185,12 +185,12 @@ def _note_screened_out(case: Case, fact: ScreenedOut) -> None:
 def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
-            history.settings, history.structural = fact.settings, None
+            history.settings, history.given_up = fact.settings, None
             history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
         case Stopped():
-            history.structural = fact if fact.reason == "structural" else None
+            history.given_up = fact if fact.reason != "preempted" else None
         case Finished():
             history.finished = fact
 

@@ -25,7 +25,7 @@ from rollback.facts.checkpoints import (
     Saving,
     Tier,
 )
-from rollback.facts.ending import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
+from rollback.facts.ending import FinalStateLost, Finished, GivingUp, LastSaveFailed, ScriptLeft, Stopped
 from rollback.facts.fact import Fact, InitialState, Sharding, Window
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
@@ -39,7 +39,7 @@ from rollback.facts.supervisor import (
     StuckAtExit,
 )
 
-Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
+Outcome = Literal["recovered", "repeated", "not_reproduced", "observed", "carried_out"] | GivingUp
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
@@ -171,6 +171,8 @@ class Planned(Fact):
     may move its end."""
     undone: int = 0
     """Updates that this answer and the earlier ones to the same trouble undo together."""
+    giving_up: GivingUp | None = None
+    """Why the action is `stop`."""
 
     @property
     def goes_back(self) -> bool:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import shutil
 from pathlib import Path
 
 import pytest
 from toy import Toy, consumed, facts, files, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
-from rollback.errors import StoppedAsStructural
+from rollback.errors import NoUsableCheckpoint, StoppedAsStructural
 from rollback.facts.training import (
     Concluded,
     Finished,
@@ -187,3 +188,21 @@ def test_a_blip_is_noted_and_left_alone(tmp_path: Path) -> None:
     require_same(weights(train(toy, run)), weights(train(toy)), "a blip")
     assert facts(run, Incident) == []
     assert {"noticed"} <= {fact.kind for fact in facts(run)}
+
+
+def test_without_a_good_checkpoint_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
+    toy, run = Toy(nan=(8,)).with_settings(fast_tier="off"), tmp_path / "run"
+
+    def lose_them(guard: object, position: int) -> None:
+        if position == 6:
+            shutil.rmtree(run / "ring")
+
+    with pytest.raises(SystemExit) as stopped:
+        train(toy, run, hook=lose_them)
+    assert stopped.value.code == 65
+    (last,) = facts(run, Stopped)
+    assert last.reason == "no_checkpoint"
+    assert "no good checkpoint from before the onset is left" in last.account
+    assert outcomes(run) == ["no_checkpoint"]
+    with pytest.raises(NoUsableCheckpoint, match="was stopped for want of a good checkpoint at step"):
+        train(toy, run)

@@ -111,6 +111,7 @@ def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_has_undone_
     fourth = story.meets(390)
     assert (fourth.action, fourth.escalation, fourth.skip, fourth.checkpoint) == ("stop", 3, None, None)
     assert "structural" not in fourth.reason
+    assert fourth.giving_up == "structural"
     assert "would undo 686 updates together, and max_undone allows 685" in fourth.reason
     assert "3 rollbacks" in fourth.reason
     assert story.meets(389).action == "rollback"
@@ -290,7 +291,7 @@ def test_observe_only_without_a_checkpoint_observes_all_the_same() -> None:
 @pytest.mark.parametrize("ring", [[], held(300, 350), held(0, 50, good=False)])
 def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[PolicyCheckpoint]) -> None:
     answer = plan(incident(230, 233), None, ring, rules())
-    assert (answer.action, answer.checkpoint) == ("stop", None)
+    assert (answer.action, answer.checkpoint, answer.giving_up) == ("stop", None, "no_checkpoint")
     assert "no good checkpoint" in answer.reason
 
 

@@ -17,7 +17,7 @@ from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
 
-Ended = Literal["finished", "preempted", "structural", "gave_up"]
+Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 

@@ -36,6 +36,7 @@ OUTCOMES = {
     "repeated": ("came back", "yellow"),
     "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
     "structural": ("structural: the run was stopped", "red"),
+    "no_checkpoint": ("no good checkpoint from before it was left: the run was stopped", "red"),
     "observed": ("observed only; nothing was done", "cyan"),
     "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),

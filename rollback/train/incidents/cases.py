@@ -100,8 +100,8 @@ class Cases:
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
             self.note_outcome(incident, "observed", incident.detection_step)
-        elif plan.action == "stop":
-            self.note_outcome(incident, "structural", incident.detection_step)
+        elif plan.giving_up is not None:
+            self.note_outcome(incident, plan.giving_up, incident.detection_step)
         return plan
 
     def plan_request(

@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
+from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped, Window
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
@@ -76,11 +77,11 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Halt:
-    """Decision: stop together. `account` is for people."""
+    """Decision: stop together. `account` is for people. giving_up: as in the plan; None: the run can go on."""
 
-    structural: bool
     account: str
     save: bool
+    giving_up: GivingUp | None = None
 
 
 @dataclass(frozen=True)
@@ -154,7 +155,7 @@ class Judge:
         this step too, at once and by itself; it can still be undone.
         """
         decision = self.settle()
-        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
+        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.giving_up):
             return decision
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
@@ -169,7 +170,7 @@ class Judge:
             case Rewind() as later if isinstance(decision, Halt):
                 # Planned and journalled; there is no time to carry it out.
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
-                return Halt(structural=False, account=account, save=False)
+                return Halt(account, save=False)
             case Rewind() | Halt() as later:
                 return later
         return decision
@@ -210,7 +211,7 @@ class Judge:
         self._checkpoints.put_aside(name, reason)
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
-            return Halt(structural=False, account=account, save=False)
+            return Halt(account, save=False)
         return self._plan(failed.incident, failed.stream)
 
     def plan_request(self, name: str, request: Request, target: PolicyCheckpoint, *, step: int, batch: int) -> Rewind:
@@ -269,7 +270,7 @@ class Judge:
         if (decision := decision or self.answer_state()) is not None:
             return decision
         if beat.stop:
-            return Halt(structural=False, account="told to stop", save=True)
+            return Halt("told to stop", save=True)
         return Attend() if beat.asked else None
 
     def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
@@ -353,7 +354,7 @@ class Judge:
             self._observed = True
             return None
         if plan.action == "stop":
-            return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
+            return Halt(f"{incident.explanation}; {plan.reason}", save=False, giving_up=plan.giving_up)
         return Rewind(incident, plan, stream)
 
     def _mark_of(self, step: int, now: StepMark) -> StepMark:

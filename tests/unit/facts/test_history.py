@@ -241,10 +241,10 @@ def stopped(reason: str) -> Stopped:
 
 
 def test_a_structural_stop_stands_until_the_run_goes_on() -> None:
-    assert told(stopped("structural")).structural == stopped("structural")
-    assert told(stopped("preempted")).structural is None
-    assert told(stopped("structural"), attached(C1, 20)).structural is None
-    assert told(attached(C1, 20), stopped("structural"), stopped("preempted")).structural is None
+    assert told(stopped("structural")).given_up == stopped("structural")
+    assert told(stopped("preempted")).given_up is None
+    assert told(stopped("structural"), attached(C1, 20)).given_up is None
+    assert told(attached(C1, 20), stopped("structural"), stopped("preempted")).given_up is None
 
 
 def test_settings_are_those_of_the_last_attempt_and_how_often_the_script_had_written_that_of_the_first() -> None:

@@ -217,7 +217,7 @@ def test_nothing_is_ended_where_nothing_is_open() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "ring", "action", "outcome"),
-    [({"observe_only": True}, RING, "observe", "observed"), ({}, [], "stop", "structural")],
+    [({"observe_only": True}, RING, "observe", "observed"), ({}, [], "stop", "no_checkpoint")],
 )
 def test_what_is_only_observed_and_what_stops_the_run_has_its_outcome_at_once(
     settings: dict[str, Any], ring: list[PolicyCheckpoint], action: str, outcome: str
