@@ -71,6 +71,11 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", json_schema_extra={"metavar": "X%"},
         description="share of the batches that incidents may cost; what would skip more stops the run",
     )  # fmt: skip
+    lr_after: str | None = Field(
+        None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", json_schema_extra={"metavar": "FACTOR:STEPS"},
+        description="before a trouble is called structural, replay it once with the learning rate times FACTOR for "
+        "STEPS steps, then back over as many",
+    )  # fmt: skip
     quarantine: Literal["suspects", "off"] = Field(
         "suspects", description="leave samples that incidents have in common out of later batches"
     )
@@ -120,6 +125,14 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         return float(self.max_skipped.removesuffix("%")) / 100
 
     @property
+    def lower_rate(self) -> tuple[float, int] | None:
+        """Factor and steps of `lr_after`."""
+        if self.lr_after is None:
+            return None
+        factor, _, steps = self.lr_after.partition(":")
+        return float(factor), int(steps)
+
+    @property
     def trusts_the_batch_in_hand(self) -> bool:
         """Whether the plan skips a single bad batch alone. `palm`, or a reach set by hand, says no."""
         return self.policy != "palm" and all(getattr(self, name) is None for name in Reach.model_fields)
@@ -144,7 +157,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 DECIDING = (
-    *Reach.model_fields, "policy", "horizon", "max_undone", "max_skipped", "quarantine", "retry_first",
+    *Reach.model_fields, "policy", "horizon", "max_undone", "lr_after", "max_skipped", "quarantine", "retry_first",
     "observe_only", "sensitivity", "snapshot_every", "keep", "probation", "accept_data_change", "skip", "skip_samples",
 )  # fmt: skip
 """Settings that decide what is an incident and what is done about it."""

@@ -19,7 +19,8 @@ The rules, in order:
 6. *Budgets*: a window with which incidents would cost more than `max_skipped` of the batches is cut down to half of
    what is left, from the onset on. If already the way from onset to detection costs too much, or if the answers to this
    trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
-   and 2,850 iterations in turn and diverged all the same.
+   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed once with
+   a lower learning rate, and nothing more is skipped.
 
 A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
 updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
@@ -102,7 +103,7 @@ def plan(
     screens = settings.policy == "screen" and not in_hand and not escalation
     action = _action(back is not None, settings)
     undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
-    window = screen = None
+    window = screen = lower_rate = None
     found = target is not None
     if target is None:
         action, reason = "observe" if settings.observe_only else "stop", why
@@ -125,6 +126,9 @@ def plan(
                 action, reason = "stop", excess
         if action == "rollback" and back is not None and undone > settings.max_undone:
             action, reason = "stop", _structural(back, undone, settings)
+        if action == "stop" and back is not None and back.lower_rate is None and settings.lower_rate is not None:
+            action, window, screen, lower_rate = "rollback", None, None, settings.lower_rate
+            reason = f"with a lower learning rate, once, before it is called structural: {reason}"
     if action == "stop":
         target = window = screen = None
     last_kept = target.step if target is not None else incident.onset_step
@@ -145,6 +149,7 @@ def plan(
         in_hand=in_hand and window is not None,
         screen=screen,
         undone=undone,
+        lower_rate=lower_rate,
         giving_up=None if action != "stop" else "structural" if found else "no_checkpoint",
     )
 

@@ -122,6 +122,12 @@ class History:
         return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
 
     @property
+    def lowered(self) -> Planned | None:
+        """The last plan that lowers the learning rate."""
+        plans = [case.plan for case in self.cases if case.plan and case.plan.goes_back and case.plan.lower_rate]
+        return plans[-1] if plans else None
+
+    @property
     def skipped_by_incidents(self) -> list[Window]:
         """The skip windows of all rollbacks that answered a trouble."""
         return [window for case in self.cases if case.incident.request is None for window in case.skips]

@@ -173,6 +173,8 @@ class Planned(Fact):
     """Updates that this answer and the earlier ones to the same trouble undo together."""
     giving_up: GivingUp | None = None
     """Why the action is `stop`."""
+    lower_rate: tuple[float, int] | None = None
+    """A factor of the learning rate, and for how many steps from `step` on; it comes back over as many more."""
 
     @property
     def goes_back(self) -> bool:
@@ -185,10 +187,21 @@ class Planned(Fact):
         window = self.skip or self.screen
         return window.last if window else self.through
 
+    def rate_at(self, step: int) -> float:
+        """The factor of the learning rate at a step."""
+        if self.lower_rate is None or self.step is None:
+            return 1.0
+        (factor, steps), since = self.lower_rate, step - self.step
+        if not 0 <= since < 2 * steps:
+            return 1.0
+        return factor + (1 - factor) * max(0, since - steps + 1) / (steps + 1)
+
     def skips_in_words(self) -> str:
         """What becomes of the batches, to be added to a sentence; empty: nothing."""
         if self.skip is not None:
             return f", skip batches {self.skip}"
+        if self.lower_rate is not None:
+            return f", learning rate times {self.lower_rate[0]:g} for {self.lower_rate[1]} steps"
         return f", screen batches {self.screen}" if self.screen is not None else ""
 
     def screened_through(self, batch: int) -> Planned:

@@ -35,6 +35,7 @@ from rollback.train.snapshots.draining import at_exit, end_draining
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
+from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
 
@@ -111,6 +112,7 @@ class Guard(ScriptSide):
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
             Advisor(state.model, optimizer), skips, max_steps,
         )  # fmt: skip
+        self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
         self._passes = Passes(cursor, objects.values())
@@ -124,7 +126,7 @@ class Guard(ScriptSide):
         self._rewinder.subscribers += [
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step_in_progress.rollback_applied, schedule.rollback_applied,
+            self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
             self._passes.resume(left=state.counters.epoch_left)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import itertools
 import shutil
+import signal
 from pathlib import Path
 
 import pytest
+from attempts import Forker
 from toy import Toy, consumed, facts, files, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
 from rollback.errors import NoUsableCheckpoint, StoppedAsStructural
@@ -206,3 +208,18 @@ def test_without_a_good_checkpoint_the_run_stops_with_a_code_of_its_own(tmp_path
     assert outcomes(run) == ["no_checkpoint"]
     with pytest.raises(NoUsableCheckpoint, match="was stopped for want of a good checkpoint at step"):
         train(toy, run)
+
+
+def test_a_lower_learning_rate_before_giving_up_is_exact_on_resume(tmp_path: Path) -> None:
+    """A gradient that overflows, and then garbage that comes by once: the second answer would undo too much."""
+    toy = Toy(samples=480, overflow=(57,), garbage=(75, 79), once=True, augment=True)
+    toy = toy.with_settings(max_undone=10, lr_after="0.5:40")
+    run, other, log = tmp_path / "run", tmp_path / "other", tmp_path / "log"
+    ended = train(toy, run)
+    first, second = facts(run, Planned)
+    assert (first.lower_rate, second.lower_rate, second.skip) == (None, (0.5, 40), None)
+    assert outcomes(run) == ["repeated", "recovered"]
+    with Forker() as forker:
+        assert forker.status(toy, other, log=str(log), signal=[95, signal.SIGKILL]) == -signal.SIGKILL
+        resumed = forker.finish(toy, other, log=log)
+    require_same(resumed, ended, "killed while the rate is low")

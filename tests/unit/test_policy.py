@@ -536,3 +536,30 @@ def test_beyond_the_horizon_a_trouble_is_a_new_one(
     first = plan(found, None, ring, settings, DataStream(per_step))
     after = horizon_end(first, settings, per_step) // per_step + 1
     assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)
+
+
+# --- a lower learning rate --------------------------------------------------------------------------------------------
+
+
+def test_before_a_trouble_is_called_structural_it_is_replayed_once_with_a_lower_rate() -> None:
+    story = Story(rules(max_undone=34, lr_after="0.5:200"))
+    first, second, third = story.meets(230), story.meets(270), story.meets(280)
+    assert (first.action, first.lower_rate) == ("rollback", None)
+    assert (second.action, second.lower_rate, second.skip, second.giving_up) == ("rollback", (0.5, 200), None, None)
+    assert second.reason.startswith("with a lower learning rate, once, before it is called structural: ")
+    assert (third.action, third.giving_up) == ("stop", "structural")
+
+
+def test_a_lower_rate_does_not_answer_what_has_not_come_back_and_what_has_no_checkpoint() -> None:
+    settings = Settings(policy="surgical", max_skipped="0%", lr_after="0.5:200")
+    spent = DataStream(skipped=(Window(first=0, last=99),))
+    assert plan(incident(230, 233), None, RING, settings, spent).giving_up == "structural"
+    back = plan(incident(230, 233), None, RING, settings)
+    assert plan(incident(240, 243), back, [], settings).giving_up == "no_checkpoint"
+    assert plan(incident(240, 243), back, RING, settings, spent).lower_rate == (0.5, 200)
+
+
+@pytest.mark.parametrize("wrong", ["0.5", "1.0:20", "0.5:0", "half:20", "-0.5:20"])
+def test_what_is_no_factor_and_number_of_steps_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="lr_after"):
+        Settings(lr_after=wrong)

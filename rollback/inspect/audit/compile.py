@@ -191,6 +191,7 @@ def _incidents(material: Material, history: History, costs: Costs, passed: list[
                 planned_checkpoint=plan.checkpoint if plan else None,
                 skip=_span(plan.skip, passed) if plan and plan.skip else None,
                 screen=_span(plan.screen, merge_windows(case.skips)) if plan and plan.screen else None,
+                lower_rate=plan.lower_rate if plan else None,
                 restored=_restoration(case.restored, restored[number].at) if case.restored else None,
                 repeats=before.incident.incident if before and _is_repeat(case, before) else None,
                 repeated_by=after.incident.incident if after and _is_repeat(after, case) else None,

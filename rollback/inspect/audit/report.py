@@ -136,6 +136,9 @@ class IncidentEntry(ReportItem):
     screen: Span | None = Field(
         None, description="the batches that were screened; `passed_over` counts those that stood out and were skipped"
     )
+    lower_rate: tuple[float, int] | None = Field(
+        None, description="factor of the learning rate, and for how many steps; it comes back over as many more"
+    )
     restored: RestoredCheckpoint | None
     repeats: int | None = Field(description="the incident that this one is a repeat of")
     repeated_by: int | None

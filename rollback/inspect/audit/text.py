@@ -180,6 +180,8 @@ def answer_in_words(entry: IncidentEntry) -> str:
     skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
     if (screen := entry.screen) is not None:
         skip = f", screen batches {screen.first}:{screen.last} ({screen.passed_over} of {screen.batches} were skipped)"
+    if entry.lower_rate is not None:
+        skip += f", learning rate times {entry.lower_rate[0]:g} for {entry.lower_rate[1]} steps"
     if entry.action == "observe":
         return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
     verb = "replay" if entry.action == "retry" else "roll back"

@@ -194,5 +194,7 @@ def _in_words(plan: Planned) -> str:
     window = plan.skip or plan.screen
     does = "skip" if plan.skip else "screen"
     skip = f"{does} batches {window.first} to {window.last}" if window else "skip nothing"
+    if plan.lower_rate is not None:
+        skip = plan.skips_in_words().removeprefix(", ")
     would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
     return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"
