@@ -20,7 +20,7 @@ from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
 
 Sensitivity = Literal["low", "normal", "high"]
-PresetName = Literal["balanced", "palm", "surgical"]
+PresetName = Literal["balanced", "palm", "surgical", "screen"]
 
 
 class Reach(BaseModel, frozen=True):
@@ -41,10 +41,12 @@ class Reach(BaseModel, frozen=True):
 # balanced: the first moment of Adam with beta1 = 0.9 forgets in about 10 steps, so 20 steps before the onset the
 # optimizer had not yet felt what led to it, and an onset estimate that is a few steps late is covered; bad data comes
 # in stretches, so 20 batches beyond the detection are cheaper than a second rollback.
+# screen: what balanced would skip is judged, update by update, and only what stands out is skipped.
 PRESETS: Mapping[PresetName, Reach] = {
     "balanced": Reach(rewind=20, skip_from="checkpoint", skip_after=20, skip_min=0),
     "palm": Reach(rewind=100, skip_from="checkpoint", skip_after=0, skip_min=200),
     "surgical": Reach(rewind=0, skip_from="onset", skip_after=0, skip_min=0),
+    "screen": Reach(rewind=20, skip_from="checkpoint", skip_after=20, skip_min=0),
 }
 
 
@@ -62,10 +64,17 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     skip_after: int | None = Field(None, ge=0, description="batches skipped beyond the detection step")
     skip_min: int | None = Field(None, ge=0, description="least number of batches in a skip window")
     horizon: int = Field(100, ge=1, description="an incident this few steps after a skip window repeats the last one")
-    max_rollbacks: int = Field(3, ge=1, description="rollbacks for one trouble before it is called structural")
+    max_undone: int = Field(
+        1000, ge=1, description="updates that the answers to one trouble may undo; after that it is structural"
+    )
     max_skipped: str = Field(
         "5%", pattern=r"^(100|\d{1,2}(\.\d{1,6})?)%$", json_schema_extra={"metavar": "X%"},
         description="share of the batches that incidents may cost; what would skip more stops the run",
+    )  # fmt: skip
+    lr_after: str | None = Field(
+        None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", json_schema_extra={"metavar": "FACTOR:STEPS"},
+        description="before a trouble is called structural, replay it once with the learning rate times FACTOR for "
+        "STEPS steps, then back over as many",
     )  # fmt: skip
     quarantine: Literal["suspects", "off"] = Field(
         "suspects", description="leave samples that incidents have in common out of later batches"
@@ -116,6 +125,14 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         return float(self.max_skipped.removesuffix("%")) / 100
 
     @property
+    def lower_rate(self) -> tuple[float, int] | None:
+        """Factor and steps of `lr_after`."""
+        if self.lr_after is None:
+            return None
+        factor, _, steps = self.lr_after.partition(":")
+        return float(factor), int(steps)
+
+    @property
     def trusts_the_batch_in_hand(self) -> bool:
         """Whether the plan skips a single bad batch alone. `palm`, or a reach set by hand, says no."""
         return self.policy != "palm" and all(getattr(self, name) is None for name in Reach.model_fields)
@@ -140,7 +157,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 
 DECIDING = (
-    *Reach.model_fields, "policy", "horizon", "max_rollbacks", "max_skipped", "quarantine", "retry_first",
+    *Reach.model_fields, "policy", "horizon", "max_undone", "lr_after", "max_skipped", "quarantine", "retry_first",
     "observe_only", "sensitivity", "snapshot_every", "keep", "probation", "accept_data_change", "skip", "skip_samples",
 )  # fmt: skip
 """Settings that decide what is an incident and what is done about it."""

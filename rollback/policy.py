@@ -9,14 +9,18 @@ The rules, in order:
    belongs to a stretch of bad data: that plan skips from the beginning of the stretch to `skip_after` batches after the
    detection step.
 3. *Repeat*: the incident begins at most `horizon` steps after the window that the last plan skipped (or replayed).
-   A repeat of a retry shows that the trouble comes from data or state: roll back. A repeat of a rollback escalates:
-   an older good checkpoint and a window twice as long. After `max_rollbacks` rollbacks for one trouble the cause is
-   structural and the run stops: BigScience's 104B run skipped 750, 1,849 and 2,850 iterations in turn and diverged
-   all the same.
+   A repeat of a retry shows that the trouble comes from data or state: roll back. A repeat of a rollback escalates.
+   Where it begins right behind the window, the stretch of bad data is longer: the next window begins where the last one
+   ended. Else the trouble is another one than was thought: an older good checkpoint and a window twice as long.
 4. *Retry first*, where the setting is on: restore and replay without skipping.
 5. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset; skip through the
-   detection step and `skip_after` more batches.
-6. *Floor*: a window with which incidents would cost more than `max_skipped` of the batches stops the run instead.
+   detection step and `skip_after` more batches. The policy `screen` judges the updates of these batches one by one
+   instead, and skips what stands out. What it let through and came back is skipped whole.
+6. *Budgets*: a window with which incidents would cost more than `max_skipped` of the batches is cut down to half of
+   what is left, from the onset on. If already the way from onset to detection costs too much, or if the answers to this
+   trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
+   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed once with
+   a lower learning rate, and nothing more is skipped.
 
 A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
 updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
@@ -34,6 +38,9 @@ from rollback.facts.training import Action, Incident, Planned, Window
 FIRST_ANSWER = 60
 """Updates that a first answer may always cost, besides `rewind` and `skip_after`: checkpoints are 50 apart in a run
 that has just begun, and a trouble is a few steps old when it is called."""
+
+AT_ONCE = 5
+"""Updates behind a window within which a trouble is the same stretch of bad data. An onset may be some steps late."""
 
 
 @dataclass(frozen=True)
@@ -88,26 +95,42 @@ def plan(
     when the plan is carried out. Same arguments, same plan: every rank may compute it.
     """
     back = previous if previous and comes_back(incident, previous, settings, stream, suspected) else None
-    escalation = back.escalation + (back.action == "rollback" and not back.in_hand) if back else 0
-    action = _action(back is not None, escalation, settings)
+    escalation = _escalation(incident, back)
     in_hand = incident.in_hand and settings.trusts_the_batch_in_hand and not (back and back.action == "rollback")
     reach = _reach(in_hand, back, settings)
-    target, why = _target(incident, back if escalation else None, held, reach)
-    window = None
+    goes_on = back is not None and _goes_on(incident, back, stream)
+    target, why = _target(incident, back if escalation > goes_on else None, held, reach)
+    screens = settings.policy == "screen" and not in_hand and not escalation
+    action = _action(back is not None, settings)
+    undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
+    window = screen = lower_rate = None
+    found = target is not None
     if target is None:
         action, reason = "observe" if settings.observe_only else "stop", why
-    elif action == "stop":
-        reason = _structural(escalation)
     else:
         reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
         if in_hand:
             reason += "; its batch alone did it: the loss was finite until then, and is not"
         if action != "retry":
-            window = _window(incident, target, back, reach, stream)
-            if action == "rollback" and (excess := _excess(window, stream, settings)):
+            wide = _window(incident, target, back, reach, stream, goes_on=goes_on)
+            narrow = _narrowest(incident, target, back, stream, goes_on=goes_on)
+            excess = action == "rollback" and excess_of(narrow, stream, settings)
+            if screens:
+                screen = Window(first=target.batch, last=max(wide.last, target.batch))
+            elif action == "rollback" and excess_of(wide, stream, settings):
+                window = _cut_down(wide, narrow, stream, settings) if not excess else narrow
+                reason += "; no wider window, since that would exceed max_skipped"
+            else:
+                window = wide
+            if excess:
                 action, reason = "stop", excess
+        if action == "rollback" and back is not None and undone > settings.max_undone:
+            action, reason = "stop", _structural(back, undone, settings)
+        if action == "stop" and back is not None and back.lower_rate is None and settings.lower_rate is not None:
+            action, window, screen, lower_rate = "rollback", None, None, settings.lower_rate
+            reason = f"with a lower learning rate, once, before it is called structural: {reason}"
     if action == "stop":
-        target = window = None
+        target = window = screen = None
     last_kept = target.step if target is not None else incident.onset_step
     discards = [] if action == "observe" else [point.name for point in held if point.step > last_kept]
     return Planned(
@@ -124,6 +147,10 @@ def plan(
         timeline=incident.timeline + (action in ("rollback", "retry")),
         reason=reason,
         in_hand=in_hand and window is not None,
+        screen=screen,
+        undone=undone,
+        lower_rate=lower_rate,
+        giving_up=None if action != "stop" else "structural" if found else "no_checkpoint",
     )
 
 
@@ -168,21 +195,33 @@ def comes_back(incident: Incident, previous: Planned, settings: Settings, stream
     """
     if not repeats(incident, previous, settings, stream.batches_per_step):
         return False
-    beyond = previous.skip is not None and incident.onset_batch > previous.skip.last + stream.batches_per_step
+    skips = previous.skip is not None or previous.screen is not None
+    beyond = skips and incident.onset_batch > previous.last + stream.batches_per_step
     return not (beyond and (incident.in_hand or previous.in_hand or suspected))
 
 
 def horizon_end(plan: Planned, settings: Settings, batches_per_step: int) -> int:
     """The last batch at which an incident would be a repeat. After that batch the rollback has succeeded."""
-    end = plan.skip.last if plan.skip else plan.through
-    return end + settings.horizon * batches_per_step
+    return plan.last + settings.horizon * batches_per_step
 
 
-def _action(repeated: bool, escalation: int, settings: Settings) -> Action:
+def _escalation(incident: Incident, back: Planned | None) -> int:
+    """The number of harder answers that this trouble has had, and now gets. What begins behind a screen has not been
+    answered yet."""
+    if back is None:
+        return 0
+    behind_screen = back.screen is not None and incident.onset_batch > back.screen.last
+    return back.escalation + (back.action == "rollback" and not back.in_hand and not behind_screen)
+
+
+def _goes_on(incident: Incident, back: Planned, stream: DataStream) -> bool:
+    """Whether the trouble is back right behind the window: the stretch of bad data is longer than that."""
+    return back.skip is not None and 0 < incident.onset_batch - back.skip.last <= AT_ONCE * stream.batches_per_step
+
+
+def _action(repeated: bool, settings: Settings) -> Action:
     if settings.observe_only:
         return "observe"
-    if escalation >= settings.max_rollbacks:
-        return "stop"
     if settings.retry_first and not repeated:
         return "retry"
     return "rollback"
@@ -219,19 +258,51 @@ def _target(
 
 
 def _window(
-    incident: Incident, target: PolicyCheckpoint, previous: Planned | None, reach: Reach, stream: DataStream
+    incident: Incident,
+    target: PolicyCheckpoint,
+    previous: Planned | None,
+    reach: Reach,
+    stream: DataStream,
+    *,
+    goes_on: bool,
 ) -> Window:
     first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
-    length = max(incident.detection_batch + reach.skip_after - first + 1, reach.skip_min)
+    last = max(incident.detection_batch + reach.skip_after, first + reach.skip_min - 1)
     if previous is not None and previous.skip is not None:
         # Not from before the restored checkpoint: those batches are part of the run and stay so.
-        first = max(target.batch, min(first, previous.skip.first))
-        length = max(incident.detection_batch + reach.skip_after - first + 1, 2 * len(previous.skip))
-    return Window(first=first, last=stream.end_of_update(first, first + length - 1))
+        if goes_on:
+            # Half as much again as was skipped so far: a long stretch takes few answers.
+            so_far = next((each for each in stream.skipped if previous.skip.last in each), previous.skip)
+            first, length = max(target.batch, previous.skip.last + 1), len(so_far) // 2
+        else:
+            first, length = max(target.batch, min(first, previous.skip.first)), 2 * len(previous.skip)
+        last = max(incident.detection_batch + reach.skip_after, first + length - 1)
+    return Window(first=first, last=stream.end_of_update(first, last))
 
 
-def _excess(window: Window, stream: DataStream, settings: Settings) -> str | None:
-    """The reason in words, where incidents would cost more batches than allowed; else None.
+def _narrowest(
+    incident: Incident, target: PolicyCheckpoint, previous: Planned | None, stream: DataStream, *, goes_on: bool
+) -> Window:
+    """From the onset, or where the last window ended, through the detection."""
+    behind = previous.skip.last + 1 if previous is not None and previous.skip is not None and goes_on else None
+    first = max(target.batch, incident.onset_batch if behind is None else behind)
+    return Window(first=first, last=stream.end_of_update(first, incident.detection_batch))
+
+
+def excess_of(window: Window, stream: DataStream, settings: Settings) -> str | None:
+    """The reason in words, where incidents would cost more batches than allowed with this window; else None."""
+    skipped, of, allowed = _cost(window, stream, settings)
+    if skipped <= allowed:
+        return None
+    return (
+        f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and max_skipped "
+        f"({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are too coarse for so "
+        "short a run, or the cause is not in the data"
+    )
+
+
+def _cost(window: Window, stream: DataStream, settings: Settings) -> tuple[int, int, int]:
+    """The batches that incidents cost with this window, the batches of the run, and how many incidents may cost.
 
     The limit is `max_skipped` of the batches that the run has, as far as known, and at least of those through the
     window. One first answer is always allowed.
@@ -241,18 +312,20 @@ def _excess(window: Window, stream: DataStream, settings: Settings) -> str | Non
     of = max(stream.total, window.last + 1)
     reach = settings.reach
     least = max((reach.rewind + FIRST_ANSWER) * stream.batches_per_step + reach.skip_after, reach.skip_min)
-    allowed = max(int(settings.max_skipped_share * of), least)
-    if skipped <= allowed or settings.max_skipped_share == 1:
-        return None
-    return (
-        f"skipping batches {window} would make it {skipped} of {of} batches that incidents have cost, and max_skipped "
-        f"({settings.max_skipped}) allows {allowed}: too much of the data is bad, or the windows are too coarse for so "
-        "short a run, or the cause is not in the data"
-    )
+    return skipped, of, max(int(settings.max_skipped_share * of), least) if settings.max_skipped_share < 1 else skipped
 
 
-def _structural(escalation: int) -> str:
+def _cut_down(wide: Window, narrow: Window, stream: DataStream, settings: Settings) -> Window:
+    """A window within `max_skipped`, given that `narrow` is: from there on, with half of what is left."""
+    skipped, _, allowed = _cost(narrow, stream, settings)
+    last = stream.end_of_update(narrow.first, narrow.last + (allowed - skipped) // 2)
+    cut = Window(first=narrow.first, last=max(narrow.last, min(wide.last, last)))
+    return narrow if excess_of(cut, stream, settings) else cut
+
+
+def _structural(back: Planned, undone: int, settings: Settings) -> str:
     return (
-        f"{escalation} rollbacks with wider and wider windows did not cure it, so the cause is not in the skipped "
+        f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
+        f"{settings.max_undone}; {back.escalation + 1} rollbacks did not cure it, so the cause is not in the skipped "
         "data: look at the learning rate, the precision, the model or the code"
     )

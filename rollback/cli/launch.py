@@ -272,5 +272,7 @@ def closing_line(result: Result, run: Path, command: Sequence[str]) -> str:
             return f"stopped, resumable {where}; go on with `{again}`; `{audit}` tells what happened so far"
         case ExitCode.STRUCTURAL:
             return f"stopped, structural divergence: {result.reason}\n`{audit}` has the whole account"
+        case ExitCode.NO_CHECKPOINT:
+            return f"stopped, no usable checkpoint: {result.reason}\n`{audit}` has the whole account"
         case _:
             return f"failed: {result.reason}; once that is mended, go on with `{again}`; see also `{audit}`"

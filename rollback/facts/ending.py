@@ -6,12 +6,17 @@ from typing import Literal
 
 from rollback.facts.fact import Fact
 
+GivingUp = Literal["structural", "no_checkpoint"]
+"""Why an incident stops the run: more skipping would not cure it, or would cost too much; or no good checkpoint from
+before its onset is left."""
+
 
 class Stopped(Fact):
     """The ranks stopped together before the end of the data."""
 
     kind: Literal["stopped"] = "stopped"
-    reason: Literal["preempted", "structural"]
+    reason: Literal["preempted"] | GivingUp
+    """`structural`: more skipping would not help, or would cost too much. `no_checkpoint`: no good one is left."""
     step: int
     batch: int
     checkpoint: str | None

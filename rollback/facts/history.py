@@ -32,6 +32,7 @@ from rollback.facts.training import (
     Requested,
     Restored,
     SampleQuarantine,
+    ScreenedOut,
     SkipAdded,
     Stopped,
     Window,
@@ -44,8 +45,16 @@ class Case:
 
     incident: Incident
     plan: Planned | None = None
+    """With its screen as far as that reaches by now."""
     restored: Restored | None = None
     outcome: Concluded | None = None
+    screened_out: list[ScreenedOut] = field(default_factory=list)
+
+    @property
+    def skips(self) -> list[Window]:
+        """The batches that are skipped because of it."""
+        planned = self.plan.skip if self.plan and self.plan.action == "rollback" else None
+        return [*([planned] if planned else []), *(fact.window for fact in self.screened_out)]
 
     @property
     def carried_out(self) -> bool:
@@ -92,8 +101,8 @@ class History:
     last_attempt: int = 0
     settings: dict[str, Any] = field(default_factory=dict)
     """The settings of the last attempt that attached, without those that had the default value."""
-    structural: Stopped | None = None
-    """The structural stop that ended the run; None where the run has gone on since, or did not end so."""
+    given_up: Stopped | None = None
+    """The stop for an incident that ended the run; None where the run has gone on since, or did not end so."""
 
     @property
     def pending(self) -> Planned | None:
@@ -113,10 +122,15 @@ class History:
         return next((plan for plan in reversed(plans) if plan.action != "observe"), None)
 
     @property
+    def lowered(self) -> Planned | None:
+        """The last plan that lowers the learning rate."""
+        plans = [case.plan for case in self.cases if case.plan and case.plan.goes_back and case.plan.lower_rate]
+        return plans[-1] if plans else None
+
+    @property
     def skipped_by_incidents(self) -> list[Window]:
         """The skip windows of all rollbacks that answered a trouble."""
-        plans = [case.plan for case in self.cases if case.plan and case.incident.request is None]
-        return [plan.skip for plan in plans if plan.action == "rollback" and plan.skip]
+        return [window for case in self.cases if case.incident.request is None for window in case.skips]
 
     def case_of(self, request: str) -> Case | None:
         """The incident, plan and outcome of a request to rewind."""
@@ -125,10 +139,7 @@ class History:
     @property
     def skip_list(self) -> list[Window]:
         """All windows in force: the user's windows and those of plans, a pending plan included."""
-        planned = [
-            case.plan.skip for case in self.cases if case.plan and case.plan.action == "rollback" and case.plan.skip
-        ]
-        return [fact.window for fact in self.added] + planned
+        return [fact.window for fact in self.added] + [window for case in self.cases for window in case.skips]
 
 
 def fold(records: Iterable[JournalEntry], history: History | None = None) -> History:
@@ -154,6 +165,8 @@ def _apply(history: History, record: JournalEntry) -> None:
                 history.good.difference_update(fact.discards)
                 history.timeline = fact.timeline
                 history.finished = None
+        case ScreenedOut() as fact:
+            _note_screened_out(_case(history, fact.incident), fact)
         case Restored() as fact:
             _case(history, fact.incident).restored = fact
         case Concluded() as fact:
@@ -168,15 +181,22 @@ def _apply(history: History, record: JournalEntry) -> None:
             pass
 
 
+def _note_screened_out(case: Case, fact: ScreenedOut) -> None:
+    if case.plan is None or case.plan.screen is None:
+        raise JournalDamaged(f"the journal has an update screened out for incident {fact.incident}, without a screen")
+    case.screened_out.append(fact)
+    case.plan = case.plan.screened_through(fact.through)
+
+
 def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
-            history.settings, history.structural = fact.settings, None
+            history.settings, history.given_up = fact.settings, None
             history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
         case Stopped():
-            history.structural = fact if fact.reason == "structural" else None
+            history.given_up = fact if fact.reason != "preempted" else None
         case Finished():
             history.finished = fact
 

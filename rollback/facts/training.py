@@ -25,7 +25,7 @@ from rollback.facts.checkpoints import (
     Saving,
     Tier,
 )
-from rollback.facts.ending import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
+from rollback.facts.ending import FinalStateLost, Finished, GivingUp, LastSaveFailed, ScriptLeft, Stopped
 from rollback.facts.fact import Fact, InitialState, Sharding, Window
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
@@ -39,7 +39,7 @@ from rollback.facts.supervisor import (
     StuckAtExit,
 )
 
-Outcome = Literal["recovered", "repeated", "not_reproduced", "structural", "observed", "carried_out"]
+Outcome = Literal["recovered", "repeated", "not_reproduced", "observed", "carried_out"] | GivingUp
 Action = Literal["rollback", "retry", "stop", "observe"]
 Order = Literal["rewind", "skip", "stop", "quarantine", "release"]
 THE_SUPERVISOR = "the supervisor"  # who added a skip window
@@ -166,11 +166,68 @@ class Planned(Fact):
     reason: str
     in_hand: bool = False
     """The plan skips the detection step's batch alone."""
+    screen: Window | None = None
+    """The batches whose updates are judged one by one before they count; then there is no `skip`. Each `screened_out`
+    may move its end."""
+    undone: int = 0
+    """Updates that this answer and the earlier ones to the same trouble undo together."""
+    giving_up: GivingUp | None = None
+    """Why the action is `stop`."""
+    lower_rate: tuple[float, int] | None = None
+    """A factor of the learning rate, and for how many steps from `step` on; it comes back over as many more."""
 
     @property
     def goes_back(self) -> bool:
         """Whether a checkpoint is restored."""
         return self.action in ("rollback", "retry")
+
+    @property
+    def last(self) -> int:
+        """The last batch that the answer is about: that it skips, screens or, where it does neither, replays."""
+        window = self.skip or self.screen
+        return window.last if window else self.through
+
+    def rate_at(self, step: int) -> float:
+        """The factor of the learning rate at a step."""
+        if self.lower_rate is None or self.step is None:
+            return 1.0
+        (factor, steps), since = self.lower_rate, step - self.step
+        if not 0 <= since < 2 * steps:
+            return 1.0
+        return factor + (1 - factor) * max(0, since - steps + 1) / (steps + 1)
+
+    def skips_in_words(self) -> str:
+        """What becomes of the batches, to be added to a sentence; empty: nothing."""
+        if self.skip is not None:
+            return f", skip batches {self.skip}"
+        if self.lower_rate is not None:
+            return f", learning rate times {self.lower_rate[0]:g} for {self.lower_rate[1]} steps"
+        return f", screen batches {self.screen}" if self.screen is not None else ""
+
+    def screened_through(self, batch: int) -> Planned:
+        """The plan with a screen that lasts through this batch."""
+        assert self.screen is not None
+        return self.model_copy(update={"screen": Window(first=self.screen.first, last=max(self.screen.last, batch))})
+
+
+class ScreenedOut(Fact):
+    """In a screen, this update stood out: it is undone, and its batches are skipped. Journalled before it is undone."""
+
+    kind: Literal["screened_out"] = "screened_out"
+    incident: int
+    window: Window
+    """The batches of the update, and what else must be skipped so that the rest of the epoch is whole updates."""
+    verdict: Literal["spike", "nonfinite"]
+    cause: str
+    """As in `incident`, as are `rule`, `value`, `threshold` and `explanation`."""
+    rule: str
+    value: float | None
+    threshold: float | None
+    explanation: str
+    step: int
+    timeline: int
+    through: int
+    """The last batch of the screen from now on."""
 
 
 class Restored(Fact):
@@ -299,8 +356,8 @@ class Trouble(Fact):
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
-        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
-        SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
+        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, ScreenedOut, Restored, Concluded,
+        SkipAdded, SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
         LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,

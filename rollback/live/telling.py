@@ -36,8 +36,7 @@ def line_of(record: JournalEntry) -> str | None:
             threshold = "" if fact.threshold is None else f", threshold {number(fact.threshold)}"
             return f"incident {fact.incident}: {fact.explanation} ({fact.rule}: {number(fact.value)}{threshold})"
         case Planned() as fact if fact.goes_back:
-            skip = f", skip batches {fact.skip}" if fact.skip else ""
-            return f"rewind to step {fact.step} ({fact.checkpoint}){skip}"
+            return f"rewind to step {fact.step} ({fact.checkpoint}){fact.skips_in_words()}"
         case Planned() as fact:
             return f"{fact.action}: {fact.reason}"
         case Restored() as fact:

@@ -30,7 +30,10 @@ from rollback.rundir.paths import RunPaths
 from rollback.terminal.escape import printable
 from rollback.terminal.quantities import at_least, duration
 
-_ENDINGS = {"finished": "good", "preempted": "warn", "structural": "bad", "gave_up": "bad", "asked": "calm"}
+_ENDINGS = {
+    "finished": "good", "preempted": "warn", "structural": "bad", "no_checkpoint": "bad", "gave_up": "bad",
+    "asked": "calm",
+}  # fmt: skip
 _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is running, or died without a word."}
 
 

@@ -14,6 +14,9 @@ OPENS = 3.5
 """Height (noise units above the level) at which the loss alone begins an excursion."""
 OPENS_SUPPORTED = 1.8
 """Height at which the loss begins an excursion when the gradient norm stands out in the same step."""
+STANDS_OUT = 5.0
+"""Height at which the loss of a single observation stands out by itself, in a screen: there is no second look, and a
+good batch that is thrown away is lost. What `normal` calls has a mean of 7."""
 LOW = 1.75
 """An observation of at most this height is not part of an excursion."""
 RELEARN_FROM = 32
@@ -227,6 +230,22 @@ def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Exc
     if found is None and evidence.support is not None and evidence.support > preset.support:
         found = _found("loss-and-grad-norm-high", evidence, scale, bar * preset.supported)
     return found or _found("loss-back-at-start", evidence, scale, bar * preset.supported, _LOST_IS_SUPPORT)
+
+
+def stands_out_alone(reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:
+    """The rule by which one observation stands out, or None: a loss that is far up, one that is up together with the
+    gradient norm, or a gradient norm that is far up alone. excused, and a solved task: as in `judge`."""
+    if excused or scale.solved:
+        lost = _LOST_BEYOND_EXCUSE if excused else _LOST_IF_SOLVED
+        above = max(scale.loss_at(LOW), scale.level + lost * scale.progress)
+        return Found("stands-out-lost", above) if scale.progress and reading.loss > above else None
+    if reading.height > STANDS_OUT:
+        return Found("stands-out-loss", scale.loss_at(STANDS_OUT))
+    if reading.norm_height is not None and reading.norm_height > preset.support and reading.height > OPENS_SUPPORTED:
+        return Found("stands-out-loss-and-grad-norm", scale.loss_at(OPENS_SUPPORTED))
+    if reading.norm_height is not None and reading.norm_height >= _NORM_COUNTED:
+        return Found("stands-out-grad-norm", _NORM_COUNTED)
+    return None
 
 
 def _found(

@@ -50,6 +50,29 @@ def spike(
     return Verdict(Kind.SPIKE, step, onset, found.rule, "loss", evidence.loss, found.threshold, text, window)
 
 
+def stands_out(
+    reading: MeasuredObservation, found: Found, scale: Scale, norm: float | None, window: tuple[float, ...]
+) -> Verdict:
+    """An observation that stands out by itself, in a screen."""
+    normally = f"normally {scale.level:.6g} with noise {scale.noise:.3g}"
+    witness, value = "loss", reading.loss
+    text = f"loss {reading.loss:.6g} at step {reading.step}, {normally}; from {found.threshold:.6g} on"
+    match found.rule:
+        case "stands-out-loss":
+            text += " it stands out"
+        case "stands-out-loss-and-grad-norm":
+            text += f" it stands out together with a gradient norm (logarithm) {reading.norm_height:.1f} noise units up"
+        case "stands-out-lost":
+            text += " it stands out even here, where a rise is no surprise"
+        case _:
+            witness, value = "grad_norm", norm if norm is not None else 0.0
+            text = (
+                f"gradient norm {value:.6g} at step {reading.step}: its logarithm is {found.threshold:.3g} noise units "
+                "or more above its level"
+            )
+    return Verdict(Kind.SPIKE, reading.step, reading.step, found.rule, witness, value, found.threshold, text, window)
+
+
 def drift(step: int, found: Slow) -> Verdict:
     """A slow rise that is called now."""
     text = (

@@ -9,7 +9,7 @@ from typing import Any
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
-from rollback.sentinel.excursion import Excursion, Excuse, MeasuredObservation, Scale, judge
+from rollback.sentinel.excursion import Excursion, Excuse, MeasuredObservation, Scale, judge, stands_out_alone
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.slow import Collapse, Drift
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
@@ -125,10 +125,30 @@ class Sentinel:
             return Verdict(self._move(Event.READY if self._loss.ready else Event.CALM), step)
         return self._judge(step, loss, log_norm)
 
-    def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
+    def screen(self, observation: Observation) -> Verdict | None:
+        """A verdict on an observation that stands out by itself from the accepted level; None: it does not.
+
+        For a time in which trouble is known to be near, so without patience. Changes nothing: an observation that does
+        not stand out goes to `update` afterwards.
+        """
+        step, loss, norm, hints = observation.step, observation.loss, observation.grad_norm, observation.hints
+        skipped = Hint.SCALER_SKIPPED in hints
+        for witness, value in (("loss", loss), ("grad_norm", None if skipped else norm)):
+            if value is not None and not math.isfinite(value):
+                return explain.nonfinite(step, step, witness, value, self._loss.recent())
+        if loss is None or skipped or not self._loss.ready or hints & NEW_REFERENCE:
+            return None
+        reading, scale = self._measure(step, loss, math.log(norm) if norm is not None and norm > 0 else None)
+        found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0)
+        return explain.stands_out(reading, found, scale, norm, self._loss.recent()) if found is not None else None
+
+    def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
         start = sorted(self._first_losses)[len(self._first_losses) // 2]
         scale = Scale.of(self._loss.level(), self._loss.noise(), start)
-        reading = scale.read(step, loss, log_norm, self._norm_height(log_norm))
+        return scale.read(step, loss, log_norm, self._norm_height(log_norm)), scale
+
+    def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
+        reading, scale = self._measure(step, loss, log_norm)
         if log_norm is not None:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
             stuck = self._collapse.update(step, loss, log_norm, norm_is_low)

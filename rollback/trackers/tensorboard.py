@@ -51,7 +51,7 @@ class TensorBoard:
                 events.text("incident", step, _lines(fact.explanation, fact.rule, onset))
                 events.scalar("incident/number", step, fact.incident)
             case Planned():
-                skip = f"skip batches {fact.skip}" if fact.skip else "skip nothing"
+                skip = fact.skips_in_words().removeprefix(", ") or "skip nothing"
                 back = f": back to step {fact.step} ({fact.checkpoint})" if fact.checkpoint else ""
                 events.text(f"plan/{fact.incident}", fact.step or 0, _lines(fact.action + back, skip, fact.reason))
             case Restored():

@@ -45,7 +45,7 @@ class WeightsAndBiases:
                 self._note(f"incident/{fact.incident}", f"step {step}: {fact.explanation}")
                 self._note("incidents", self._incidents)
             case Planned():
-                skip = f", skip batches {fact.skip}" if fact.skip else ""
+                skip = fact.skips_in_words()
                 plan = f"{fact.action}: step {fact.step} ({fact.checkpoint}){skip}: {fact.reason}"
                 self._note(f"plan/{fact.incident}", plan)
             case Restored():

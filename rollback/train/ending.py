@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rollback.errors import ExitCode
+from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
 from rollback.train.incidents.judge import Halt, Judge
 from rollback.train.run import AttachedRun
@@ -21,6 +22,10 @@ from rollback.train.snapshots.schedule import SnapshotSchedule
 from rollback.train.state.state import TrainingState
 
 _NUMBERS = itertools.count()
+_GIVING_UP: dict[GivingUp, ExitCode] = {
+    "structural": ExitCode.STRUCTURAL,
+    "no_checkpoint": ExitCode.NO_CHECKPOINT,
+}
 _MADE_UNDER = "_rollback_made_under"
 
 
@@ -86,7 +91,7 @@ class TrainingEnd:
     def stop(self, halt: Halt) -> ExitCode:
         """Collective: the ranks stop together before the end. Returns the exit code for a run without a supervisor."""
         kept = self._schedule.take_now(self._judge.timeline) if halt.save else None
-        if not halt.structural:
+        if halt.giving_up is None:
             self._checkpoints.look_after()
         where, unsaved = self._standing()
         account = halt.account
@@ -94,11 +99,11 @@ class TrainingEnd:
             failed = LastSaveFailed(**where, steps=unsaved, reason=self._schedule.fault)
             account = failed.in_words()
             self._record.note(failed)
-        stopped = Stopped(**where, reason="structural" if halt.structural else "preempted", account=account)
+        stopped = Stopped(**where, reason=halt.giving_up or "preempted", account=account)
         self._record.note(stopped, f"stopped at step {stopped.step}: {account}")
         self._noted = True
-        if halt.structural:
-            return ExitCode.STRUCTURAL
+        if halt.giving_up is not None:
+            return _GIVING_UP[halt.giving_up]
         if stopped.checkpoint is not None:
             return ExitCode.RESUMABLE
         return ExitCode.IO if lost else ExitCode.FAILED

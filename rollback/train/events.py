@@ -18,11 +18,14 @@ class RollbackCause(Enum):
     """The first step of a resumed process was a rehearsal and is done again (`rollback.train.process.rehearsal`)."""
     EPOCH_START = "epoch start"
     """The script has run code of its own since a resume or a rollback; the effects are undone."""
+    SCREEN = "screen"
+    """An update in a screen stood out and was undone. The journal says so, and training is where it was before it."""
 
 
 @dataclass(frozen=True)
 class RollbackApplied:
-    """Training was put back to a checkpoint: the live objects have its state, on all ranks."""
+    """Training was put back: the live objects have an earlier state, on all ranks. It is that of a checkpoint, except
+    where the cause is `SCREEN`."""
 
     cause: RollbackCause
     step: int
@@ -30,14 +33,19 @@ class RollbackApplied:
     batch: int
     """Position of the next batch."""
     checkpoint: str
+    """Empty where the cause is `SCREEN`."""
     epoch_left: bool = False
     """At an epoch's end: whether the script has already done its work between this epoch and the next."""
     case: Case | None = None
     """The incident with its plan and the restore, all of it in the journal. None: there is no plan, and the journal
     says nothing about this event."""
+    screened_out: Window | None = None
+    """The batches of the update that was undone."""
 
     @property
     def skip(self) -> Window | None:
         """The batches that are skipped from now on because of this event."""
+        if self.screened_out is not None:
+            return self.screened_out
         plan = self.case.plan if self.case is not None else None
         return plan.skip if plan is not None and plan.action == "rollback" else None

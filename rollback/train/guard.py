@@ -24,7 +24,7 @@ from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind
+from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind, Undo
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -35,6 +35,7 @@ from rollback.train.snapshots.draining import at_exit, end_draining
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
+from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
 
@@ -111,6 +112,7 @@ class Guard(ScriptSide):
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
             Advisor(state.model, optimizer), skips, max_steps,
         )  # fmt: skip
+        self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
         self._step_in_progress = StepInProgress(state, updates, evidence, prefetch, heartbeat)
         self._passes = Passes(cursor, objects.values())
@@ -124,7 +126,7 @@ class Guard(ScriptSide):
         self._rewinder.subscribers += [
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
-            self._step_in_progress.rollback_applied, schedule.rollback_applied,
+            self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
         ]  # fmt: skip
         if run.restored is not None:
             self._passes.resume(left=state.counters.epoch_left)
@@ -238,6 +240,8 @@ class Guard(ScriptSide):
     # Between two batches -------------------------------------------------------------------------------------------
 
     def _hand_out_batch(self) -> Any:
+        if self._step_in_progress.first_batch is None:
+            self._rewinder.hold(wanted=self._judge.screens(self._state.cursor.batch))
         batch = self._batches.read(
             self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
         )
@@ -260,7 +264,7 @@ class Guard(ScriptSide):
         schedule.end_update()
         decision = self._judge.end_step(
             mark, step.mean_loss(), step.grad_norm(), stop=stop, scaler_skipped=step.updates.dropped_by_scaler,
-            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds,
+            requests_open=requests_open, gauges=gauges, seconds=schedule.step_seconds, screened=self._rewinder.holds,
         )  # fmt: skip
         step.next()
         return decision
@@ -274,6 +278,9 @@ class Guard(ScriptSide):
         match decision:
             case Rewind():
                 self._rewind(decision)
+                return True
+            case Undo():
+                self._rewinder.undo(decision)
                 return True
             case Attend():
                 return self._attend()

@@ -1,11 +1,11 @@
-"""What a start adds to the record; and the refusal to go on after a structural stop without a change."""
+"""What a start adds to the record; and the refusal to go on without a change after an incident stopped the run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
 from rollback.config import Settings
-from rollback.errors import StoppedAsStructural
+from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
 from rollback.facts.history import History, fold
 from rollback.facts.training import THE_SUPERVISOR, Blamed, SampleQuarantine, SkipAdded
 from rollback.rundir.journal import read_journal
@@ -15,19 +15,23 @@ from rollback.train.comm.recorder import Recorder
 
 
 def require_a_change(paths: RunPaths, settings: Settings) -> None:
-    """Raise StoppedAsStructural where the run was stopped as structural and nothing has changed.
+    """Raise StoppedAsStructural, or NoUsableCheckpoint, where an incident stopped the run and nothing has changed.
 
     The run may go on with other deciding settings, after a request of an operator, or with `accept_structural`, which
     says that the change is in the script, the data or the machine.
     """
     history = fold(read_journal(paths.train_journal).records)
-    stopped = history.structural
+    stopped = history.given_up
     if stopped is None or settings.accept_structural or settings.decides_otherwise(history.settings):
         return
     if _asked_for_something(paths, history.answers):
         return
-    raise StoppedAsStructural(
-        f"the run in {paths.root} was stopped as structural at step {stopped.step}, and nothing has changed since: "
+    how = "as structural"
+    error: type[RollbackError] = StoppedAsStructural
+    if stopped.reason == "no_checkpoint":
+        how, error = "for want of a good checkpoint", NoUsableCheckpoint
+    raise error(
+        f"the run in {paths.root} was stopped {how} at step {stopped.step}, and nothing has changed since: "
         f"{stopped.account}",
         hint="change a setting that decides about incidents, ask for a `rollback rewind` or `rollback skip`, or, where "
         "the script or the data have changed, say --accept-structural; nothing was touched",

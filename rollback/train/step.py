@@ -140,9 +140,14 @@ class StepInProgress:
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the step. Without a plan, training is where it was, so an announced phase is kept.
 
-        At an epoch's start this includes a phase that was to begin after an undone update. The body of a rehearsal runs
-        again, and announces such a phase again.
+        At an epoch's start, and in a screen, this includes a phase that was to begin after an undone update. The body
+        of a rehearsal runs again, and announces such a phase again.
         """
-        kept = {RollbackCause.REHEARSAL: self._phase, RollbackCause.EPOCH_START: self._next_phase or self._phase}
+        announced = self._next_phase or self._phase
+        kept = {
+            RollbackCause.REHEARSAL: self._phase,
+            RollbackCause.EPOCH_START: announced,
+            RollbackCause.SCREEN: announced,
+        }
         self._start(kept.get(event.cause))
         self.updates.forget()

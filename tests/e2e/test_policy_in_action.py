@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import shutil
+import signal
 from pathlib import Path
 
 import pytest
+from attempts import Forker
 from toy import Toy, consumed, facts, files, require_same, same_skips_from_the_start, skip_list, skipped, train, weights
 
-from rollback.errors import StoppedAsStructural
+from rollback.errors import NoUsableCheckpoint, StoppedAsStructural
 from rollback.facts.training import (
     Concluded,
     Finished,
@@ -90,22 +94,23 @@ def test_a_fault_that_comes_back_is_then_skipped(tmp_path: Path) -> None:
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "persistent")
 
 
-def test_what_comes_back_widens_the_window_and_ends_in_a_structural_stop(tmp_path: Path) -> None:
+def test_what_comes_back_goes_on_behind_the_window_and_ends_in_a_structural_stop(tmp_path: Path) -> None:
     """Everything from batch 40 on is bad: no window is wide enough."""
-    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential")
+    toy = Toy(samples=4000, nan=tuple(range(40, 1000)), sampler="sequential").with_settings(max_undone=90)
     run = tmp_path / "run"
     with pytest.raises(SystemExit) as stopped:
         train(toy, run)
     assert stopped.value.code == 76
-    plans = facts(run, Planned)
-    assert [plan.action for plan in plans] == ["rollback", "rollback", "rollback", "stop"]
-    steps = [plan.step for plan in plans[:-1]]
+    *plans, stop = facts(run, Planned)
+    assert {plan.action for plan in plans} == {"rollback"}
+    assert len(plans) > 3
+    assert stop.action == "stop"
+    steps = [plan.step for plan in plans]
     assert steps == sorted(steps, reverse=True)
-    assert len(set(steps)) == 3, "an older checkpoint each time"
-    lengths = [len(plan.skip) for plan in plans[:-1]]
-    assert lengths[1] >= 2 * lengths[0]
-    assert lengths[2] >= 2 * lengths[1]
-    assert outcomes(run) == ["repeated"] * 3 + ["structural"]
+    assert all(later.skip.first == plan.skip.last + 1 for plan, later in itertools.pairwise(plans[1:]))
+    assert len(plans[-1].skip) >= 2 * len(plans[1].skip), "and longer and longer"
+    assert plans[-1].undone <= 90 < stop.undone
+    assert outcomes(run) == ["repeated"] * len(plans) + ["structural"]
     (last,) = facts(run, Stopped)
     assert last.reason == "structural"
     assert "learning rate" in last.account
@@ -127,10 +132,11 @@ def test_no_window_reaches_back_behind_what_was_restored(tmp_path: Path) -> None
 def test_a_run_that_has_stopped_structurally_can_be_tried_again(tmp_path: Path) -> None:
     """The same command is refused, as nothing has changed that it knows of. Told so, it gets through on mended data."""
     toy, run = Toy(samples=1600, nan=tuple(range(40, 400)), sampler="sequential"), tmp_path / "run"
+    toy = toy.with_settings(max_undone=90)
     with pytest.raises(SystemExit):
         train(toy, run)
     before = files(run / "journal") | files(run / "ring")
-    with pytest.raises(StoppedAsStructural, match="at step 12, and nothing has changed since: the loss is nan"):
+    with pytest.raises(StoppedAsStructural, match="at step 32, and nothing has changed since: the loss is nan"):
         train(toy, run)
     assert files(run / "journal") | files(run / "ring") == before
     ended = train(toy.but(nan=()).with_settings(accept_structural=True), run)
@@ -184,3 +190,36 @@ def test_a_blip_is_noted_and_left_alone(tmp_path: Path) -> None:
     require_same(weights(train(toy, run)), weights(train(toy)), "a blip")
     assert facts(run, Incident) == []
     assert {"noticed"} <= {fact.kind for fact in facts(run)}
+
+
+def test_without_a_good_checkpoint_the_run_stops_with_a_code_of_its_own(tmp_path: Path) -> None:
+    toy, run = Toy(nan=(8,)).with_settings(fast_tier="off"), tmp_path / "run"
+
+    def lose_them(guard: object, position: int) -> None:
+        if position == 6:
+            shutil.rmtree(run / "ring")
+
+    with pytest.raises(SystemExit) as stopped:
+        train(toy, run, hook=lose_them)
+    assert stopped.value.code == 65
+    (last,) = facts(run, Stopped)
+    assert last.reason == "no_checkpoint"
+    assert "no good checkpoint from before the onset is left" in last.account
+    assert outcomes(run) == ["no_checkpoint"]
+    with pytest.raises(NoUsableCheckpoint, match="was stopped for want of a good checkpoint at step"):
+        train(toy, run)
+
+
+def test_a_lower_learning_rate_before_giving_up_is_exact_on_resume(tmp_path: Path) -> None:
+    """A gradient that overflows, and then garbage that comes by once: the second answer would undo too much."""
+    toy = Toy(samples=480, overflow=(57,), garbage=(75, 79), once=True, augment=True)
+    toy = toy.with_settings(max_undone=10, lr_after="0.5:40")
+    run, other, log = tmp_path / "run", tmp_path / "other", tmp_path / "log"
+    ended = train(toy, run)
+    first, second = facts(run, Planned)
+    assert (first.lower_rate, second.lower_rate, second.skip) == (None, (0.5, 40), None)
+    assert outcomes(run) == ["repeated", "recovered"]
+    with Forker() as forker:
+        assert forker.status(toy, other, log=str(log), signal=[95, signal.SIGKILL]) == -signal.SIGKILL
+        resumed = forker.finish(toy, other, log=log)
+    require_same(resumed, ended, "killed while the rate is low")

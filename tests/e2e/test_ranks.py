@@ -21,6 +21,9 @@ BAD = {
     "epochs": Toy(SAMPLES // 4, epochs=3, loop="epochs", between=True, sampler="distributed", nan=(52,)).with_settings(
         rewind=12
     ),
+    "screen": Toy(SAMPLES, sampler="distributed", accumulate=2, garbage=(60, 71), augment=True).with_settings(
+        policy="screen", snapshot_every=5, probation=6
+    ),
 }
 HEALTHY = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True)
 STATISTIC = Toy(SAMPLES // 2, epochs=2, sampler="distributed", level="aside", nan_input=(59,), nan_rank=1)

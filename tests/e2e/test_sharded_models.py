@@ -45,6 +45,7 @@ OF_TWO_AT_LENGTH = {
     "gathered": LONG.but(sharding="fsdp, gathered", nan=(57,)),
     "recomputed": LONG.but(sharding="fsdp, recomputed", nan=(57,)),
     "offloaded": LONG.but(sharding="fsdp, offloaded", nan=(57,)),
+    "screen": LONG.but(garbage=(60, 71)).with_settings(policy="screen"),
     "long epochs": LONG.but(samples=200, epochs=3, loop="epochs", between=True, nan=(52,)).with_settings(rewind=12),
 }
 OF_FOUR_AT_LENGTH = {

@@ -34,7 +34,7 @@ def values(annotation: Any) -> st.SearchStrategy[Any]:
     if origin in (Union, UnionType):
         return st.one_of(*map(values, args))
     if origin is tuple:
-        return st.lists(values(args[0]), max_size=3).map(tuple)
+        return st.lists(values(args[0]), max_size=3).map(tuple) if args[1] is ... else st.tuples(*map(values, args))
     if origin is dict:
         held = st.integers() | st.text() if args[1] is Any else values(args[1])
         return st.dictionaries(st.text(), held, max_size=3)

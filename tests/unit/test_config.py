@@ -34,7 +34,7 @@ def test_a_setting_by_hand_takes_the_presets_place_also_when_it_is_0() -> None:
 
 windows = st.tuples(st.integers(0, 99), st.integers(0, 9)).map(lambda pair: Window(first=pair[0], last=sum(pair)))
 own: dict[str, st.SearchStrategy[Any]] = {
-    "policy": st.sampled_from(["balanced", "palm", "surgical"]),
+    "policy": st.sampled_from(["balanced", "palm", "surgical", "screen"]),
     "rewind": st.integers(0, 1000),
     "skip_after": st.integers(0, 1000),
     "horizon": st.integers(1, 1000),

@@ -10,6 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from rollback.config import Settings
+from rollback.facts.history import merge_windows
 from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import DataStream, PolicyCheckpoint, horizon_end, plan, plan_request, repeats
 from rollback.rundir.paths import CheckpointName
@@ -96,8 +97,8 @@ class Story:
         return answer
 
 
-def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_is_structural() -> None:
-    story = Story(rules(max_rollbacks=3))
+def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_has_undone_too_much() -> None:
+    story = Story(rules(max_undone=34 + 114 + 194 + 343))
     first = story.meets(230)
     assert (first.step, first.skip) == (200, Window(first=200, last=253))
     second = story.meets(260)
@@ -106,10 +107,36 @@ def test_a_repeat_goes_further_back_and_skips_twice_as_much_until_it_is_structur
     third = story.meets(290)
     assert (third.escalation, third.step) == (2, 100)
     assert third.skip == Window(first=100, last=367)
-    fourth = story.meets(370)
+    assert [answer.undone for answer in (first, second, third)] == [34, 34 + 114, 34 + 114 + 194]
+    fourth = story.meets(390)
     assert (fourth.action, fourth.escalation, fourth.skip, fourth.checkpoint) == ("stop", 3, None, None)
     assert "structural" not in fourth.reason
+    assert fourth.giving_up == "structural"
+    assert "would undo 686 updates together, and max_undone allows 685" in fourth.reason
     assert "3 rollbacks" in fourth.reason
+    assert story.meets(389).action == "rollback"
+
+
+def test_a_stretch_that_is_longer_than_the_window_costs_what_is_behind_it_and_half_as_much_again() -> None:
+    """And no older checkpoint the first time: nothing speaks against the one that was restored."""
+    settings, last, skipped = rules(policy="surgical"), None, list[Window]()
+    answers = []
+    for onset in (230, 234, 238, 244):
+        stream = DataStream(skipped=tuple(merge_windows(skipped)))
+        last = plan(incident(onset, onset + 3), last, RING, settings, stream)
+        assert last.skip is not None
+        skipped.append(last.skip)
+        answers.append((last.skip.first, last.skip.last, last.step))
+    assert answers == [(230, 233, 200), (234, 237, 200), (238, 241, 150), (242, 247, 100)]
+
+
+@pytest.mark.parametrize(
+    ("onset", "window"), [(253, (150, 276)), (254, (254, 280)), (258, (254, 281)), (259, (150, 282))]
+)
+def test_a_stretch_goes_on_if_the_trouble_is_back_within_five_updates(onset: int, window: tuple[int, int]) -> None:
+    story = Story(rules())
+    assert story.meets(230).skip == Window(first=200, last=253)
+    assert story.meets(onset).skip == Window(first=window[0], last=max(window[1], onset + 23))
 
 
 def test_when_the_oldest_checkpoint_was_restored_already_it_is_restored_again_with_a_wider_window() -> None:
@@ -143,7 +170,7 @@ def test_retry_first_replays_once_then_skips_then_escalates() -> None:
     skip = story.meets(230)
     assert (skip.action, skip.step, skip.skip, skip.escalation) == ("rollback", 200, Window(first=200, last=253), 0)
     wider = story.meets(256)
-    assert (wider.action, wider.step, wider.escalation) == ("rollback", 150, 1)
+    assert (wider.action, wider.step, wider.skip, wider.escalation) == ("rollback", 200, Window(first=254, last=280), 1)
     elsewhere = story.meets(900)
     assert (elsewhere.action, elsewhere.escalation) == ("retry", 0)
 
@@ -155,8 +182,8 @@ def test_retry_first_replays_once_then_skips_then_escalates() -> None:
     [
         # One after the other, 30 steps apart: each is an occasion of its own, and costs its own batch.
         ({}, [(130, "hand", 130, 130, 100, 0), (160, "hand", 160, 160, 150, 0), (190, "hand", 190, 190, 150, 0)]),
-        # Directly behind one another they are a stretch: from its beginning through 20 batches more, then harder.
-        ({}, [(130, "hand", 130, 130, 100, 0), (131, "hand", 130, 151, 100, 0), (152, "hand", 50, 172, 50, 1)]),
+        # Directly behind one another they are a stretch: through 20 batches more, then harder.
+        ({}, [(130, "hand", 130, 130, 100, 0), (131, "hand", 131, 151, 100, 0), (152, "hand", 152, 172, 100, 1)]),
         # Such a stretch is gone back behind by no more than it needs.
         ({}, [(149, "hand", 149, 149, 100, 0), (150, "hand", 150, 170, 150, 0)]),
         # A spike soon after a batch that did it alone is another trouble; soon after a spike only with a suspect.
@@ -205,19 +232,32 @@ def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[A
 def test_no_window_makes_incidents_cost_more_than_they_may(
     settings: dict[str, Any], stream: DataStream, onset: int, allowed: bool
 ) -> None:
+    """What is not allowed is cut down to half of what is left, from the onset on."""
     answer = plan(incident(onset, onset + 3), None, RING, Settings(**settings), stream)
-    assert answer.action == ("rollback" if allowed else "stop")
+    assert answer.action == "rollback"
+    assert answer.skip is not None
+    assert (answer.skip.first == onset) == (not allowed)
+    assert answer.skip.last >= onset + 3
     assert ("max_skipped" in answer.reason) == (not allowed)
 
 
-@pytest.mark.parametrize(("skipped", "action"), [(71, "rollback"), (72, "stop")])
-def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, action: str) -> None:
+@pytest.mark.parametrize("policy", ["balanced", "surgical", "screen"])
+@pytest.mark.parametrize(("skipped", "action"), [(96, "rollback"), (97, "stop")])
+def test_where_the_narrowest_window_costs_too_much_the_run_stops(policy: str, skipped: int, action: str) -> None:
+    stream = DataStream(skipped=(Window(first=0, last=skipped - 1),))
+    answer = plan(incident(230, 233), None, RING, Settings(policy=policy, rewind=20, skip_after=20), stream)
+    assert answer.action == action
+    assert ("max_skipped (5%) allows 100: " in answer.reason) == (action == "stop")
+
+
+@pytest.mark.parametrize(("skipped", "window"), [(71, (360, 467)), (72, (440, 467))])
+def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, window: tuple[int, int]) -> None:
     """80 updates of 2 batches and 20 batches more, 108 of which are this window."""
     answer = plan(
         incident(220, 223, batches_per_step=2), None, held(0, 180, batches_per_step=2), Settings(rewind=20),
         DataStream(2, skipped=(Window(first=0, last=skipped),)),
     )  # fmt: skip
-    assert answer.action == action, answer.reason
+    assert answer.skip == Window(first=window[0], last=window[1]), answer.reason
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=40), st.sampled_from(["0%", "5%", "30%"]))
@@ -251,7 +291,7 @@ def test_observe_only_without_a_checkpoint_observes_all_the_same() -> None:
 @pytest.mark.parametrize("ring", [[], held(300, 350), held(0, 50, good=False)])
 def test_without_a_good_checkpoint_before_the_onset_the_run_stops_and_says_why(ring: list[PolicyCheckpoint]) -> None:
     answer = plan(incident(230, 233), None, ring, rules())
-    assert (answer.action, answer.checkpoint) == ("stop", None)
+    assert (answer.action, answer.checkpoint, answer.giving_up) == ("stop", None, "no_checkpoint")
     assert "no good checkpoint" in answer.reason
 
 
@@ -314,6 +354,42 @@ def test_a_plan_that_was_never_carried_out_says_nothing_of_its_batch(action: str
     assert answer.in_hand == (action == "observe")
 
 
+# --- the screen -------------------------------------------------------------------------------------------------------
+
+
+def test_a_screen_covers_what_balanced_would_skip_and_skips_nothing_itself() -> None:
+    answer = plan(incident(230, 233), None, RING, rules(policy="screen"))
+    assert (answer.action, answer.step, answer.skip) == ("rollback", 200, None)
+    assert answer.screen == plan(incident(230, 233), None, RING, rules()).skip == Window(first=200, last=253)
+    assert horizon_end(answer, rules(horizon=10, policy="screen"), 1) == 263
+
+
+def test_a_batch_that_did_it_alone_is_skipped_alone_also_by_who_screens() -> None:
+    answer = plan(incident(230, 230, in_hand=True), None, RING, rules(policy="screen"))
+    assert (answer.skip, answer.screen) == (Window(first=230, last=230), None)
+    behind = plan(incident(231, 231, in_hand=True), answer, RING, rules(policy="screen"))
+    assert (behind.skip, behind.screen, behind.step) == (None, Window(first=200, last=251), 200)
+
+
+@pytest.mark.parametrize(
+    ("onset", "skip", "screen", "step", "escalation"),
+    [
+        (230, (150, 257), None, 150, 1),  # what the screen let through is skipped whole, and an older checkpoint taken
+        (254, None, (200, 277), 200, 0),  # what begins behind it has not been screened yet
+        (340, None, (250, 363), 250, 0),
+        (354, None, (250, 377), 250, 0),
+    ],
+)
+def test_what_comes_after_a_screen(
+    onset: int, skip: tuple[int, int] | None, screen: tuple[int, int] | None, step: int, escalation: int
+) -> None:
+    first = plan(incident(230, 233), None, RING, rules(policy="screen"))
+    answer = plan(incident(onset, onset + 3), first, RING, rules(policy="screen"))
+    assert answer.skip == (Window(first=skip[0], last=onset + 23) if skip else None)
+    assert answer.screen == (Window(first=screen[0], last=screen[1]) if screen else None)
+    assert (answer.step, answer.escalation, answer.repeats) == (step, escalation, None if onset == 354 else 1)
+
+
 # --- rules that hold for all ------------------------------------------------------------------------------------------
 
 
@@ -332,7 +408,7 @@ def situations(draw: st.DrawFn) -> tuple[Incident, list[PolicyCheckpoint], Setti
         skip_from=draw(st.sampled_from([None, "checkpoint", "onset"])),
         skip_after=draw(st.none() | st.integers(0, 300)),
         skip_min=draw(st.none() | st.integers(0, 300)),
-        max_rollbacks=100,
+        max_undone=10**6,
     )
     return found, ring, settings, per_step
 
@@ -369,7 +445,7 @@ def test_the_window_covers_the_onset_to_the_detection_in_whole_steps(
 
 
 @given(situations(), st.integers(0, 60), st.integers(0, 20))
-def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the_old_one(
+def test_a_repeat_restores_no_newer_checkpoint_and_goes_on_from_the_window_or_doubles_it(
     case: tuple[Incident, list[PolicyCheckpoint], Settings, int], later: int, delay: int
 ) -> None:
     found, ring, settings, per_step = case
@@ -378,6 +454,7 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     onset = first.skip.last // per_step + later
     again = incident(onset, onset + delay, batches_per_step=per_step, timeline=1)
     assume(repeats(again, first, settings, per_step))
+    goes_on = 0 < again.onset_batch - first.skip.last <= 5 * per_step
     kept = [point for point in ring if point.name not in first.discards]
     second = plan(again, first, kept, settings, DataStream(per_step))
     assert second.action == "rollback"
@@ -385,13 +462,17 @@ def test_a_repeat_restores_no_newer_checkpoint_and_doubles_the_window_around_the
     assert second.step is not None
     assert first.step is not None
     assert second.step <= first.step
-    older = [point for point in kept if point.good and point.step < first.step]
-    assert not older or second.checkpoint == older[-1].name
     assert second.skip is not None
-    assert len(second.skip) >= 2 * len(first.skip)
-    assert second.skip.first <= first.skip.first
     assert second.skip.last >= again.detection_batch
     assert second.timeline == 2
+    if goes_on:
+        assert second.skip.first == first.skip.last + 1
+        assert len(second.skip) >= len(first.skip) // 2
+        return
+    older = [point for point in kept if point.good and point.step < first.step]
+    assert not older or second.checkpoint == older[-1].name
+    assert len(second.skip) >= 2 * len(first.skip)
+    assert second.skip.first <= first.skip.first
 
 
 @pytest.mark.parametrize(
@@ -455,3 +536,30 @@ def test_beyond_the_horizon_a_trouble_is_a_new_one(
     first = plan(found, None, ring, settings, DataStream(per_step))
     after = horizon_end(first, settings, per_step) // per_step + 1
     assert not repeats(incident(after, after, batches_per_step=per_step), first, settings, per_step)
+
+
+# --- a lower learning rate --------------------------------------------------------------------------------------------
+
+
+def test_before_a_trouble_is_called_structural_it_is_replayed_once_with_a_lower_rate() -> None:
+    story = Story(rules(max_undone=34, lr_after="0.5:200"))
+    first, second, third = story.meets(230), story.meets(270), story.meets(280)
+    assert (first.action, first.lower_rate) == ("rollback", None)
+    assert (second.action, second.lower_rate, second.skip, second.giving_up) == ("rollback", (0.5, 200), None, None)
+    assert second.reason.startswith("with a lower learning rate, once, before it is called structural: ")
+    assert (third.action, third.giving_up) == ("stop", "structural")
+
+
+def test_a_lower_rate_does_not_answer_what_has_not_come_back_and_what_has_no_checkpoint() -> None:
+    settings = Settings(policy="surgical", max_skipped="0%", lr_after="0.5:200")
+    spent = DataStream(skipped=(Window(first=0, last=99),))
+    assert plan(incident(230, 233), None, RING, settings, spent).giving_up == "structural"
+    back = plan(incident(230, 233), None, RING, settings)
+    assert plan(incident(240, 243), back, [], settings).giving_up == "no_checkpoint"
+    assert plan(incident(240, 243), back, RING, settings, spent).lower_rate == (0.5, 200)
+
+
+@pytest.mark.parametrize("wrong", ["0.5", "1.0:20", "0.5:0", "half:20", "-0.5:20"])
+def test_what_is_no_factor_and_number_of_steps_is_refused(wrong: str) -> None:
+    with pytest.raises(ValueError, match="lr_after"):
+        Settings(lr_after=wrong)

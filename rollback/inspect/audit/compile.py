@@ -138,11 +138,7 @@ def _span(window: Window, passed: Iterable[Window]) -> Span:
 
 
 def _skipped(material: Material, history: History, notices: list[str]) -> list[SkippedBatchEntry]:
-    windows = [
-        (case.incident.incident, case.plan.skip)
-        for case in history.cases
-        if case.plan and case.plan.skip and case.plan.action == "rollback"
-    ]
+    windows = [(case.incident.incident, window) for case in history.cases for window in merge_windows(case.skips)]
     by_batch: dict[int, dict[int, SkippedBatch]] = {}
     for rank, lines in material.skipped.items():
         for line in lines:
@@ -194,6 +190,8 @@ def _incidents(material: Material, history: History, costs: Costs, passed: list[
                 reason=plan.reason if plan else None,
                 planned_checkpoint=plan.checkpoint if plan else None,
                 skip=_span(plan.skip, passed) if plan and plan.skip else None,
+                screen=_span(plan.screen, merge_windows(case.skips)) if plan and plan.screen else None,
+                lower_rate=plan.lower_rate if plan else None,
                 restored=_restoration(case.restored, restored[number].at) if case.restored else None,
                 repeats=before.incident.incident if before and _is_repeat(case, before) else None,
                 repeated_by=after.incident.incident if after and _is_repeat(after, case) else None,

@@ -17,7 +17,7 @@ from rollback.rundir.evidence import Explosion, Where
 
 SCHEMA = 1
 
-Ended = Literal["finished", "preempted", "structural", "gave_up"]
+Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up"]
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
@@ -133,6 +133,12 @@ class IncidentEntry(ReportItem):
     reason: str | None = Field(description="why this action and this checkpoint")
     planned_checkpoint: str | None
     skip: Span | None = Field(description="skip window; for action `observe` the one it would have been")
+    screen: Span | None = Field(
+        None, description="the batches that were screened; `passed_over` counts those that stood out and were skipped"
+    )
+    lower_rate: tuple[float, int] | None = Field(
+        None, description="factor of the learning rate, and for how many steps; it comes back over as many more"
+    )
     restored: RestoredCheckpoint | None
     repeats: int | None = Field(description="the incident that this one is a repeat of")
     repeated_by: int | None

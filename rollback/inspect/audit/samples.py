@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from rollback.facts.history import Case, History, fold, merge_windows
-from rollback.facts.training import JournalEntry, PassedOver, Window
+from rollback.facts.training import Incident, JournalEntry, PassedOver, ScreenedOut, Window
 from rollback.inspect.audit.reading import ranks_with_skips, read_records, readable, require_run_directory
 from rollback.rundir.records import SkippedBatch, read_skipped
 
@@ -133,23 +133,23 @@ class _Reasons:
     """Why a batch was skipped: the columns from `by_user` on. They are the same for a whole window of batches."""
 
     def __init__(self, history: History) -> None:
-        self._cases = [case for case in history.cases if case.plan and case.plan.action == "rollback"]
+        self._skips = [_Skip(case, at) for case in history.cases for at in range(len(case.skips))]
         self._history = history
         self._known: dict[tuple[int, ...], Row] = {}
 
     def of(self, batch: int) -> Row:
-        cases = [place for place, case in enumerate(self._cases) if (skip := _window(case)) and batch in skip]
+        skips = [place for place, skip in enumerate(self._skips) if batch in skip.window]
         added = [place for place, fact in enumerate(self._history.added) if batch in fact.window]
-        key = (*cases, -1, *added)
+        key = (*skips, -1, *added)
         if key not in self._known:
-            self._known[key] = self._row(cases, added)
+            self._known[key] = self._row(skips, added)
         return self._known[key]
 
-    def _row(self, cases: list[int], added: list[int]) -> Row:
+    def _row(self, skips: list[int], added: list[int]) -> Row:
         by_user = any(not self._history.added[place].by_supervisor for place in added)
-        numbers = [self._cases[place].incident.incident for place in cases]
-        if cases:
-            return (by_user, numbers[-1], numbers, *_of_case(self._cases[cases[-1]]))
+        numbers = [self._skips[place].case.incident.incident for place in skips]
+        if skips:
+            return (by_user, numbers[-1], numbers, *_of_skip(self._skips[skips[-1]]))
         if added:
             fact = self._history.added[added[-1]]
             window: Row = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
@@ -161,17 +161,26 @@ class _Reasons:
 _OF_INCIDENT = len(COLUMNS) - 1 - next(place for place, column in enumerate(COLUMNS) if column.name == "reason")
 
 
-def _window(case: Case) -> Window | None:
-    return case.plan.skip if case.plan else None
+class _Skip(NamedTuple):
+    """One of the skips of an incident."""
+
+    case: Case
+    place: int
+
+    @property
+    def window(self) -> Window:
+        return self.case.skips[self.place]
 
 
-def _of_case(case: Case) -> Row:
-    """The columns from `window_first` on."""
+def _of_skip(skip: _Skip) -> Row:
+    """The columns from `window_first` on. What was screened out has a verdict of its own."""
+    case, window = skip.case, skip.window
     fact, plan, restored = case.incident, case.plan, case.restored
     assert plan is not None
-    assert plan.skip is not None
+    told: Incident | ScreenedOut = fact if window == plan.skip else case.screened_out[skip.place - bool(plan.skip)]
+    reason = plan.reason if told is fact else told.explanation
     return (
-        plan.skip.first, plan.skip.last, plan.reason, fact.verdict, fact.cause, fact.rule, fact.value, fact.threshold,
+        window.first, window.last, reason, told.verdict, told.cause, told.rule, told.value, told.threshold,
         fact.onset_step, fact.onset_batch, fact.detection_step, fact.detection_batch, plan.escalation,
         restored.checkpoint if restored else None, restored.step if restored else None,
         case.outcome.outcome if case.outcome else "open",

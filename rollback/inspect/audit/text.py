@@ -36,6 +36,7 @@ OUTCOMES = {
     "repeated": ("came back", "yellow"),
     "not_reproduced": ("did not come back on replay: a transient fault is likely, but not proven", "green"),
     "structural": ("structural: the run was stopped", "red"),
+    "no_checkpoint": ("no good checkpoint from before it was left: the run was stopped", "red"),
     "observed": ("observed only; nothing was done", "cyan"),
     "carried_out": ("carried out as asked", "green"),
     "open": ("open", "yellow"),
@@ -177,6 +178,10 @@ def answer_in_words(entry: IncidentEntry) -> str:
     if entry.action == "stop":
         return "stop the run"
     skip = f", skip batches {span_in_words(entry.skip)}" if entry.skip else ""
+    if (screen := entry.screen) is not None:
+        skip = f", screen batches {screen.first}:{screen.last} ({screen.passed_over} of {screen.batches} were skipped)"
+    if entry.lower_rate is not None:
+        skip += f", learning rate times {entry.lower_rate[0]:g} for {entry.lower_rate[1]} steps"
     if entry.action == "observe":
         return f"none; it would have been: restore {entry.planned_checkpoint or 'nothing'}{skip}"
     verb = "replay" if entry.action == "retry" else "roll back"

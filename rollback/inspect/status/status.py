@@ -360,5 +360,5 @@ def _pending(history: History) -> str | None:
     plan = history.pending
     if plan is None:
         return None
-    skip = f", skip batches {plan.skip}" if plan.skip else ""
+    skip = plan.skips_in_words()
     return f"{plan.action} to {plan.checkpoint} (step {plan.step}){skip}, for incident {plan.incident}"

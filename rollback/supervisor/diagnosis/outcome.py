@@ -7,6 +7,7 @@ torchrun's status says almost nothing (it is 1 whatever a rank did), so the fact
 | yes     |            |              |                   |                    | refused, with its exit code   |
 | no guard was made    | yes          |                   |                    | ended: 1, as torchrun         |
 |         | structural |              |                   |                    | structural (76)               |
+|         | no good checkpoint |      |                   |                    | no_checkpoint (65)            |
 |         | preempted, with a checkpoint, told to stop or status 0 |  | resumable (75)                |
 |         | the same, without one, because the last save failed    |  | unsaved (74)                  |
 |         | the same, without one: none are taken                  |  | ended: 1                      |
@@ -34,13 +35,15 @@ from typing import Literal
 from pydantic import BaseModel
 
 from rollback.errors import ExitCode, RollbackError
+from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, Hung, LastSaveFailed, Stopped
 
-Ending = Literal["refused", "ended", "structural", "resumable", "unsaved", "unkept", "done", "left", "failed"]
+Ending = Literal["refused", "ended", "resumable", "unsaved", "unkept", "done", "left", "failed"] | GivingUp
 
 EXIT_CODES: dict[Ending, ExitCode] = {
     "ended": ExitCode.FAILED,
     "structural": ExitCode.STRUCTURAL,
+    "no_checkpoint": ExitCode.NO_CHECKPOINT,
     "resumable": ExitCode.RESUMABLE,
     "unsaved": ExitCode.IO,
     "unkept": ExitCode.IO,
@@ -150,8 +153,8 @@ def ending(evidence: AttemptEvidence) -> Ending:
         return "refused"
     if evidence.told_to_stop and not evidence.guarded:
         return "ended"
-    if evidence.stopped is not None and evidence.stopped.reason == "structural":
-        return "structural"
+    if evidence.stopped is not None and evidence.stopped.reason != "preempted":
+        return evidence.stopped.reason
     if evidence.stopped is not None and (evidence.told_to_stop or evidence.status == 0):
         if evidence.stopped.checkpoint is not None:
             return "resumable"

@@ -7,9 +7,10 @@ from dataclasses import replace
 from rollback import policy
 from rollback.config import Settings
 from rollback.facts.history import Case, History, merge_windows
-from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine
+from rollback.facts.training import Concluded, Incident, Outcome, Planned, SampleQuarantine, ScreenedOut, Window
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
+from rollback.sentinel import Kind, Verdict
 from rollback.suspects import quarantine_after, suspects
 from rollback.train.comm.recorder import Recorder
 from rollback.train.data.skips import SkipList
@@ -33,6 +34,39 @@ class Cases:
         self._suspects = suspects(self._incidents)
         self._open = next((case for case in reversed(history.cases) if case.awaits_outcome), None)
         self._healthy = 0
+
+    def screens(self, batch: int) -> bool:
+        """Whether an update that begins at this batch is judged by itself, before it counts."""
+        plan = self.last_plan
+        return plan is not None and plan.goes_back and plan.screen is not None and batch in plan.screen
+
+    def screen_out(self, verdict: Verdict, batches: Window, stream: DataStream, timeline: int) -> ScreenedOut | None:
+        """Note that an update stood out in the screen, and skip its batches. On return the journal holds that. None:
+        incidents would cost too much, so that it is an incident itself.
+
+        batches: of the update. The screen goes on for `skip_after` batches behind the last update that stood out.
+        """
+        plan = self.last_plan
+        assert plan is not None
+        assert plan.screen is not None
+        window = Window(first=batches.first, last=stream.end_of_update(batches.first, batches.last))
+        stream = replace(stream, skipped=tuple(merge_windows(self._skipped)))
+        if policy.excess_of(window, stream, self._settings):
+            return None
+        through = max(plan.screen.last, window.last + self._settings.reach.skip_after)
+        fact = ScreenedOut(
+            incident=plan.incident, window=window, verdict="nonfinite" if verdict.kind is Kind.NONFINITE else "spike",
+            cause=verdict.witness, rule=verdict.rule, value=verdict.value, threshold=verdict.threshold,
+            explanation=verdict.explanation, step=verdict.step, timeline=timeline, through=through,
+        )  # fmt: skip
+        first = not self._skipped or self._skipped[-1].last + 1 != window.first
+        notice = f"{verdict.explanation}; undone and skipped from batch {window.first} on, as long as it stands out"
+        self._record.note(fact, notice if first else None)
+        self._skipped.append(window)
+        self.last_plan = plan.screened_through(through)
+        if self._open is not None and self._open.incident.incident == plan.incident:
+            self._open.plan = self.last_plan
+        return fact
 
     def next_number(self) -> int:
         number, self._called = self._called, self._called + 1
@@ -62,12 +96,12 @@ class Cases:
         suspected = self._is_suspected(incident)
         plan = policy.plan(incident, self.last_plan, held, self._settings, stream, suspected=suspected)
         if plan.goes_back:
-            self._leave_out(incident, max(plan.skip.last if plan.skip else 0, incident.detection_batch) + 1)
+            self._leave_out(incident, max(plan.last, incident.detection_batch) + 1)
         self._record.note(plan, _in_words(plan))
         if plan.action == "observe":
             self.note_outcome(incident, "observed", incident.detection_step)
-        elif plan.action == "stop":
-            self.note_outcome(incident, "structural", incident.detection_step)
+        elif plan.giving_up is not None:
+            self.note_outcome(incident, plan.giving_up, incident.detection_step)
         return plan
 
     def plan_request(
@@ -157,6 +191,10 @@ def _good_end(case: Case) -> Outcome:
 def _in_words(plan: Planned) -> str:
     if plan.action == "stop":
         return f"stopping: {plan.reason}"
-    skip = f"skip batches {plan.skip.first} to {plan.skip.last}" if plan.skip else "skip nothing"
+    window = plan.skip or plan.screen
+    does = "skip" if plan.skip else "screen"
+    skip = f"{does} batches {window.first} to {window.last}" if window else "skip nothing"
+    if plan.lower_rate is not None:
+        skip = plan.skips_in_words().removeprefix(", ")
     would = {"observe": "would restore", "retry": "retry: restore", "rollback": "restore"}[plan.action]
     return f"{would} step {plan.step} ({plan.checkpoint}), {skip}: {plan.reason}"

@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass
 
 from torch import Tensor
 
-from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped
+from rollback.facts.ending import GivingUp
+from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped, Window
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.suspects import MOST
 from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse
 from rollback.train.data.skips import SkipList
-from rollback.train.events import RollbackApplied
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.run import AttachedRun
@@ -76,11 +77,18 @@ class Rewind:
 
 @dataclass(frozen=True)
 class Halt:
-    """Decision: stop together. `account` is for people."""
+    """Decision: stop together. `account` is for people. giving_up: as in the plan; None: the run can go on."""
 
-    structural: bool
     account: str
     save: bool
+    giving_up: GivingUp | None = None
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Decision: undo the last update, which was screened out. The journal has its batches, which are skipped now."""
+
+    window: Window
 
 
 @dataclass(frozen=True)
@@ -88,7 +96,7 @@ class Attend:
     """Decision: an operator has asked for something. Take it up together."""
 
 
-Decision = Rewind | Halt | Attend
+Decision = Rewind | Halt | Undo | Attend
 
 
 class Judge:
@@ -139,13 +147,15 @@ class Judge:
         requests_open: bool = False,
         gauges: Gauges = NO_GAUGES,
         seconds: float = 0.0,
+        screened: bool = False,
     ) -> Decision | None:
         """Judge the step before this one and send this one's beat, unless there is something to do.
 
-        requests_open: operators' ones, as this rank sees it. seconds: what a step takes on this rank.
+        requests_open: operators' ones, as this rank sees it. seconds: what a step takes on this rank. screened: judge
+        this step too, at once and by itself; it can still be undone.
         """
         decision = self.settle()
-        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.structural):
+        if isinstance(decision, Rewind) or (isinstance(decision, Halt) and decision.giving_up):
             return decision
         signs = self._snapshots.signs()
         signs.stop, signs.scaler_skipped, signs.announced = stop, scaler_skipped, mark.phase is not None
@@ -153,12 +163,14 @@ class Judge:
         signs.step_seconds, signs.missed = seconds, self._checkpoints.misses_a_candidate()
         self._marks.append(mark)
         self._pulse.send(loss, grad_norm, signs, gauges)
+        if screened and (answer := self._screen(self._pulse.read(), mark)) is not None:
+            return answer
         # Before stopping or turning to an operator, this step is judged too: then there is nothing under way.
         match self.settle() if decision is not None else None:
             case Rewind() as later if isinstance(decision, Halt):
                 # Planned and journalled; there is no time to carry it out.
                 account = f"told to stop; the next start carries out the planned return to step {later.plan.step}"
-                return Halt(structural=False, account=account, save=False)
+                return Halt(account, save=False)
             case Rewind() | Halt() as later:
                 return later
         return decision
@@ -168,6 +180,10 @@ class Judge:
         if not self._pulse.under_way:
             return None
         return self._judge(self._pulse.read(), self._marks[-1])
+
+    def screens(self, batch: int) -> bool:
+        """Whether an update that begins at this batch is to be screened. Not collective, and alike on all ranks."""
+        return self._cases.screens(batch)
 
     @property
     def awaits_verdict(self) -> bool:
@@ -183,8 +199,9 @@ class Judge:
         if event.case is not None and event.case.plan is not None:
             self._cases.carried_out(event.case, event.step)
             self.timeline = event.case.plan.timeline
-        self.calm = True
-        self._scale.restart()
+        if event.cause is not RollbackCause.SCREEN:
+            self.calm = True
+            self._scale.restart()
         self._next_batch = event.batch
         while self._marks and self._marks[-1].step >= event.step:
             self._marks.pop()
@@ -194,7 +211,7 @@ class Judge:
         self._checkpoints.put_aside(name, reason)
         if failed.incident.request is not None:
             account = f"checkpoint {name}, which was asked for, cannot be used any more: {reason}"
-            return Halt(structural=False, account=account, save=False)
+            return Halt(account, save=False)
         return self._plan(failed.incident, failed.stream)
 
     def plan_request(self, name: str, request: Request, target: PolicyCheckpoint, *, step: int, batch: int) -> Rewind:
@@ -208,6 +225,18 @@ class Judge:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
         self._cases.close(self._marks[-1].step if self._marks else 0)
         self._record.close()
+
+    def _screen(self, beat: Beat, mark: StepMark) -> Decision | None:
+        """Judge an update that can still be undone. What does not stand out is judged like any other."""
+        hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+        hints |= Hint.ANNOUNCED if beat.announced else Hint.NONE
+        verdict = self._sentinel.screen(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        if verdict is None:
+            return self._judge(beat, mark)
+        self._checkpoints.advance(beat)
+        stream, batches = self._stream(mark), Window(first=mark.first_batch, last=mark.last_batch)
+        fact = self._cases.screen_out(verdict, batches, stream, self.timeline)
+        return Undo(fact.window) if fact is not None else self._answer(verdict, mark, beat.ailing, lost=False)
 
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
         self.beat = beat
@@ -241,7 +270,7 @@ class Judge:
         if (decision := decision or self.answer_state()) is not None:
             return decision
         if beat.stop:
-            return Halt(structural=False, account="told to stop", save=True)
+            return Halt("told to stop", save=True)
         return Attend() if beat.asked else None
 
     def _phase_begins(self, beat: Beat, mark: StepMark) -> bool:
@@ -325,7 +354,7 @@ class Judge:
             self._observed = True
             return None
         if plan.action == "stop":
-            return Halt(structural=True, account=f"{incident.explanation}; {plan.reason}", save=False)
+            return Halt(f"{incident.explanation}; {plan.reason}", save=False, giving_up=plan.giving_up)
         return Rewind(incident, plan, stream)
 
     def _mark_of(self, step: int, now: StepMark) -> StepMark:

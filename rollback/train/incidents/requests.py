@@ -65,7 +65,7 @@ class Requests:
                 self.answer(name, True, done)
             elif request.order == "stop":
                 account = _by(f"asked to stop by {request.who}", request)
-                return Halt(structural=False, account=account, save=True) if may_stop else None
+                return Halt(account, save=True) if may_stop else None
             elif request.order == "skip":
                 self._skip(name, request)
             elif request.order in ("quarantine", "release"):

@@ -8,18 +8,20 @@ from collections.abc import Callable
 from rollback.checkpoints.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.facts.history import Case
-from rollback.facts.training import Restored
+from rollback.facts.training import Restored, Window
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.judge import Halt, Judge, Rewind
+from rollback.train.incidents.judge import Halt, Judge, Rewind, Undo
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import restore
+from rollback.train.state.held import HeldState
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 
 
 class Rewinder:
-    """Puts training back to a checkpoint, and tells everybody who keeps something of it. Methods are collective.
+    """Puts training back to an earlier state, and tells everybody who keeps something of it. Methods are collective,
+    apart from `hold`.
 
     rehearsing: whether the first step to come is a rehearsal.
     subscribers: called in this order with every `RollbackApplied`, whatever its cause, once the live objects are those
@@ -34,7 +36,9 @@ class Rewinder:
         self._state = state
         self._judge = judge
         self._checkpoints = checkpoints
-        self._source = run.restored
+        self._restored = run.restored
+        self._source: Manifest | HeldState | None = run.restored
+        self._held: HeldState | None = None
         self.rehearsing = rehearsing
         self.subscribers: list[Callable[[RollbackApplied], object]] = []
 
@@ -78,6 +82,25 @@ class Rewinder:
         self._publish(RollbackCause.PLAN, target, Case(decision.incident, plan, restored))
         return None
 
+    def hold(self, *, wanted: bool) -> None:
+        """Hold the present state, so that the update that begins now can be undone. Not wanted: hold none.
+
+        Behind it, nobody asks for the state that was put back last: only a pass that begins does.
+        """
+        self._source = self._restored
+        self._held = HeldState(self._state, self._held) if wanted else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the update in progress can be undone."""
+        return self._held is not None
+
+    def undo(self, decision: Undo) -> None:
+        """Put back the state from before the last update, whose batches are skipped from now on."""
+        assert self._held is not None
+        self._put_back(RollbackCause.SCREEN, self._held, decision.window)
+        self._held = None
+
     def restore_again(self, cause: RollbackCause, name: str | None = None) -> None:
         """Restore again, to undo what the script's own code did since the restore. The journal does not mention it.
 
@@ -85,6 +108,9 @@ class Rewinder:
         """
         source = self._source if name is None else self._checkpoints.manifest(name)
         assert source is not None
+        if isinstance(source, HeldState):
+            self._put_back(cause, source)
+            return
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
         if result.place is None:
             raise RollbackError(
@@ -98,9 +124,23 @@ class Rewinder:
         self.rehearsing = False
         self.restore_again(RollbackCause.REHEARSAL)
 
-    def _publish(self, cause: RollbackCause, source: Manifest, case: Case | None = None) -> None:
+    def _put_back(self, cause: RollbackCause, held: HeldState, screened_out: Window | None = None) -> None:
+        self._checkpoints.fence()
+        held.put_back(self._state)
+        self._publish(cause, held, screened_out=screened_out)
+
+    def _publish(
+        self,
+        cause: RollbackCause,
+        source: Manifest | HeldState,
+        case: Case | None = None,
+        screened_out: Window | None = None,
+    ) -> None:
         self._source = source
+        if isinstance(source, Manifest):
+            self._restored = source
+        name = source.name if isinstance(source, Manifest) else ""
         counters = self._state.counters
-        event = RollbackApplied(cause, source.step, source.batch, source.name, counters.epoch_left, case)
+        event = RollbackApplied(cause, source.step, source.batch, name, counters.epoch_left, case, screened_out)
         for subscriber in self.subscribers:
             subscriber(event)

@@ -32,7 +32,7 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
-from rollback.train.events import RollbackApplied
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
@@ -145,7 +145,12 @@ class CheckpointManager:
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """Start the probation of candidates again, and forget the faults of later states."""
+        """Start the probation of candidates again, and forget the faults of later states.
+
+        An update that was undone at once was in no checkpoint, and no verdict counted it.
+        """
+        if event.cause is RollbackCause.SCREEN:
+            return
         self._catalogue.restart_probation()
         self.ailing = None
 
@@ -197,6 +202,10 @@ class CheckpointManager:
             view = memory.view if memory else None
             found.insert(0, CheckpointPlace(fast.paths.slot(slot), self._paths, in_slot=True, memory=view))
         return found
+
+    def fence(self) -> None:
+        """Wait until no live object is being copied any more. Not collective."""
+        self._snapshots.fence()
 
     def put_aside(self, name: str, reason: str) -> None:
         """Put a damaged checkpoint aside. One that is only at the URL is not offered again for the present plan."""

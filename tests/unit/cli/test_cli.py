@@ -159,7 +159,7 @@ class TestLaunchMistakes:
             (["-m", "no_such_module.train"], "there is no module 'no_such_module'"),
             (["--no-python", "no-such-program"], "there is no program 'no-such-program' on PATH"),
             (["--rewind", "-3", "train.py"], "--rewind: Input should be greater than or equal to 0 (got '-3')"),
-            (["--policy", "bold", "train.py"], "--policy: Input should be 'balanced', 'palm' or 'surgical'"),
+            (["--policy", "bold", "train.py"], "--policy: Input should be 'balanced', 'palm', 'surgical' or 'screen'"),
             (["--skip", "5", "train.py"], "--skip: '5' is not a range of batches"),
             (["--skip", "5:4", "train.py"], "--skip: '5:4' is not a range of batches"),
             (["--snapshot-every", "0", "train.py"], "snapshot_every=0 leaves nothing to restore"),

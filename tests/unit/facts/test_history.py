@@ -32,6 +32,7 @@ from rollback.facts.training import (
     Requested,
     Restored,
     SampleQuarantine,
+    ScreenedOut,
     SkipAdded,
     Stopped,
     Window,
@@ -240,10 +241,10 @@ def stopped(reason: str) -> Stopped:
 
 
 def test_a_structural_stop_stands_until_the_run_goes_on() -> None:
-    assert told(stopped("structural")).structural == stopped("structural")
-    assert told(stopped("preempted")).structural is None
-    assert told(stopped("structural"), attached(C1, 20)).structural is None
-    assert told(attached(C1, 20), stopped("structural"), stopped("preempted")).structural is None
+    assert told(stopped("structural")).given_up == stopped("structural")
+    assert told(stopped("preempted")).given_up is None
+    assert told(stopped("structural"), attached(C1, 20)).given_up is None
+    assert told(attached(C1, 20), stopped("structural"), stopped("preempted")).given_up is None
 
 
 def test_settings_are_those_of_the_last_attempt_and_how_often_the_script_had_written_that_of_the_first() -> None:
@@ -289,3 +290,26 @@ def test_merged_windows_hold_the_same_batches_and_neither_touch_nor_overlap(give
     for batch in range(80):
         assert any(batch in window for window in merged) == any(batch in window for window in given_windows)
     assert all(one.last + 1 < other.first for one, other in pairwise(merged))
+
+
+def screened_out(first: int, last: int, through: int) -> ScreenedOut:
+    return ScreenedOut(
+        incident=1, window=Window(first=first, last=last), verdict="spike", cause="loss", rule="stands-out-loss",
+        value=6.5, threshold=3.25, explanation="loss 6.5", step=first // 2, timeline=1, through=through,
+    )  # fmt: skip
+
+
+def test_what_was_screened_out_is_skipped_and_makes_the_screen_longer_but_never_shorter() -> None:
+    plan = rollback_plan(1, C1, 20, None, screen=Window(first=40, last=101))
+    story = [*CHECKPOINTS, incident(1, 45, 49), plan, restored(1, C1, 20), screened_out(90, 91, 111)]
+    history = fold(records([*story, screened_out(92, 93, 105)]))
+    assert history.skip_list == history.skipped_by_incidents == [Window(first=90, last=91), Window(first=92, last=93)]
+    assert history.last_plan is not None
+    assert history.last_plan.screen == Window(first=40, last=111)
+    assert history.last_plan.last == 111
+
+
+def test_an_update_that_was_screened_out_without_a_screen_is_damage() -> None:
+    story = [*CHECKPOINTS, incident(1, 45, 49), rollback_plan(1, C1, 20, (40, 101)), screened_out(90, 91, 111)]
+    with pytest.raises(JournalDamaged, match="without a screen"):
+        fold(records(story))

@@ -298,3 +298,62 @@ def test_the_table_answers_every_event_that_its_state_can_meet_and_reaches_every
     assert {state for state, _ in TRANSITIONS.values()} == set(State)
     calls = {key for key, (_, kind) in TRANSITIONS.items() if kind is Kind.SPIKE}
     assert calls == {(State.HEALTHY, Event.CALL), (State.WATCHING, Event.CALL)}
+
+
+def level(noise: float = 0.15) -> Sentinel:
+    """One that knows a level of 2.3 and norms of 1."""
+    sentinel = Sentinel()
+    verdicts(observations(descent(600, noise=noise), norms(600)), sentinel)
+    return sentinel
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "hint", "rule"),
+    [
+        (2.3, 1.0, Hint.NONE, None),
+        (2.9, 1.0, Hint.NONE, None),  # four noise units up: a good batch may be so
+        (3.6, 1.0, Hint.NONE, "stands-out-loss"),
+        (3.6, None, Hint.NONE, "stands-out-loss"),
+        (2.9, 2.0, Hint.NONE, "stands-out-loss-and-grad-norm"),
+        (2.3, 2.0, Hint.NONE, None),
+        (2.3, 10.0, Hint.NONE, "stands-out-grad-norm"),
+        (math.nan, 1.0, Hint.NONE, "nonfinite-loss"),
+        (2.3, math.inf, Hint.NONE, "nonfinite-grad-norm"),
+        (2.3, math.inf, Hint.SCALER_SKIPPED, None),
+        (3.6, 1.0, Hint.LR_CHANGED, None),
+        (3.6, 1.0, Hint.ANNOUNCED, None),
+        (None, 10.0, Hint.NONE, None),
+    ],
+)
+def test_what_stands_out_in_a_screen(loss: float | None, norm: float | None, hint: Hint, rule: str | None) -> None:
+    sentinel = level()
+    before = sentinel.state_dict()
+    verdict = sentinel.screen(Observation(600, loss, norm, hint))
+    assert (verdict.rule if verdict else None) == rule
+    assert sentinel.state_dict() == before
+    if verdict is not None:
+        assert (verdict.step, verdict.onset) == (600, 600)
+        assert f"{verdict.value:.6g}" in verdict.explanation
+
+
+def test_while_a_rise_is_excused_only_a_fall_behind_the_start_stands_out() -> None:
+    sentinel = level()
+    sentinel.update(Observation(600, 2.3, 1.0, Hint.LR_CHANGED))
+    assert sentinel.screen(Observation(601, 4.0, 1.0)) is None
+    lost = sentinel.screen(Observation(601, 6.5, 1.0))
+    assert lost is not None
+    assert lost.rule == "stands-out-lost"
+
+
+def test_nothing_finite_stands_out_before_a_level_is_known() -> None:
+    assert Sentinel().screen(Observation(0, 50.0, 50.0)) is None
+
+
+def test_hardly_a_good_batch_stands_out() -> None:
+    out = 0
+    for seed in range(20):
+        sentinel = Sentinel()
+        for observation in observations(descent(600, seed), norms(600, seed)):
+            out += sentinel.screen(observation) is not None
+            sentinel.update(observation)
+    assert out <= 6, "of 12,000"

@@ -33,6 +33,7 @@ from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
 UNSAVED = LastSaveFailed(step=3, batch=3, checkpoint=None, steps=3, reason="the disk is full")
+WITHOUT = Stopped(reason="no_checkpoint", step=3, batch=3, checkpoint=None, account="no good checkpoint is left")
 STRUCTURAL = Stopped(reason="structural", step=3, batch=3, checkpoint=None, account="no use")
 
 
@@ -104,6 +105,7 @@ class TestEnding:
         [
             (STRUCTURAL, False, 0, "structural"),
             (STRUCTURAL, True, 1, "structural"),
+            (WITHOUT, False, 0, "no_checkpoint"),
             (PREEMPTED, True, 0, "resumable"),
             (PREEMPTED, True, -9, "resumable"),
             (PREEMPTED, False, 0, "resumable"),

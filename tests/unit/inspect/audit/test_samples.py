@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 from recorded_run import RecordedRun, eventful_run, incident, rollback_plan
 from rollback.cli import app
 from rollback.errors import OutputNotWritten, UsageError
-from rollback.facts.training import PassedOver, SkipAdded, Window
+from rollback.facts.training import PassedOver, ScreenedOut, SkipAdded, Window
 from rollback.inspect.audit.samples import COLUMNS, read_samples
 from rollback.inspect.audit.tables import harmless, write_csv
 from rollback.rundir.records import LineWriter, SkippedBatch
@@ -193,3 +193,24 @@ def test_without_pyarrow_parquet_says_what_to_install(
     result = cli("audit", eventful.paths.root, "--format", "parquet", "-o", tmp_path / "x")
     assert isinstance(result.exception, UsageError)
     assert "torch-rollback[parquet]" in (result.exception.hint or "")
+
+
+def test_what_was_screened_out_has_the_reason_of_its_own_update(run: RecordedRun) -> None:
+    run.attach(0, 1, None, 0)
+    run.tell(1, incident(1, 45, 49))
+    run.tell(1, rollback_plan(1, C1, 20, None, screen=Window(first=40, last=120)))
+    for number, first in enumerate((90, 92)):
+        run.tell(2, ScreenedOut(
+            incident=1, window=Window(first=first, last=first + 1), verdict="spike", cause="loss",
+            rule="stands-out-loss", value=6.5 + number, threshold=3.25, explanation=f"loss {6.5 + number}",
+            step=45, timeline=1, through=120,
+        ))  # fmt: skip
+        run.pass_over(3, first, first + 1)
+    rows = rows_of(run)
+    assert len(rows) == 4 * 2 * 4
+    last = next(row for row in rows if row["batch"] == 93)
+    assert (last["window_first"], last["window_last"], last["value"], last["reason"]) == (92, 93, 7.5, "loss 7.5")
+    assert (last["incident"], last["rule"], last["onset_step"]) == (1, "stands-out-loss", 45)
+    report = json.loads(cli("audit", run.paths.root, "--json").stdout)
+    assert report["incidents"][0]["screen"] == {"first": 40, "last": 120, "batches": 81, "passed_over": 4}
+    assert "screen batches 40:120 (4 of 81 were skipped)" in " ".join(cli("audit", run.paths.root).stdout.split())

@@ -17,11 +17,13 @@ from rollback.facts.training import (
     Planned,
     Restored,
     SampleQuarantine,
+    ScreenedOut,
     Window,
 )
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.requests import Request
+from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.skips import SkipList
 from rollback.train.incidents.cases import Cases
@@ -215,7 +217,7 @@ def test_nothing_is_ended_where_nothing_is_open() -> None:
 
 @pytest.mark.parametrize(
     ("settings", "ring", "action", "outcome"),
-    [({"observe_only": True}, RING, "observe", "observed"), ({}, [], "stop", "structural")],
+    [({"observe_only": True}, RING, "observe", "observed"), ({}, [], "stop", "no_checkpoint")],
 )
 def test_what_is_only_observed_and_what_stops_the_run_has_its_outcome_at_once(
     settings: dict[str, Any], ring: list[PolicyCheckpoint], action: str, outcome: str
@@ -379,3 +381,55 @@ def test_people_are_told_what_is_planned(settings: dict[str, Any], ring: list[Po
     run = Run(**settings)
     run.cases.plan(incident(0, 230, 233), ring, DataStream(PER_STEP))
     assert run.pen.said[0].startswith(said)
+
+
+def stands_out(step: int) -> Verdict:
+    return Verdict(Kind.SPIKE, step, step, "stands-out-loss", "loss", 6.5, 3.25, "loss 6.5")
+
+
+def test_a_screen_lasts_from_the_restored_batch_until_nothing_stands_out_any_more() -> None:
+    run = Run(policy="screen", horizon=10)
+    assert not run.cases.screens(400)
+    plan = run.answers(incident(0, 230, 233))
+    assert plan.screen == Window(first=400, last=487)
+    assert [run.cases.screens(batch) for batch in (399, 400, 487, 488)] == [False, True, True, False]
+    fact = run.cases.screen_out(stands_out(240), Window(first=480, last=481), DataStream(PER_STEP), 1)
+    assert fact is not None
+    assert run.told(ScreenedOut) == [fact]
+    assert (fact.window, fact.through) == (Window(first=480, last=481), 501)
+    assert [run.cases.screens(batch) for batch in (501, 502)] == [True, False]
+    run.cases.judge(True, 262, 501 + 10 * PER_STEP, PER_STEP)
+    assert run.outcomes() == [], "the horizon begins behind the screen, however long that has become"
+    run.cases.judge(True, 263, 502 + 10 * PER_STEP, PER_STEP)
+    assert run.outcomes() == [(0, "recovered", 263)]
+
+
+def test_the_next_attempt_goes_on_in_the_screen() -> None:
+    first = Run(policy="screen")
+    found = incident(0, 230, 233)
+    plan = first.answers(found)
+    fact = first.cases.screen_out(stands_out(240), Window(first=480, last=481), DataStream(PER_STEP), 1)
+    second = Run(found, plan, restored(0, plan), fact, policy="screen")
+    assert second.cases.last_plan == first.cases.last_plan
+    assert second.cases.screens(501)
+
+
+def test_what_stands_out_is_not_skipped_where_incidents_would_cost_too_much() -> None:
+    run = Run(policy="screen", max_skipped="0%")
+    run.answers(incident(0, 230, 233))
+    stream = DataStream(PER_STEP)
+    allowed = (20 + 60) * PER_STEP + 20
+    taken = [run.cases.screen_out(stands_out(200), Window(first=b, last=b + 1), stream, 1) for b in range(400, 600, 2)]
+    assert [fact is not None for fact in taken] == [True] * (allowed // 2) + [False] * (100 - allowed // 2)
+    assert len(run.pen.said) == 2, "the plan, and one line for all that stands out in a row"
+
+
+def test_a_screened_update_takes_the_remainder_of_its_epoch_along_once() -> None:
+    run = Run(policy="screen")
+    run.answers(incident(0, 230, 233))
+    stream = DataStream(PER_STEP, epoch_end=501, epoch_batches=101)
+    first = run.cases.screen_out(stands_out(240), Window(first=480, last=481), stream, 1)
+    second = run.cases.screen_out(stands_out(240), Window(first=483, last=484), stream, 1)
+    assert first is not None
+    assert second is not None
+    assert (first.window.last, second.window.last) == (482, 484)

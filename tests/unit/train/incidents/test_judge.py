@@ -96,7 +96,7 @@ def test_without_a_good_checkpoint_there_is_nothing_to_go_back_to(steps: Steps) 
     steps.end_with(NAN)
     decision = steps.judge.settle()
     assert isinstance(decision, Halt)
-    assert (decision.structural, decision.save) == (True, False)
+    assert (decision.giving_up, decision.save) == ("no_checkpoint", False)
 
 
 @pytest.mark.parametrize(("at_first", "account"), [(True, "no good checkpoint"), (False, "planned return to step 0")])
@@ -108,14 +108,14 @@ def test_what_comes_to_light_while_stopping_is_not_forgotten(steps: Steps, at_fi
     decision = steps.end_with(NAN)
     assert isinstance(decision, Halt)
     assert not decision.save, "the state is on the wrong side of an onset"
-    assert decision.structural == at_first
+    assert decision.giving_up == ("no_checkpoint" if at_first else None)
     assert account in decision.account
 
 
 def test_told_to_stop_after_a_healthy_step(steps: Steps) -> None:
     steps.end_with(1.0, stop=True)
     decision = steps.end_with(1.0)
-    assert decision == Halt(structural=False, account="told to stop", save=True)
+    assert decision == Halt("told to stop", save=True)
 
 
 def test_a_checkpoint_is_good_after_its_probation_and_not_before(steps: Steps) -> None:

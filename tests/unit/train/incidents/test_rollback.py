@@ -13,7 +13,7 @@ from torch import nn
 from toy import SETTINGS, facts
 
 import rollback
-from rollback.facts.training import Finished, PhaseAnnounced
+from rollback.facts.training import Finished, PhaseAnnounced, Window
 from rollback.train.events import RollbackApplied, RollbackCause
 
 TRAIN = Path(rollback.__file__).parent / "train"
@@ -23,15 +23,17 @@ EPOCH = 12  # batches
 class Script:
     """Epochs of a small job on one rank. The first time that batch `broken` comes by, it is NaN."""
 
-    def __init__(self, run: Path, broken: int | None = None) -> None:
+    def __init__(self, run: Path, broken: int | None = None, **settings: Any) -> None:
         torch.manual_seed(0)
         self.model = nn.Linear(4, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.01)
         data = torch.randn(EPOCH, 4, 4, generator=torch.Generator().manual_seed(1))
         self.guard = rollback.Guard(
-            model=self.model, optimizer=self.optimizer, loader=list(data), run=run, **SETTINGS | {"snapshot_every": 5}
-        )
+            model=self.model, optimizer=self.optimizer, loader=list(data), run=run,
+            **SETTINGS | {"snapshot_every": 5} | settings,
+        )  # fmt: skip
         self.broken = broken
+        self.broken_again: int | None = None
         self.events: list[RollbackApplied] = []
         self.guard.on_rollback(self.events.append)
 
@@ -47,7 +49,7 @@ class Script:
 
     def update(self, x: torch.Tensor) -> None:
         if self.guard.batch == self.broken:
-            self.broken = None
+            self.broken, self.broken_again = self.broken_again, None
         self.guard._checkpoints.snapshots.wait()
         loss = self.model(x).square().mean()
         loss.backward()
@@ -107,13 +109,19 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
             script.guard._rewinder.rehearsing = True  # as on more than two ranks
         case RollbackCause.EPOCH_START:
             script = Script(tmp_path / "run", broken=EPOCH + 1)
+        case RollbackCause.SCREEN:  # a reach set by hand trusts no batch in hand
+            script = Script(tmp_path / "run", broken=8, policy="screen")
+            script.broken_again = 8
     names = [subscriber.__qualname__ for subscriber in script.guard._rewinder.subscribers]
     heard = listen_to_each(script.guard)
     script.train(2)
     assert [name for name, told_of in heard if told_of is cause] == names
     (event,) = [event for event in script.events if event.cause is cause]
     assert (event.case is not None) == (cause is RollbackCause.PLAN)
-    assert event.checkpoint.endswith(f"{event.step:08d}")
+    if cause is RollbackCause.SCREEN:
+        assert (event.checkpoint, event.step, event.batch, event.skip) == ("", 8, 8, Window(first=8, last=8))
+    else:
+        assert event.checkpoint.endswith(f"{event.step:08d}")
 
 
 def test_a_script_is_told_of_a_rollback_when_the_guard_stands_where_it_leads(tmp_path: Path) -> None:
