@@ -126,12 +126,8 @@ class Beat(HostFields, GaugeFields[float]):
     """A row of `LETTER` whole numbers for each rank (int64, on the host); None on most beats."""
 
 
-_REDUCED: dict[type, Callable[[float, int], float]] = {
-    bool: lambda total, ranks: total > 0,
-    int: lambda total, ranks: int(total),
-    float: lambda total, ranks: total / ranks,
-}
-_HOST = {field.name: _REDUCED[type(field.default)] for field in fields(HostFields)}
+_HOST: dict[str, Callable[[float], float]] = {name: type(value) for name, value in vars(HostFields()).items()}
+_MEANS = tuple(name for name, kind in _HOST.items() if kind is float)
 _GAUGES = tuple(field.name for field in fields(GaugeFields))
 _SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, _gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
@@ -232,20 +228,20 @@ class Pulse:
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
-        values, counts, ailments = [0.0] * _SCALARS, [0.0] * _SCALARS, [0.0] * _AILMENTS
+        row, host = [0.0] * FIELDS, 2 * _SCALARS + _AILMENTS
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
                 continue
             value = scalar.item()
             if math.isfinite(value):
-                values[place], counts[place] = value, 1.0
+                row[place], row[_SCALARS + place] = value, 1.0
             elif place < 2:
-                ailments[2 * place + math.isinf(value)] = 1.0
-        known = list(map(float, _host_values(signs)))
+                row[2 * _SCALARS + 2 * place + math.isinf(value)] = 1.0
+        row[host:] = _host_values(signs)
         if gauges.found_inf is not None:
-            known[_SCALER_SKIPPED] += gauges.found_inf.item() > 0
-        self._ailments = ailments
-        beat = torch.tensor([*values, *counts, *ailments, *known], dtype=torch.float64)
+            row[host + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
+        self._ailments = row[2 * _SCALARS : host]
+        beat = torch.tensor(row, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
     def _compose_on_device(
@@ -284,12 +280,14 @@ def _beat(vector: Tensor, world_size: int) -> Beat:
     values, counts, rest = row[:_SCALARS], row[_SCALARS : 2 * _SCALARS], row[2 * _SCALARS :]
     ailments, host = rest[:_AILMENTS], rest[_AILMENTS:]
     loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
-    table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
+    table: dict[str, Any] = {name: kind(total) for (name, kind), total in zip(_HOST.items(), host, strict=True)}
+    for name in _MEANS:
+        table[name] /= world_size
+    table.update(zip(_GAUGES, gauges, strict=True))
     if table["squares"] is not None:
         grad_norm = math.sqrt(table["squares"])
     if table["measured_squares"] is not None:
         table["measured"] = math.sqrt(table["measured_squares"])
-    table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),
         grad_norm=_unless_ill(grad_norm, *ailments[2:]),
