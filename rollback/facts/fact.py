@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field, ValidationInfo, model_validator
 
 Writer = Literal["train", "supervisor", "either"]
 """Which journal a fact belongs to; `either`: the journal of the process that writes the fact."""
@@ -40,6 +40,9 @@ class SamplesFrom(BaseModel, frozen=True, extra="forbid"):
     samples: tuple[Annotated[int, Field(ge=0)], ...]
 
 
+READ = "read from ASCII"
+"""The context in which a fact is validated whose texts are known to be such as UTF-8 can write."""
+
 InitialLayout = Literal["safetensors", "dcp"]
 
 
@@ -48,8 +51,8 @@ class JournalledModel(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="
 
     @model_validator(mode="before")
     @classmethod
-    def _spell_out_what_utf8_lacks(cls, fields: Any) -> Any:
-        return _writable(fields)
+    def _spell_out_what_utf8_lacks(cls, fields: Any, info: ValidationInfo) -> Any:
+        return fields if info.context == READ else _writable(fields)
 
 
 class InitialState(JournalledModel):

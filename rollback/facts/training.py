@@ -9,9 +9,10 @@ A fact says what happened. Nobody edits or removes a fact. The state of a run is
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union
 
-from pydantic import BaseModel, Field, TypeAdapter, model_validator
+from pydantic import Field, TypeAdapter, model_validator
 
 from rollback.facts.checkpoints import (
     BecameGood,
@@ -366,7 +367,8 @@ AnyFact = Annotated[
 ]  # fmt: skip
 
 
-class JournalEntry(BaseModel, frozen=True):
+@dataclass(frozen=True, slots=True)  # a long run has half a million
+class JournalEntry:
     """A journal line: a fact and its place in the record."""
 
     seq: int
@@ -376,3 +378,4 @@ class JournalEntry(BaseModel, frozen=True):
 
 
 parse_fact: TypeAdapter[Any] = TypeAdapter(AnyFact)
+entry_as_json: TypeAdapter[JournalEntry] = TypeAdapter(JournalEntry)

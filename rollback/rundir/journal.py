@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, TypeVar
 from pydantic import ValidationError
 
 from rollback.errors import JournalDamaged, RunDirectoryError, reporting
+from rollback.facts.fact import READ
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
 from rollback.system import files
@@ -58,9 +59,12 @@ class JournalContent:
     """Number of sealed lines; where the key is there, the seals are verified."""
 
 
+_canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
+
+
 def _chain(previous: str, body: dict[str, Any]) -> str:
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-    return hashlib.sha256((previous + text).encode("utf-8", "surrogatepass")).hexdigest()[:32]
+    text = previous + _canonical(body)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:32]
 
 
 def read_journal(path: Path) -> JournalContent:
@@ -171,7 +175,7 @@ def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: s
             body, chain, stated = _parse(line, lines + len(records), chain)
             if key is not None and not key.is_on(what, chain, stated):
                 raise ValueError("its seal is missing, or not of this key")
-            record = _record(body)
+            record = _record(body, READ if line.isascii() and b"\\ud" not in line.lower() else None)
         except ValueError as error:
             if last or not line:
                 return JournalContent(records, position, size - position, chain_before, seals=seals)
@@ -197,11 +201,13 @@ def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, obje
     return body, expected, on_it
 
 
-def _record(body: dict[str, Any]) -> JournalEntry:
-    """Raises ValueError (also ValidationError, which is one)."""
-    envelope = {key: body.pop(key, None) for key in ("seq", "at", "attempt")}
+def _record(body: dict[str, Any], context: str | None) -> JournalEntry:
+    """Raises ValueError. context: see `rollback.facts.fact`."""
+    seq, at, attempt = body.pop("seq", None), body.pop("at", None), body.pop("attempt", None)
+    if type(seq) is not int or type(attempt) is not int or type(at) is not str:
+        raise ValueError("seq, at or attempt is missing, or not what it should be")
     try:
-        return JournalEntry(**envelope, fact=parse_fact.validate_python(body))
+        return JournalEntry(seq, at, attempt, parse_fact.validate_python(body, context=context))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
@@ -243,7 +249,7 @@ class Journal:
         self._chain = _chain(self._chain, body)
         sealed = {"seal": key.of(self._what, self._chain)} if (key := seal.present()) else {}
         line = json.dumps({**body, "chain": self._chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
-        record = JournalEntry(seq=self._next, at=at, attempt=self.attempt, fact=fact)
+        record = JournalEntry(seq=self._next, at=at, attempt=self.attempt, fact=fact)  # type: ignore[arg-type]
         self._next += 1
         self.records.append(record)
         self._backlog.append(line.encode())

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from pydantic import BaseModel
+from pydantic_core import from_json
 
 from rollback.system.durable import read_small_file
 
@@ -22,11 +23,13 @@ _Model = TypeVar("_Model", bound=BaseModel)
 
 def parse_json(data: bytes | str) -> Any:
     """Parse a text. Raises ValueError where it is no JSON, or exceeds the bounds."""
-    require_modest(data)
+    openings = require_modest(data)
     try:
-        body = json.loads(data)
+        body = _parsed(data)
     except RecursionError:
         raise ValueError(f"it is nested deeper than {_DEPTH} levels") from None
+    if openings <= _DEPTH:
+        return body
     level = [body]
     for _ in range(_DEPTH):
         level = [inner for item in level if type(item) in (dict, list) for inner in _members(item)]
@@ -35,16 +38,27 @@ def parse_json(data: bytes | str) -> Any:
     raise ValueError(f"it is nested deeper than {_DEPTH} levels")
 
 
+def _parsed(data: bytes | str) -> Any:
+    try:
+        return from_json(data)  # several times as fast
+    except ValueError:
+        return json.loads(data)  # which takes lone surrogates, and says what is wrong
+
+
 def _members(item: Any) -> Any:
     return item.values() if type(item) is dict else item
 
 
-def require_modest(data: bytes | str) -> None:
-    """Raise ValueError where a text may have more values than allowed, whatever its strings contain."""
+def require_modest(data: bytes | str) -> int:
+    """The number of objects and lists that a text has at most.
+
+    Raises ValueError where it may have more values than allowed, whatever its strings contain.
+    """
     text = data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data
-    objects = text.count(b"{")
-    if objects > _OBJECTS or objects + text.count(b"[") + text.count(b",") > _VALUES:
+    objects, lists = text.count(b"{"), text.count(b"[")
+    if objects > _OBJECTS or objects + lists + text.count(b",") > _VALUES:
         raise ValueError(f"it has more than {_VALUES:,} values or {_OBJECTS:,} objects")
+    return objects + lists
 
 
 def parse_model(data: bytes, model: type[_Model]) -> _Model:

@@ -103,6 +103,8 @@ def scalar(value: Tensor | float, what: str) -> Tensor:
                 f"guard.observe got a {what} that is a {type(value).__name__}; it takes one number, or a tensor of one",
                 hint="models that return several things have the loss in one of them, for example output.loss",
             ) from error
+    if type(value) is Tensor and not value.dim() and value.is_floating_point():
+        return value.detach()
     if value.numel() != 1 or value.is_complex():
         kind = "a complex number" if value.is_complex() else f"of shape {list(value.shape)}"
         raise UsageError(

@@ -30,10 +30,10 @@ from rollback.facts.training import (
     Attached,
     Blamed,
     Evicted,
-    JournalEntry,
     Quarantined,
     Restored,
     Tier,
+    entry_as_json,
 )
 from rollback.rundir.identity import (
     Identity,
@@ -162,7 +162,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
     found = FoundRun(
         attempt=body["attempt"],
-        history=fold(JournalEntry.model_validate(record) for record in body["records"]),
+        history=fold(entry_as_json.validate_python(record) for record in body["records"]),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],
@@ -193,7 +193,7 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
         )
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or last + 1),
-        "records": [json.loads(record.model_dump_json()) for record in records],
+        "records": [json.loads(entry_as_json.dump_json(record)) for record in records],
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
         "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],

@@ -108,7 +108,9 @@ class StepInProgress:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
         counters, cursor = self._state.counters, self._state.cursor
         counters.note_update(self.batches, last_of_epoch=cursor.epoch_end == cursor.batch)
-        hints = self._state.note_learning_rate() | (Hint.EPOCH if self.epoch_began else Hint.NONE)
+        hints = self._state.note_learning_rate()
+        if self.epoch_began:
+            hints |= Hint.EPOCH
         habit = self.updates.end_step(self.batches)
         self._evidence.end_step(counters.step, self._losses, self.updates.gradients)
         assert self.first_batch is not None

@@ -72,7 +72,7 @@ def fetched(root: Path) -> RunPaths:
 
 
 def journal(paths: RunPaths) -> list[str]:
-    return [record.model_dump_json() for record in read_journal(paths.train_journal).records]
+    return [repr(record) for record in read_journal(paths.train_journal).records]
 
 
 def test_an_empty_machine_gets_the_record_and_the_newest_checkpoint(

@@ -110,7 +110,7 @@ class RecordedRun:
                 attempt=attempt,
                 timeline=timeline,
             )
-            writer.write(metric_line(line))
+            writer.write(metric_line(**dict(line)))
         writer.flush()
         writer.close()
 

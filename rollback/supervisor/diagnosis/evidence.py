@@ -38,11 +38,14 @@ class TrainJournal:
     def __init__(self, path: Path) -> None:
         self._tail = JournalTail(path)
         self._records: list[JournalEntry] = []
+        self._of_attempt: dict[int, list[JournalEntry]] = {}
 
     def records(self, attempt: int | None = None) -> list[JournalEntry]:
         """Facts of the ranks, of one attempt or of all. Raises JournalDamaged or RunDirectoryError."""
-        self._records += self._tail.new()
-        return [record for record in self._records if attempt is None or record.attempt == attempt]
+        for record in (new := self._tail.new()):
+            self._of_attempt.setdefault(record.attempt, []).append(record)
+        self._records += new
+        return list(self._records if attempt is None else self._of_attempt.get(attempt, ()))
 
     def has_attached(self, attempt: int) -> bool:
         return any(isinstance(record.fact, Attached) for record in self.records(attempt))

@@ -11,7 +11,7 @@ of ranks whose loss and norm were NaN and Inf; the host's fields. Values that ar
 So a beat costs a host the same for any number of ranks. Two things cost more, and are rare. If a value was not finite
 anywhere, `read` asks by a second all-reduce on which ranks. And if all ranks have agreed before that each has one to
 send, a letter of `LETTER` numbers from each rank follows in the vector. A rank's own place is zero on all other ranks,
-so letters arrive exactly: whole numbers below 2**53.
+so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
 from __future__ import annotations
@@ -122,16 +122,12 @@ class Beat(HostFields, GaugeFields[float]):
     ailing: tuple[int, ...] = ()
     """The ranks whose loss was not finite; if there are none, the ranks whose gradient norm was not (after DDP's
     all-reduce these are all ranks)."""
-    letters: tuple[tuple[int, ...], ...] = ()
-    """By rank; empty on most beats."""
+    letters: Tensor | None = None
+    """A row of `LETTER` whole numbers for each rank (int64, on the host); None on most beats."""
 
 
-_REDUCED: dict[type, Callable[[float, int], float]] = {
-    bool: lambda total, ranks: total > 0,
-    int: lambda total, ranks: int(total),
-    float: lambda total, ranks: total / ranks,
-}
-_HOST = {field.name: _REDUCED[type(field.default)] for field in fields(HostFields)}
+_HOST: dict[str, Callable[[float], float]] = {name: type(value) for name, value in vars(HostFields()).items()}
+_MEANS = tuple(name for name, kind in _HOST.items() if kind is float)
 _GAUGES = tuple(field.name for field in fields(GaugeFields))
 _SCALER_SKIPPED = list(_HOST).index("scaler_skipped")
 _host_values, _gauge_values = attrgetter(*_HOST), attrgetter(*_GAUGES)
@@ -191,11 +187,11 @@ class Pulse:
             raise RuntimeError("no beat is under way")
         if self._arrived is not None:
             self._arrived.synchronize()
-            vector = self._host[: len(self._vector)].tolist()
+            vector = self._host[: len(self._vector)]
         else:
             if self._work is not None:
                 self._work.wait()
-            vector = self._vector.tolist()
+            vector = self._vector
         self._work = self._vector = None
         beat = _beat(vector, self._ranks.world_size)
         beat.ailing = self._ailing(beat)
@@ -232,20 +228,21 @@ class Pulse:
     def _compose_on_host(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
     ) -> Tensor:
-        values, counts, ailments = [0.0] * _SCALARS, [0.0] * _SCALARS, [0.0] * _AILMENTS
+        row, host = [0.0] * FIELDS, 2 * _SCALARS + _AILMENTS
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
                 continue
             value = scalar.item()
             if math.isfinite(value):
-                values[place], counts[place] = value, 1.0
+                row[place], row[_SCALARS + place] = value, 1.0
             elif place < 2:
-                ailments[2 * place + math.isinf(value)] = 1.0
-        known = list(map(float, _host_values(signs)))
+                row[2 * _SCALARS + 2 * place + math.isinf(value)] = 1.0
+        row[host:] = _host_values(signs)
         if gauges.found_inf is not None:
-            known[_SCALER_SKIPPED] += gauges.found_inf.item() > 0
-        self._ailments = ailments
-        return torch.tensor([*values, *counts, *ailments, *known, *self._letter_row(signs)], dtype=torch.float64)
+            row[host + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
+        self._ailments = row[2 * _SCALARS : host]
+        beat = torch.tensor(row, dtype=torch.float64)
+        return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
     def _compose_on_device(
         self, loss: Tensor | None, grad_norm: Tensor | None, signs: Signs, gauges: Gauges = NO_GAUGES
@@ -258,15 +255,14 @@ class Pulse:
         known = self._to_device(list(map(float, _host_values(signs))))
         if gauges.found_inf is not None:
             known[_SCALER_SKIPPED] += (self._on_device(gauges.found_inf) > 0).double()
-        letters = self._to_device(self._letter_row(signs))
-        return torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, letters])
+        letters = [self._letter_row(signs.letter)] if signs.letter is not None else []
+        return torch.cat([torch.where(finite, values, 0.0), there * finite, self._ailments, known, *letters])
 
-    def _letter_row(self, signs: Signs) -> list[float]:
-        """This rank's letter at its place among those of all ranks; empty: no letter is sent."""
-        if signs.letter is None:
-            return []
-        row = [0.0] * (LETTER * self._ranks.world_size)
-        row[LETTER * self._ranks.rank : LETTER * (self._ranks.rank + 1)] = map(float, signs.letter)
+    def _letter_row(self, letter: tuple[int, ...]) -> Tensor:
+        """This rank's letter at its place among those of all ranks."""
+        row = torch.zeros(LETTER * self._ranks.world_size, dtype=torch.float64, device=self._device)
+        place = LETTER * self._ranks.rank
+        row[place : place + LETTER] = self._to_device(list(map(float, letter)))
         return row
 
     def _to_device(self, numbers: list[float]) -> Tensor:
@@ -278,21 +274,24 @@ class Pulse:
         return value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
 
 
-def _beat(vector: list[float], world_size: int) -> Beat:
-    """All of a beat but `ailing`."""
-    values, counts, rest = vector[:_SCALARS], vector[_SCALARS : 2 * _SCALARS], vector[2 * _SCALARS : FIELDS]
-    ailments, host, letters = rest[:_AILMENTS], rest[_AILMENTS:], list(map(int, vector[FIELDS:]))
+def _beat(vector: Tensor, world_size: int) -> Beat:
+    """All of a beat but `ailing`. vector: on the host."""
+    row: list[float] = vector[:FIELDS].tolist()
+    values, counts, rest = row[:_SCALARS], row[_SCALARS : 2 * _SCALARS], row[2 * _SCALARS :]
+    ailments, host = rest[:_AILMENTS], rest[_AILMENTS:]
     loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
-    table: dict[str, Any] = dict(zip(_GAUGES, gauges, strict=True))
+    table: dict[str, Any] = {name: kind(total) for (name, kind), total in zip(_HOST.items(), host, strict=True)}
+    for name in _MEANS:
+        table[name] /= world_size
+    table.update(zip(_GAUGES, gauges, strict=True))
     if table["squares"] is not None:
         grad_norm = math.sqrt(table["squares"])
     if table["measured_squares"] is not None:
         table["measured"] = math.sqrt(table["measured_squares"])
-    table |= {name: reduced(total, world_size) for (name, reduced), total in zip(_HOST.items(), host, strict=True)}
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),
         grad_norm=_unless_ill(grad_norm, *ailments[2:]),
-        letters=tuple(tuple(letters[start : start + LETTER]) for start in range(0, len(letters), LETTER)),
+        letters=vector[FIELDS:].long().view(-1, LETTER) if len(vector) > FIELDS else None,
         **table,
     )
 

@@ -11,7 +11,7 @@ from typing import TypeVar
 from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import LineWriter, Metric, metric_line
+from rollback.rundir.records import LineWriter, metric_line
 
 _FLUSH_SECONDS = 1.0
 _NAMED = 12
@@ -91,16 +91,9 @@ class Recorder:
             return
         metrics, now = self._metrics, time.monotonic()
         line = metric_line(
-            Metric.model_construct(
-                step=step,
-                batch=batch,
-                loss=loss,
-                grad_norm=grad_norm,
-                verdict=verdict,
-                attempt=self._attempt,
-                timeline=timeline,
-            )
-        )
+            step=step, batch=batch, loss=loss, grad_norm=grad_norm, verdict=verdict, attempt=self._attempt,
+            timeline=timeline,
+        )  # fmt: skip
         self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
         if now - self._flushed > _FLUSH_SECONDS:
             self.flush()

@@ -241,8 +241,11 @@ class Judge:
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
         self.beat = beat
         self._checkpoints.advance(beat)
-        hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
-        hints |= Hint.ANNOUNCED if self._phase_begins(beat, mark) else Hint.NONE
+        hints = mark.hints
+        if beat.scaler_skipped:
+            hints |= Hint.SCALER_SKIPPED
+        if self._phase_begins(beat, mark):
+            hints |= Hint.ANNOUNCED
         verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
         collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
         if collapse is not None and verdict.kind not in _ACTED_ON:

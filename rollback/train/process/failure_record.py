@@ -47,8 +47,13 @@ class Standing:
     doing: str
     step: int
     batch: int
-    whole_step: Window
-    """The batches of its update, as far as known."""
+    first: int
+    last: int
+
+    @property
+    def whole_step(self) -> Window:
+        """The batches of its update, as far as known."""
+        return Window(first=self.first, last=self.last)
 
 
 class FailureRecorder:

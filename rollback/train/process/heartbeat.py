@@ -17,7 +17,6 @@ import time
 from pathlib import Path
 
 from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
-from rollback.facts.training import Window
 from rollback.rundir.heartbeat_board import HeartbeatCell
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, write_heartbeat
@@ -52,7 +51,7 @@ class HeartbeatWriter:
         self._cell = _cell_on_board(ranks.rank)
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
-        self.standing = Standing("attaching", 0, 0, Window(first=0, last=0))
+        self.standing = Standing("attaching", 0, 0, first=0, last=0)
         self.empty_pass: int | None = None
         """The epoch of a pass over the guard that had no batch, until the next batch."""
         self._write()
@@ -72,7 +71,7 @@ class HeartbeatWriter:
 
     def show(self, doing: str, step: int, batch: int, *, now: bool = False) -> None:
         """Set what this rank is doing. It is written within half a second; with `now`, on return."""
-        self.standing = Standing(doing, step, batch, Window(first=batch, last=batch))
+        self.standing = Standing(doing, step, batch, first=batch, last=batch)
         if now:
             self._moved = time.monotonic()
             self._write()
@@ -101,8 +100,7 @@ class HeartbeatWriter:
     def show_batch(self, doing: str, step: int, batch: int, first: int | None, batches_per_step: int) -> None:
         """Set the batch that is read or trained on. first: the first batch of its update; None: this batch."""
         first = batch if first is None else first
-        whole = Window.model_construct(first=first, last=max(batch, first + batches_per_step - 1))
-        self.standing = Standing(doing, step, batch, whole)
+        self.standing = Standing(doing, step, batch, first, last=max(batch, first + batches_per_step - 1))
 
     def _watch(self) -> None:
         while not self._over.wait(_EVERY_SECONDS):

@@ -7,7 +7,6 @@ script that changed the parameters of one rank alone.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 import torch
@@ -18,25 +17,29 @@ _MASK = (1 << BITS) - 1
 _OF_SIZE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def differing(digests: Sequence[int]) -> tuple[int, ...]:
-    """Ranks whose digest differs from that of the majority. All ranks if there is no majority, none if all agree."""
-    ((common, count),) = Counter(digests).most_common(1)
-    if count == len(digests):
+def differing(digests: Tensor) -> tuple[int, ...]:
+    """Ranks whose digest differs from that of the majority. All ranks if there is no majority, none if all agree.
+
+    digests: one of each rank (int64).
+    """
+    if bool((digests == digests[0]).all()):
         return ()
-    if 2 * count <= len(digests):
+    values, counts = torch.unique(digests, return_counts=True)
+    if 2 * counts.max() <= len(digests):
         return tuple(range(len(digests)))
-    return tuple(rank for rank, digest in enumerate(digests) if digest != common)
+    return tuple((digests != values[counts.argmax()]).nonzero().flatten().tolist())
 
 
-def differing_parts(digests: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+def differing_parts(digests: Tensor) -> tuple[int, ...]:
     """Of sharded parameters: ranks whose values differ from those of the other ranks with the same part.
 
-    digests: two of each rank, as `Capture.part_digest` returns them.
+    digests: a row of two for each rank (int64), as `Capture.part_digest` returns them.
     """
+    places, values_of_place = torch.unique(digests, dim=0)[:, 0].unique_consecutive(return_counts=True)
     found: list[int] = []
-    for place in {place for place, _ in digests}:
-        holders = [rank for rank, (at, _) in enumerate(digests) if at == place]
-        found += (holders[number] for number in differing([digests[rank][1] for rank in holders]))
+    for place in places[values_of_place > 1]:
+        holders = (digests[:, 0] == place).nonzero().flatten()
+        found += holders[list(differing(digests[holders, 1]))].tolist()
     return tuple(sorted(found))
 
 

@@ -6,17 +6,18 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import datetime, timezone
 
+import torch
 from torch import Tensor
 
 from rollback.checkpoints import ring
 from rollback.checkpoints.direct import write_direct
 from rollback.checkpoints.hashing import hash_of
 from rollback.checkpoints.layout import header_space_for, lay_out
-from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.region import OFFSET, Region
 from rollback.checkpoints.shard import Written
 from rollback.errors import RollbackError
@@ -32,6 +33,7 @@ from rollback.train.snapshots.frozen import FrozenWeights, NoLongerFrozen
 from rollback.train.snapshots.in_flight import (
     Landing,
     Letter,
+    Letters,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
@@ -245,8 +247,8 @@ class Snapshots:
             return self._end(SnapshotEvent.ALL_COMMITTED)
         if beat.shard_written == self._ranks.world_size:
             flight.move(SnapshotEvent.ALL_WRITTEN)
-        elif beat.letters:
-            return self._commit_together(flight, [Letter.from_words(words) for words in beat.letters])
+        elif beat.letters is not None:
+            return self._commit_together(flight, Letters(beat.letters))
         return None
 
     def settle(self) -> Landing | None:
@@ -263,7 +265,7 @@ class Snapshots:
             flight.move(SnapshotEvent.ALL_WRITTEN)
         if flight.stage is SnapshotStage.TELLING:
             assert flight.letter is not None
-            letters = [Letter.from_words(words) for words in self._ranks.from_each(flight.letter.words())]
+            letters = Letters(torch.tensor(self._ranks.from_each(flight.letter.words())))
             if (landing := self._commit_together(flight, letters)) is not None:
                 return landing
             self._await_job(flight)
@@ -271,20 +273,17 @@ class Snapshots:
             return self._drop("a rank could not write")
         return self._end(SnapshotEvent.ALL_COMMITTED)
 
-    def _commit_together(self, flight: SnapshotInFlight, letters: Sequence[Letter]) -> Landing | None:
+    def _commit_together(self, flight: SnapshotInFlight, letters: Letters) -> Landing | None:
         """All ranks have written and know each other's letters: commit, unless their parameters differ."""
-        if ranks := drift.differing([letter.digest for letter in letters]):
+        if ranks := drift.differing(letters.digests):
             return self._drop(drift.in_words(ranks, self._ranks.world_size), drifted=ranks)
-        if ranks := drift.differing_parts([letter.part for letter in letters]):
+        if ranks := drift.differing_parts(letters.parts):
             return self._drop(drift.parts_in_words(ranks), drifted=ranks)
-        if ailing := tuple(rank for rank, letter in enumerate(letters) if letter.nonfinite):
+        if ailing := tuple(letters.nonfinite.nonzero().flatten().tolist()):
             return self._drop("there are new values in it that are not finite", ailing=ailing)
-        shards = tuple(ShardRecord.of(rank, letter.written) for rank, letter in enumerate(letters))
-        flight.manifest = flight.manifest.model_copy(update={"shards": shards})
         commits = self._ranks.first_of_host if flight.tier == "fast" else self._ranks.first
         flight.move(SnapshotEvent.TO_COMMIT if commits else SnapshotEvent.OTHERS_COMMIT)
-        if commits:
-            self._job = flight.job = self.thread.submit(self._commit, flight)
+        self._job = flight.job = self.thread.submit(self._complete, flight, letters, commits)
         return None
 
     def _drop(self, why: str, drifted: tuple[int, ...] = (), ailing: tuple[int, ...] = ()) -> Landing:
@@ -301,6 +300,8 @@ class Snapshots:
         self._flight = None
         name, fault = flight.manifest.name, None
         flight.move(event)
+        if event is SnapshotEvent.ALL_COMMITTED and flight.job is not None:
+            flight.job.result()  # where others committed it, this rank's thread has made the manifest
         if event is SnapshotEvent.REFUSED:
             fault = f"{why} (this rank: {flight.fault})" if flight.fault else why
             if flight.slot is not None:
@@ -328,7 +329,10 @@ class Snapshots:
         flight.nonfinite = capture.nonfinite()
         flight.letter = Letter(written, capture.digest(), len(flight.nonfinite), capture.part_digest())
 
-    def _commit(self, flight: SnapshotInFlight) -> None:
+    def _complete(self, flight: SnapshotInFlight, letters: Letters, commits: bool) -> None:
+        flight.manifest = flight.manifest.model_copy(update={"shards": letters.shards()})
+        if not commits:
+            return
         if flight.slot is not None:
             self.slots_of_host.commit(flight.slot, flight.manifest)
         else:

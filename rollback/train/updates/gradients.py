@@ -16,6 +16,8 @@ so it is used only after single precision has overflowed, which can be seen ther
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -23,6 +25,10 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
+from rollback.train.updates.clipping import lend_norms
+
+_PLAIN = frozenset((Tensor, nn.Parameter))
+_Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
 
 @dataclass(frozen=True)
@@ -59,9 +65,10 @@ class Gradients:
         """The norms at the end of the update's last backward; None: there was none, or it was not expected."""
         self.written: bool | None = None
         """Whether `look` found the gradients changed since then; None: not known."""
-        self._marks: list[tuple[int, int]] = []
-        self._found: list[tuple[int, int]] = []
+        self._marks: _Marks = [], []
+        self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
+        lend_norms(self.norms_of)
 
     @property
     def scale(self) -> Tensor | None:
@@ -83,10 +90,23 @@ class Gradients:
             self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
         return parameters, gradients
 
+    def norms_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """For `clipping`: norms of gradients that nobody has written to since they were measured."""
+        if self.seen is None or self.scale is not None or self.seen.each.dtype is not torch.float32:
+            return None
+        parameters, own = self._with_gradients()
+        if any(gradient.dtype is not torch.float32 for gradient in own) or _marks_of(parameters, own) != self._marks:
+            return None
+        places = {id(gradient): place for place, gradient in enumerate(own)}
+        wanted = [places.get(id(gradient), -1) for gradient in gradients]
+        if -1 in wanted or not own[0].is_cpu:
+            return None
+        return self.seen.each if wanted == list(range(len(own))) else self.seen.each[wanted]
+
     def forget(self) -> None:
         """The update is over."""
         self.seen = self._own = self.written = None
-        self._marks, self._found = [], []
+        self._marks = self._found = [], []
 
     @torch.no_grad()
     def before_step(self) -> GradientNorms | None:
@@ -106,6 +126,8 @@ class Gradients:
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
+        if before.device.type == "cpu" and seen.squares is None:
+            return _scaled_on_host(seen, before.item(), after.item())
         # What was zero is still zero, or not finite.
         factor = torch.where(before > 0, after / before, 1.0 + after)
         # A factor above one, or NaN, is no clipping but an error.
@@ -145,16 +167,14 @@ class Gradients:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
         if not self.written:
             return True
-        if len(gradients) != len(self._marks):
-            return False
         if any(gradient._base is not None for gradient in gradients):
             return False  # views of one bucket count their writes together
-        pairs = list(zip(self._found, self._marks, strict=True))
-        return all(found[0] == mark[0] for found, mark in pairs) and len({now[1] - then[1] for now, then in pairs}) == 1
+        (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
+        return addresses == addresses_then and len(set(map(operator.sub, versions, versions_then))) == 1
 
     def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
         """What this rank adds to the square of the norm over all ranks' parts; None where nothing is sharded."""
-        if not any(map(is_sharded, parameters)):
+        if not _any_sharded(parameters):
             return None
         ranks = torch.distributed.get_world_size()
         weights = [ranks / copies_of(parameter, ranks) for parameter in parameters]
@@ -164,11 +184,10 @@ class Gradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        parameters, gradients = [], []
-        for parameter in self._parameters():
-            if (gradient := parameter.grad) is not None:
-                parameters.append(parameter)
-                gradients.append(_dense(gradient))
+        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
+        gradients = [parameter.grad for parameter in parameters]
+        if not _PLAIN.issuperset(map(type, gradients)) or any(g.layout is not torch.strided for g in gradients):
+            gradients = [_dense(gradient) for gradient in gradients]
         return parameters, gradients
 
 
@@ -176,16 +195,31 @@ def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
     return next(place for place, other in enumerate(parameters) if other is parameter)
 
 
-def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> list[tuple[int, int]]:
-    if not any(map(is_sharded, parameters)):
-        return [(own.data_ptr(), own._version) for own in gradients]
+def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
+    if not _any_sharded(parameters):
+        return [own.data_ptr() for own in gradients], [own._version for own in gradients]
     pairs = zip(parameters, gradients, strict=True)
-    return [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
+    marks = [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
+    return [address for address, _ in marks], [version for _, version in marks]
 
 
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
     return local_of(gradient).data_ptr(), version_of(gradient)
+
+
+def _any_sharded(parameters: Sequence[Tensor]) -> bool:
+    return not _PLAIN.issuperset(map(type, parameters)) and any(map(is_sharded, parameters))
+
+
+def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> GradientNorms:
+    """The norms that were seen, for gradients that are scaled since. before, after: the telltale's norm.
+
+    As the end of `Gradients.before_step`, which does it on a device without waiting for it.
+    """
+    factor = after / before if before > 0 else 1.0 + after
+    total = seen.total if factor <= 1 else seen.total * factor
+    return replace(seen, total=total, kept=torch.tensor(factor))
 
 
 def _dense(gradient: Tensor) -> Tensor:
@@ -195,16 +229,11 @@ def _dense(gradient: Tensor) -> Tensor:
 
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
-    device = gradients[0].device
-    on_host = device.type == "cpu"  # where small operations cost more than their numbers
     each = norm_of_each(gradients)
     if scale is not None:
-        each = each / scale.to(device)
+        each = each / scale.to(each.device)
     # The sum of squares is what overflows first in single precision.
-    if on_host:
-        total = torch.tensor(sum(norm * norm for norm in each.tolist()), dtype=torch.float32).sqrt_()
-    else:
-        total = each.square().sum().float().sqrt()
+    total = torch.linalg.vector_norm(each) if each.dtype == torch.float32 else each.square().sum().float().sqrt()
     return each, total.half().float() if gradients[0].dtype == torch.float16 else total
 
 
@@ -223,7 +252,6 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     device = gradients[0].device
-    kinds = {(g.device, g.dtype) for g in gradients}
-    if any(there != device or kind == torch.float64 for there, kind in kinds):
+    if {g.device for g in gradients} != {device} or any(g.dtype is torch.float64 for g in gradients):
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
     return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

@@ -97,7 +97,8 @@ class Updates:
 
 def require_even_inputs(*joinable: object) -> None:
     """Raise UsageError inside torch's `join`, where a rank without batches answers the collectives of others."""
-    if any(getattr(getattr(item, "_join_config", None), "enable", False) for item in joinable):
+    configs = [getattr(item, "__dict__", {}).get("_join_config") for item in joinable]
+    if any(getattr(config, "enable", False) for config in configs if config is not None):
         raise UsageError(
             "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a rank "
             "that has none left would answer the model's collectives and not the guard's",

@@ -365,7 +365,7 @@ def test_metrics_are_followed_line_by_line(run: RecordedRun) -> None:
     view.refresh()
     writer = LineWriter(run.paths.metrics)
     metric = Metric(step=35, batch=70, loss=9.0, grad_norm=math.nan, verdict="spike", attempt=1, timeline=0)
-    writer.write(metric_line(metric))
+    writer.write(metric_line(**dict(metric)))
     writer.flush()
     view.refresh()
     assert extent(view._curves.loss.columns(CAPACITY)) == (2.5, 9.0)

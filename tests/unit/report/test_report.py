@@ -33,7 +33,7 @@ from rollback.report.account import account
 from rollback.report.page import make_page
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
 from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
-from rollback.rundir.records import LineWriter, Metric, metric_line, read_metrics
+from rollback.rundir.records import LineWriter, metric_line, read_metrics
 from rollback.rundir.stacks import ProcessSeen, write_processes
 
 values = st.floats(width=32) | st.sampled_from([math.nan, math.inf, -math.inf])
@@ -130,7 +130,7 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
     for step, loss in enumerate([1.5, math.nan, math.inf, -math.inf, None, 1e300] * 3):
         norm = None if step % 2 else 0.5
         place = {"step": step, "batch": step, "attempt": 1 + step // 9, "timeline": step // 6}
-        writer.write(metric_line(Metric(loss=loss, grad_norm=norm, verdict="x", **place)))
+        writer.write(metric_line(loss=loss, grad_norm=norm, verdict="x", **place))
     writer.flush()
     with open(path, "a") as file:
         file.write('{"step": "7"}\nrubbish\n[1]\n{"step": 18, "batch": 1, "loss": 1')  # the last line is torn

@@ -36,7 +36,7 @@ def judge(run: RecordedRun, first: int, last: int, loss: float, *, attempt: int 
     for step in range(first, last + 1):
         line = Metric(step=step, batch=2 * step + 1, loss=loss, grad_norm=1.0, verdict="healthy", attempt=attempt,
                       timeline=timeline)  # fmt: skip
-        writer.write(metric_line(line))
+        writer.write(metric_line(**dict(line)))
     writer.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import os
@@ -23,6 +24,7 @@ from warm_server import WarmPopen
 
 from rollback.train.comm.pulse import (
     FIELDS,
+    LETTER,
     NO_GAUGES,
     Beat,
     GaugeFields,
@@ -33,6 +35,7 @@ from rollback.train.comm.pulse import (
     _beat,
 )
 from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots import drift
 
 numbers = st.none() | st.floats(width=32)
 signs = st.builds(Signs, *[st.booleans()] * 5)
@@ -70,7 +73,7 @@ def reduce(
         pulses.append(Pulse(ranks, torch.device("cpu")))
         compose = pulses[-1]._compose_on_device if on_device else pulses[-1]._compose_on_host
         total += compose(scalar(loss), scalar(grad_norm), said, gauges[rank] if gauges else NO_GAUGES)
-    beat = _beat(total.tolist(), len(rows))
+    beat = _beat(total, len(rows))
     beat.ailing = tuple(rank for pulse in pulses for rank in pulse._ailing(beat))
     return beat
 
@@ -141,6 +144,36 @@ def test_a_beat_is_as_long_for_any_number_of_ranks() -> None:
     pulse = Pulse(ranks, torch.device("cpu"))
     for compose in (pulse._compose_on_host, pulse._compose_on_device):
         assert len(compose(scalar(math.nan), scalar(1.0), Signs())) == FIELDS
+
+
+@pytest.mark.parametrize("on_device", [False, True])
+def test_letters_arrive_as_one_row_for_each_rank(on_device: bool) -> None:
+    total, letters = torch.zeros(FIELDS + 3 * LETTER, dtype=torch.float64), []
+    for rank in range(3):
+        ranks = Ranks()
+        ranks.world_size, ranks.rank = 3, rank
+        letters.append(tuple(2**53 - 1 - rank - place for place in range(LETTER)))
+        pulse = Pulse(ranks, torch.device("cpu"))
+        compose = pulse._compose_on_device if on_device else pulse._compose_on_host
+        total += compose(None, None, Signs(letter=letters[-1]))
+    read = _beat(total, 3).letters
+    assert read is not None
+    assert read.tolist() == [list(letter) for letter in letters]
+    assert _beat(total[:FIELDS], 3).letters is None
+
+
+def test_the_letters_of_a_hundred_thousand_ranks_make_no_object_for_each_rank() -> None:
+    ranks = Ranks()
+    ranks.world_size = 100_000
+    pulse = Pulse(ranks, torch.device("cpu"))
+    pulse.send(None, None, Signs(letter=(1,) * LETTER))
+    gc.collect()
+    before = sys.getallocatedblocks()
+    beat = pulse.read()
+    assert sys.getallocatedblocks() - before < 1000
+    assert beat.letters is not None
+    assert beat.letters.shape == (100_000, LETTER)
+    assert drift.differing(beat.letters[1:, 6]) == ()
 
 
 def test_one_process_reads_its_own_beat() -> None:

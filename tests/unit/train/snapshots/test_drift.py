@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.train.snapshots import drift
-from rollback.train.snapshots.in_flight import Letter, Written
+from rollback.train.snapshots.in_flight import Letter, Letters, Written
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from rollback.train.snapshots.in_flight import Letter, Written
     ],
 )
 def test_the_majority_names_those_that_differ(digests: list[int], named: tuple[int, ...]) -> None:
-    assert drift.differing(digests) == named
+    assert drift.differing(torch.tensor(digests)) == named
 
 
 def test_in_words() -> None:
@@ -53,8 +53,9 @@ def test_a_letter_arrives_as_it_was_written_through_floats(
     size: int, number: int, digest: int, place: int, held: int
 ) -> None:
     letter = Letter(Written(size, f"{number:032x}"), digest, part=(place, held))
-    arrived = tuple(int(float(word)) for word in letter.words())
-    assert Letter.from_words(arrived) == letter
+    arrived = Letters(torch.tensor([letter.words()], dtype=torch.float64).long())
+    assert [shard.written for shard in arrived.shards()] == [letter.written]
+    assert (arrived.digests.tolist(), arrived.parts.tolist()) == ([digest], [[place, held]])
 
 
 @pytest.mark.parametrize(
@@ -68,4 +69,4 @@ def test_a_letter_arrives_as_it_was_written_through_floats(
     ],
 )
 def test_only_ranks_with_the_same_part_are_compared(digests: list[tuple[int, int]], ranks: tuple[int, ...]) -> None:
-    assert drift.differing_parts(digests) == ranks
+    assert drift.differing_parts(torch.tensor(digests)) == ranks

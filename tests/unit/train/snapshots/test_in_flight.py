@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,6 +14,7 @@ from rollback.checkpoints.shard import Written
 from rollback.train.snapshots.in_flight import (
     TRANSITIONS,
     Letter,
+    Letters,
     SnapshotEvent,
     SnapshotInFlight,
     SnapshotStage,
@@ -70,4 +72,6 @@ def test_a_snapshot_that_fails_knows_why_and_waits_for_its_thread_no_more() -> N
 def test_a_letter_arrives_as_it_was_written(size: int, digest: bytes, parameters: int, nonfinite: int) -> None:
     letter = Letter(Written(size, digest.hex()), parameters, nonfinite)
     assert all(0 <= word < 2**53 for word in letter.words())
-    assert Letter.from_words(letter.words()) == letter
+    letters = Letters(torch.tensor([letter.words(), letter.words()]))
+    assert [shard.written for shard in letters.shards()] == [letter.written] * 2
+    assert (letters.digests.tolist(), letters.nonfinite.tolist()) == ([parameters] * 2, [nonfinite] * 2)

@@ -58,7 +58,7 @@ class TwoRanks:
             committed=sum(sign.committed for sign in said), torn=sum(sign.torn for sign in said),
             ready=sum(sign.ready for sign in said), tier_failed=sum(sign.tier_failed for sign in said),
             outgrown=sum(sign.outgrown for sign in said),
-            letters=tuple(sign.letter for sign in said if sign.letter is not None),
+            letters=torch.tensor(letters) if (letters := [sign.letter for sign in said if sign.letter]) else None,
         )  # fmt: skip
         return [one.advance(reduced) for one in self.ranks]
 

@@ -1,0 +1,164 @@
+"""Clipping and the guard read the gradients once between them, and what is clipped is bit for bit what torch clips."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from rollback.train.updates import clipping
+from rollback.train.updates.optimizer import Updates
+
+
+def trained(groups: Callable[[nn.Module], Any], dtype: torch.dtype = torch.float32) -> tuple[nn.Module, Any]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 33), nn.Tanh(), nn.Linear(33, 1)).to(dtype)
+    return model, torch.optim.SGD(groups(model), lr=0.1)
+
+
+def in_order(model: nn.Module) -> Any:
+    return model.parameters()
+
+
+def weights_last(model: nn.Module) -> Any:
+    by_size = sorted(model.parameters(), key=lambda p: p.dim())
+    return [{"params": by_size[:3]}, {"params": by_size[3:]}]
+
+
+def backward(model: nn.Module, factor: float = 50.0) -> None:
+    torch.manual_seed(1)
+    dtype = next(model.parameters()).dtype
+    (model(torch.randn(8, 64, dtype=dtype)).square().sum() * factor).backward()
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many gradients each pass over them has read."""
+    found, norm = [], torch._foreach_norm
+
+    def counted(tensors: Any, *more: Any) -> Any:
+        found.append(len(tensors))
+        return norm(tensors, *more)
+
+    monkeypatch.setattr(torch, "_foreach_norm", counted)
+    monkeypatch.setattr(clipping._Lent, "proved", 0)
+    return found
+
+
+@pytest.mark.parametrize("groups", [in_order, weights_last])
+def test_an_update_that_is_clipped_reads_its_gradients_once(
+    groups: Callable[[nn.Module], Any], passes: list[int]
+) -> None:
+    model, optimizer = trained(groups)
+    updates = Updates(optimizer, None)
+    for update in range(3):
+        optimizer.zero_grad()
+        backward(model)
+        before = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        del passes[:]
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        assert passes == ([6] if update == 0 else []), "the first time, torch computes it too, to be compared"
+        optimizer.step()
+        assert clipping._Lent.proved == 1
+        assert updates.gradients is not None
+        assert float(updates.gradients.kept) == pytest.approx(1 / float(norm), rel=1e-4)  # type: ignore[arg-type]
+        del passes[:]
+        assert torch.equal(norm, nn.utils.get_total_norm(before)), "of tensors that nobody has measured"
+        assert passes == [6]
+        updates.forget()
+
+
+def write(model: nn.Module) -> None:
+    next(iter(model.parameters())).grad.mul_(3)  # type: ignore[union-attr]
+
+
+def replace(model: nn.Module) -> None:
+    parameter = next(iter(model.parameters()))
+    parameter.grad = parameter.grad * 3  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("change", [write, replace])
+def test_gradients_that_the_script_has_changed_are_read_again(
+    change: Callable[[nn.Module], None], passes: list[int]
+) -> None:
+    model, optimizer = trained(in_order)
+    _kept = Updates(optimizer, None)
+    backward(model)
+    change(model)
+    del passes[:]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert passes == [6]
+    assert torch.equal(norm, nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()]))  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "asked"), [(torch.float64, {}), (torch.float32, {"norm_type": 1.0}), (torch.float32, {"foreach": False})]
+)
+def test_where_torch_computes_in_another_way_it_does_so_itself(
+    dtype: torch.dtype, asked: dict[str, Any], passes: list[int]
+) -> None:
+    model, optimizer = trained(in_order, dtype)
+    _kept = Updates(optimizer, None)
+    backward(model)
+    expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()], **asked)  # type: ignore[union-attr]
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, **asked)
+    assert norm.dtype == dtype
+    assert torch.equal(norm, expected)
+    assert clipping._Lent.proved == 0
+
+
+def test_a_part_of_the_gradients_may_be_clipped_alone(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    _kept = Updates(optimizer, None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        some = list(model.parameters())[3:1:-1]
+        expected = nn.utils.get_total_norm([p.grad.clone() for p in some])  # type: ignore[union-attr]
+        assert torch.equal(nn.utils.clip_grad_norm_(some, 1.0), expected)
+    assert clipping._Lent.proved == 1
+
+
+def test_a_norm_that_is_not_finite_raises_as_in_torch_and_the_tensor_is_still_named(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    backward(model, float("inf"))
+    with pytest.raises(RuntimeError, match="non-finite"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0, error_if_nonfinite=True)
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    assert updates.gradients is not None
+    assert not torch.isfinite(updates.gradients.each).all()
+
+
+def test_nothing_is_lent_once_torch_has_computed_another_norm(
+    passes: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+
+    def wrong(gradients: Any) -> Tensor:
+        return torch.ones(len(gradients))
+
+    monkeypatch.setattr(clipping, "_lent", lambda gradients: wrong(gradients) if clipping._Lent.proved >= 0 else None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()], foreach=False)  # type: ignore[union-attr]
+        assert torch.equal(nn.utils.clip_grad_norm_(model.parameters(), 1.0), expected)
+        updates.forget()
+    assert clipping._Lent.proved == -1
+
+
+def test_a_compiled_clipping_has_no_break_in_its_graph() -> None:
+    model, optimizer = trained(in_order)
+    _kept = Updates(optimizer, None)
+    backward(model)
+    compiled = torch.compile(
+        lambda: nn.utils.clip_grad_norm_(list(model.parameters()), 1.0), fullgraph=True, backend="eager"
+    )
+    expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()])  # type: ignore[union-attr]
+    assert torch.allclose(compiled(), expected)
