@@ -20,6 +20,8 @@ from rollback.facts.checkpoints import (
     Drifted,
     Dropped,
     Evicted,
+    LastSnapshotMade,
+    NoLastSnapshot,
     Paced,
     Quarantined,
     Saving,
@@ -299,7 +301,8 @@ class Trouble(Fact):
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
-        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
+        Quarantined, NoLastSnapshot, LastSnapshotMade,
+        Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, Restored, Concluded, SkipAdded,
         SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
         LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,

@@ -36,6 +36,8 @@ class Rewinder:
         self._checkpoints = checkpoints
         self._source = run.restored
         self.rehearsing = rehearsing
+        self.before: Callable[[], object] = lambda: None
+        """Called when the live objects are about to change."""
         self.subscribers: list[Callable[[RollbackApplied], object]] = []
 
     def carry_out(self, decision: Rewind) -> Halt | None:
@@ -45,6 +47,7 @@ class Rewinder:
         decision if that is not to go back: then nothing was restored.
         """
         began, reached = time.monotonic(), self._state.counters.step
+        self.before()
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
@@ -83,6 +86,7 @@ class Rewinder:
 
         name: the checkpoint; None: the one that was restored last.
         """
+        self.before()
         source = self._source if name is None else self._checkpoints.manifest(name)
         assert source is not None
         result = restore(source.name, self._checkpoints.places(source.name), self._ranks, self._state)
