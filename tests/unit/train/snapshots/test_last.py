@@ -7,6 +7,7 @@ import os
 import random
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ import rollback
 from rollback.checkpoints import end_marks
 from rollback.checkpoints.end_marks import EndMark, LastAccount, StepEnd
 from rollback.checkpoints.slots import SlotPaths
+from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.pulse import FIELDS, beat_of
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
@@ -235,6 +237,38 @@ def test_a_state_that_is_not_healthy_is_not_kept(tmp_path: Path, memory: Path) -
     assert "not healthy" in (account.why_not or "") or "not finite" in (account.why_not or "")
 
 
+def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) -> None:
+    """Judged ahead from what the ranks have sent; what the guard itself judges later gives the same."""
+
+    def act(guard: rollback.Guard) -> None:
+        judge, sentinel = guard._judge, guard._state.sentinel
+        before = sentinel.state_dict()
+        foreseen = judge.foresee([judge.sent])
+        assert sentinel.state_dict() == before != foreseen.sentinel
+        judge.settle()
+        assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
+        assert foreseen.metric is not None
+        assert foreseen.metric.model_dump() == guard._run.record.recent[-1]
+
+    kept(tmp_path / "run", memory, act)
+
+
+def test_a_state_whose_last_step_stood_out_is_not_kept(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update = Sentinel.update
+
+    def act(guard: rollback.Guard) -> None:
+        watched = lambda self, seen: replace(update(self, seen), kind=Kind.WATCH)  # noqa: E731
+        with monkeypatch.context() as patched:
+            patched.setattr(Sentinel, "update", watched)
+            keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "the last step was not healthy"
+
+
 _sent = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=5)
 
 
@@ -251,6 +285,10 @@ def test_a_sum_that_is_taken_is_the_same_in_every_order(values: list[float]) -> 
 
 def test_random_states_as_bytes_are_the_random_states() -> None:
     raw = RawRandom()
+    np.random.seed(3)
+    for _ in range(4):  # every second draw takes a number that was drawn before, and changes no word
+        np.random.randn()
+        assert tree_of(*raw.read())["numpy"]["has_gauss"] == rng.capture(cuda=False)["numpy"]["has_gauss"]
     for number in range(1300):
         random.random(), np.random.rand(), torch.rand(1)
         if number % 7 == 0:
