@@ -167,7 +167,9 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only the detectors whose name contains this")
     parser.add_argument("--misses", action="store_true", help="list what each detector missed or called wrongly")
     parser.add_argument("--families", action="store_true", help="the sentinel with hints, a row for each family")
-    parser.add_argument("--behind", metavar="HINT", choices=[hint.name for hint in Hint], help="LR_CHANGED, RESUMED, ...")
+    parser.add_argument(
+        "--behind", metavar="HINT", choices=[hint.name for hint in Hint], help="LR_CHANGED, RESUMED, ..."
+    )
     options = parser.parse_args()
     traces = [trace for directory in options.traces for trace in load_traces(directory)]
     traces = traces or formula_traces(options.seed)

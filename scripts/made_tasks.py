@@ -173,7 +173,12 @@ class Vision(Job):
         self.rows, self.noise = int(self.pick(8, 16, 32)), self.pick(2.0, 3.0, 4.0)
         self.patterns = torch.randn(10, 3, 8, 8, generator=self.chance)
         return nn.Sequential(
-            nn.Conv2d(3, 16, 3, 2, 1), nn.ReLU(), nn.Conv2d(16, 32, 3, 2, 1), nn.ReLU(), nn.Flatten(), nn.Linear(128, 10)
+            nn.Conv2d(3, 16, 3, 2, 1),
+            nn.ReLU(),
+            nn.Conv2d(16, 32, 3, 2, 1),
+            nn.ReLU(),
+            nn.Flatten(),
+            nn.Linear(128, 10),
         )
 
     def make_optimizer(self) -> torch.optim.Optimizer:
@@ -248,7 +253,9 @@ class FineTuning(Vision):
         for number in range(150):
             self.step(Generator().manual_seed(seed * 7919 + number), GOOD)
         self.patterns = self.patterns + 0.4 * torch.randn(10, 3, 8, 8, generator=self.chance)
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.pick(2e-4, 5e-4), weight_decay=0.01, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=self.pick(2e-4, 5e-4), weight_decay=0.01, fused=True
+        )
 
 
 class ClickRate(Job):

@@ -17,7 +17,7 @@ import copy
 import json
 import math
 from collections.abc import Callable
-from dataclasses import dataclass 
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np

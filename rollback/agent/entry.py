@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import importlib
 import json
 import os
@@ -21,6 +22,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from importlib.metadata import Distribution, DistributionFinder
 from pathlib import Path
@@ -93,12 +95,33 @@ def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, gi
 
     def patiently(self: Any, death_sig: signal.Signals | None = None, timeout: float = 30) -> None:
         if os.path.exists(instructions.guard):
+            wait_for_last_snapshot(timeout)
             timeout = timeout if given else min(timeout, _PATIENCE_UNDER_A_GUARD)
         elif stopping:
             death_sig, timeout = signal.SIGCONT, max(timeout, instructions.grace)
         close(self, death_sig, timeout)
 
     context.close = patiently
+
+
+def wait_for_last_snapshot(limit: float) -> None:
+    """Wait while ranks keep what they still hold (`rollback.checkpoints.end_marks`), at most so many seconds."""
+    deadline = time.monotonic() + limit
+    try:
+        tier = json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"]
+        fd = os.open(Path(tier, "last", "busy"), os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (OSError, ValueError, TypeError, KeyError):
+        return
+    try:
+        while time.monotonic() < deadline:
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(0.01)
+            else:
+                return
+    finally:
+        os.close(fd)
 
 
 def leave_restarting_to_supervisor(restarts: int) -> list[bool]:

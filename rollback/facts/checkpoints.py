@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import ClassVar, Literal
 
-from rollback.facts.fact import Fact
+from rollback.facts.fact import Fact, Writer
 
 Tier = Literal["fast", "durable"]
 
@@ -70,6 +70,41 @@ class Saving(Fact):
     """Either `at_once`, or `overlapped` with the next forward and backward, or `held`: the loop also waits for the
     digest."""
     reason: str
+
+
+class NoLastSnapshot(Fact):
+    """If a rank dies, the others will keep nothing: the newest checkpoint serves."""
+
+    kind: Literal["no_last_snapshot"] = "no_last_snapshot"
+    reason: str
+
+
+class LastSnapshotMade(Fact):
+    """When an attempt was about to end, its ranks tried to keep the state that they still held."""
+
+    writer: ClassVar[Writer] = "either"
+    kind: Literal["last_snapshot"] = "last_snapshot"
+    reason: str
+    """Why the attempt was about to end, in words."""
+    checkpoint: str | None
+    """The checkpoint of that state; null: none was made."""
+    step: int | None
+    """Its step; null as above."""
+    rank: int | None = None
+    """The rank that wrote it."""
+    seconds: float = 0.0
+    """From the moment when that rank knew of the reason."""
+    why_not: str | None = None
+    """Why none was made."""
+    steps_lost: int | None = None
+    """Completed updates that are in no checkpoint and have to be done again; null: not known."""
+
+    def in_words(self) -> str:
+        lost = {None: "", 0: "; no step is lost", 1: "; one step is lost"}
+        told = lost.get(self.steps_lost, f"; {self.steps_lost} steps are lost")
+        if self.checkpoint is not None:
+            return f"the ranks that were left have kept the state of step {self.step} ({self.reason}){told}"
+        return f"the state of the last step could not be kept ({self.reason}): {self.why_not}{told}"
 
 
 class Paced(Fact):

@@ -21,6 +21,8 @@ from rollback.facts.checkpoints import (
     Drifted,
     Dropped,
     Evicted,
+    LastSnapshotMade,
+    NoLastSnapshot,
     Paced,
     Quarantined,
     Saving,
@@ -357,8 +359,8 @@ class Trouble(Fact):
 AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
-        Quarantined, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned, ScreenedOut, Restored, Concluded,
-        SkipAdded, SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
+        Quarantined, NoLastSnapshot, LastSnapshotMade, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned,
+        ScreenedOut, Restored, Concluded, SkipAdded, SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
         LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,

@@ -75,6 +75,7 @@ def _attempt(entry: AttemptEntry) -> list[str]:
     reached = at_least(_or_unknown(entry.reached), entry.at_least and entry.reached is not None)
     begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {reached}"
     ended = entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else "")
+    ended += f"; {entry.last_snapshot}" if entry.last_snapshot else ""
     steps = at_least(f"{entry.steps_lost or 0:,}", entry.at_least)
     lost = f"{steps} steps, {duration(entry.seconds_lost)}" if entry.steps_lost else ""
     followed = ""

@@ -71,6 +71,9 @@ class Heartbeat(BaseModel, frozen=True):
     """Number of collectives that its default process group has begun."""
 
 
+_LINE = 1 << 12  # bytes that a line has at most, amply
+
+
 class LineWriter:
     """Appends JSON lines; buffered, so that a line a step costs microseconds. Opening truncates a torn tail.
 
@@ -79,7 +82,8 @@ class LineWriter:
 
     def __init__(self, path: Path) -> None:
         files.make_directory(path.parent)
-        _cut_torn_tail(path)
+        self.last = _cut_torn_tail(path)
+        """The last line that was there; empty: none."""
         descriptor = files.open_file(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         self._file: TextIOWrapper = os.fdopen(descriptor, "a", encoding="utf-8", buffering=1 << 16)
 
@@ -95,11 +99,15 @@ class LineWriter:
         self._file.close()
 
 
-def _cut_torn_tail(path: Path) -> None:
+def _cut_torn_tail(path: Path) -> str:
+    """Returns the last line that is whole."""
     if not path.exists():
-        return
+        return ""
     with os.fdopen(files.open_file(path, os.O_RDWR), "rb+") as file:
-        file.truncate(end_of_lines(file))
+        end = end_of_lines(file)
+        file.truncate(end)
+        file.seek(max(0, end - _LINE))
+        return file.read().rstrip(b"\n").rpartition(b"\n")[2].decode("utf-8", "replace")
 
 
 def metric_line(

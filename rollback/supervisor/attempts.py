@@ -32,6 +32,7 @@ from rollback.supervisor.diagnosis.outcome import EXIT_CODES, AttemptEvidence, E
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
+from rollback.supervisor.last_snapshot import outcome
 from rollback.supervisor.nodes.lead import Nodes
 from rollback.supervisor.nodes.membership import NODE_TIMEOUT, NodePlace
 from rollback.supervisor.signals import StopSignals
@@ -178,6 +179,9 @@ class Attempts:
         evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
         first = first_cause(evidence, rank_ends(self._paths, attempt, left))
         record = first.record if first else None
+        if (last := outcome(self._paths, attempt, evidence.kept)) is not None:
+            self._ledger.note(last)
+            self._say(last.in_words())
         self._ledger.note(
             AttemptEnded(
                 status=left.status,
@@ -236,11 +240,11 @@ class Attempts:
                 told = running.tell_ranks_to_stop(self._stop_signals, guarded=self._host.guarded)
                 insistent = self._signals.insistent or self._nodes.insistent
                 if not told or insistent or time.monotonic() > deadline:
-                    running.kill()
+                    running.kill(None if insistent else b"g")
             elif (ended := lookout.look()) is not None:
                 self._ledger.note(ended)
                 self._say(ended.in_words())
-                running.kill(hopeless=True)
+                running.kill(b"h", hopeless=True)
             elif lookout.trains:
                 self._host.keep_spare()
             if running.poll() is None or self._nodes.names:

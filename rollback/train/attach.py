@@ -57,7 +57,7 @@ from rollback.train.snapshots.capture import share_of
 from rollback.train.snapshots.draining import fetch_run, reach_ring
 from rollback.train.snapshots.inventory import take_inventory
 from rollback.train.snapshots.restore import CheckpointPlace, restore
-from rollback.train.start_record import leave_out_what_is_new, require_a_change
+from rollback.train.start_record import leave_out_what_is_new, require_a_change, take_over_last_snapshot
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
@@ -264,6 +264,8 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
         if ranks.first and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
+    if ranks.first:
+        take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
     if chosen is not None and not any(isinstance(entry.fact, Attached) for entry in record.records):
         record.advise_of(JOURNAL_GONE, [chosen.name])

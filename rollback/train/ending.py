@@ -15,7 +15,8 @@ from typing import Any
 from rollback.errors import ExitCode
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import FinalStateLost, Finished, LastSaveFailed, ScriptLeft, Stopped
-from rollback.train.incidents.judge import Halt, Judge
+from rollback.train.incidents.decisions import Halt
+from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.schedule import SnapshotSchedule
@@ -71,6 +72,12 @@ class TrainingEnd:
         """Whether `max_steps` is reached."""
         return self.max_steps is not None and self._state.counters.step >= self.max_steps
 
+    @property
+    def raised(self) -> BaseException | None:
+        """The exception that is ending the script: not one that was being handled when the guard was made."""
+        raised = sys.exc_info()[1]
+        return None if raised is None or self._number in vars(raised).get(_MADE_UNDER, ()) else raised
+
     def keep_state(self, by: str, *, left_over: int, left: bool = False) -> None:
         """Collective: keep the state at a possible end. All steps are judged. by: what ended the training.
 
@@ -114,9 +121,7 @@ class TrainingEnd:
         changed: it has made an update since its last batch. judge: ends that step, where this needs no other rank. A
         plan that follows is for the next start.
         """
-        raised = sys.exc_info()[1]
-        raising = raised is not None and self._number not in vars(raised).get(_MADE_UNDER, ())
-        if self._noted or raising:  # `finally` and `with` close the guard in an exception too
+        if self._noted or self.raised is not None:  # `finally` and `with` close the guard in an exception too
             return
         if self._by is not None and not changed:
             self.note_finished()

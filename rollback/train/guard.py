@@ -23,8 +23,9 @@ from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.data.skips import SkipList
 from rollback.train.ending import TrainingEnd
 from rollback.train.events import RollbackCause
+from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Attend, Decision, Halt, Judge, Rewind, Undo
+from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.process.heartbeat import HeartbeatWriter
@@ -32,6 +33,7 @@ from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.snapshots.draining import at_exit, end_draining
+from rollback.train.snapshots.last import LastSnapshot
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
@@ -88,7 +90,7 @@ class Guard(ScriptSide):
             self._build(model, loader, end)
         except RollbackError as error:
             attaching.refuse(error)
-        end_with_supervisor()
+        end_with_supervisor(self._last.keep)
         atexit.register(self.close)
         at_exit(self.close)
         drilled = drill.DrilledGuard(
@@ -119,11 +121,18 @@ class Guard(ScriptSide):
         self._pass_rehearsal = PassRehearsal(optimizer)
         self._requests = Requests(run, stop, self._judge, manager, skips, cursor)
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
+        self._last = LastSnapshot(
+            run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
+            self._judge.foresee,
+        )  # fmt: skip
+        heartbeat.before_the_end(self._last.keep)
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
         # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
+        self._rewinder.before = self._last.note_change
         self._rewinder.subscribers += [
+            self._last.rollback_applied,
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
             self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
@@ -206,6 +215,7 @@ class Guard(ScriptSide):
             try:
                 if self._batches.open_epoch():
                     self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
+                self._mark_end()
                 rehearsed = self._pass_rehearsal.due and self._batches.rest_is_skipped()
                 if (rehearsed or self._snapshot_due()) and not self._take_snapshot(rehearsed=rehearsed):
                     continue
@@ -223,6 +233,9 @@ class Guard(ScriptSide):
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
         if not self._run.leave():
             return
+        if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
+            self._last.keep(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
+        self._last.leave()
         step = self._step_in_progress
         if not step.heartbeat.raised:
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
@@ -256,6 +269,7 @@ class Guard(ScriptSide):
             if step.batches == WITHOUT_UPDATE:
                 self._run.record.advise(*NEVER_UPDATED)
             return None
+        self._last.note_change()
         if self._rewinder.rehearsing:
             self._rewinder.end_rehearsal()
             return None
@@ -303,6 +317,10 @@ class Guard(ScriptSide):
         between_steps = self._step_in_progress.first_batch is None
         due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
+
+    def _mark_end(self) -> None:
+        if self._step_in_progress.first_batch is None and self._batches.stands_before_a_batch():
+            self._last.mark_end()
 
     def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
         """Take a snapshot at this step's end. False: a rollback came first.

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Sequence
 
-from rollback.config import Settings
+from rollback.checkpoints import end_marks, tiers
+from rollback.checkpoints.manifest import Manifest
+from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
 from rollback.facts.history import History, fold
-from rollback.facts.training import THE_SUPERVISOR, Blamed, SampleQuarantine, SkipAdded
+from rollback.facts.training import (
+    THE_SUPERVISOR,
+    Blamed,
+    Committed,
+    LastSnapshotMade,
+    SampleQuarantine,
+    SkipAdded,
+    Tier,
+)
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, sound_requests
@@ -36,6 +47,34 @@ def require_a_change(paths: RunPaths, settings: Settings) -> None:
         hint="change a setting that decides about incidents, ask for a `rollback rewind` or `rollback skip`, or, where "
         "the script or the data have changed, say --accept-structural; nothing was touched",
     )
+
+
+def take_over_last_snapshot(paths: RunPaths, history: History, chosen: Manifest | None, record: Recorder) -> None:
+    """Journal what the ranks of the attempt before have kept for this one, and complete its metrics. On rank 0.
+
+    chosen: the checkpoint that this attempt goes on from. A supervisor has journalled the reason already.
+    """
+    tier = tiers.fast_tier_of(paths)
+    if chosen is None or tier is None or chosen.name in history.committed:
+        return
+    for account in end_marks.read_accounts(end_marks.marks_of(tier), chosen.attempt):
+        if account.checkpoint != chosen.name:
+            continue
+        at: Tier = "fast" if account.tier == "fast" else "durable"
+        record.note(
+            Committed(
+                checkpoint=chosen.name, step=chosen.step, batch=chosen.batch, timeline=chosen.timeline,
+                bytes=chosen.bytes, seconds=account.seconds, tier=at,
+            )
+        )  # fmt: skip
+        if not os.environ.get(ENV_SUPERVISOR):
+            record.note(
+                LastSnapshotMade(
+                    reason=account.reason, checkpoint=chosen.name, step=chosen.step, rank=account.rank,
+                    seconds=account.seconds,
+                )
+            )  # fmt: skip
+        record.complete_metrics(account.metrics)
 
 
 def leave_out_what_is_new(

@@ -13,8 +13,8 @@ from rollback.train.arguments import scalar
 from rollback.train.comm.pulse import Gauges
 from rollback.train.data.prefetch import PrefetchWatch
 from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.incidents.decisions import StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import StepMark
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.optimizer import Updates

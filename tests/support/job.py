@@ -8,9 +8,10 @@ there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or sev
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
 is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in the first attempt that rank is killed
 before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
-runs the command there, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes
-`<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to
-`<name>-<rank>.log`, over all attempts.
+runs the command there, in the first attempt), `ends` (`[rank, batch, raise | leave | update]`: there that rank raises,
+leaves by os._exit, or is killed within its update, in the first attempt), `slow` (seconds that each batch takes at
+least). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`. Consumed samples are
+logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -67,6 +68,8 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
         if scenario.get("full_disk") == [rank, position]:
             vars(pipeline)["write_direct"] = refuse
         time.sleep(scenario.get("slow", 0.0))
+        if scenario.get("ends", [])[:2] == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+            end(guard, scenario["ends"][2])
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
@@ -88,6 +91,15 @@ def die(load: Any, moment: str, *given: Any) -> None:
     if moment == "after":
         load(*given)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end(guard: rollback.Guard | None, how: str) -> None:
+    if how == "raise":
+        raise ArithmeticError("this rank raises")
+    if how == "leave":
+        os._exit(3)
+    assert guard is not None
+    guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 
 
 def refuse(*_: object) -> Any:

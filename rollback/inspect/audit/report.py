@@ -265,6 +265,7 @@ class AttemptEntry(ReportItem):
     ended_at: str | None
     status: int | None = Field(description="exit status of torchrun")
     cause: str | None = Field(description="how it ended, in words")
+    last_snapshot: str | None = Field(description="how the state was kept, in words; null: nobody tried")
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None

@@ -274,6 +274,8 @@ def _attempt(entry: AttemptEntry) -> str:
     if entry.changed:
         parts.append(f"other than at the last start: {'; '.join(entry.changed)}")
     parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
+    if entry.last_snapshot:
+        parts.append(entry.last_snapshot)
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:

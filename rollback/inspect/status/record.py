@@ -17,6 +17,7 @@ from rollback.facts.training import (
     FinalStateLost,
     Finished,
     JournalEntry,
+    LastSnapshotMade,
     PassedOver,
     RestartScheduled,
     Restored,
@@ -54,6 +55,8 @@ class RunRecord:
     """The last copy to the durable ring."""
     undrained: str | None = None
     """Why nothing can be copied now."""
+    last_snapshot: str | None = None
+    """How the state was kept when an attempt ended last, and the steps lost, in words."""
     _reached: int | None = None
     _turns: tuple[list[JournalEntry], list[JournalEntry]] = field(default_factory=lambda: ([], []))
 
@@ -89,6 +92,8 @@ class RunRecord:
                 self.waiting = None
             case AttemptEnded() as fact:
                 self._reached = fact.step
+            case LastSnapshotMade() as fact:
+                self.last_snapshot = fact.in_words()
             case RestartScheduled():
                 self.waiting = record
             case Drained():

@@ -127,6 +127,9 @@ class Status(Document):
     skipped_batches: int
     pending: str | None = Field(description="a plan that is not carried out yet")
     requests: list[str] = Field(description="what operators asked for and has no answer yet, in words")
+    last_snapshot: str | None = Field(
+        description="how the state was kept when an attempt ended last, and the steps lost; null: nobody tried"
+    )
     advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
     ending: Ending | None
     notices: list[str]
@@ -247,6 +250,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         skipped_batches=sum(window.last - window.first + 1 for window in past.passed_over),
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
+        last_snapshot=past.last_snapshot,
         advice=dict(past.advice),
         init=past.history.init,
         ending=ending,

@@ -21,6 +21,7 @@ from rollback.facts.training import (
     Finished,
     Hung,
     JournalEntry,
+    LastSnapshotMade,
     RestartScheduled,
     RunEnded,
     Signalled,
@@ -98,6 +99,7 @@ class AttemptAccount(Document):
     followed: list[int] = Field(description="ranks whose failure is a consequence")
     hung: Hung | None
     blamed: Blame | None
+    last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
     decision: str | None = Field(description="what the supervisor did then")
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
@@ -152,6 +154,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         followed=list(fact.followed) if fact else [],
         hung=last_fact(own, Hung),
         blamed=_blame(culprit) if culprit else None,
+        last_snapshot=last.in_words() if (last := last_fact(own, LastSnapshotMade)) else None,
         decision=_decision(told_of),
         signals=[signalled.signal for _, signalled in of_kind(told_of, Signalled)],
         failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),

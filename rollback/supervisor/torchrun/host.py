@@ -23,6 +23,7 @@ from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
+from rollback.supervisor.last_snapshot import ask_for_last_snapshot
 from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
 from rollback.supervisor.torchrun.output import Audience, Output
 from rollback.supervisor.torchrun.processes import (
@@ -69,6 +70,8 @@ class Running:
         self._computed: dict[int, int] = {}
         self._pids: dict[int, int] = {}
         self.hopeless = False
+        self.asks = True
+        """Whether the ranks are to be asked for a last snapshot when torchrun has ended."""
         self.attempt = attempt
         self.command = command
         self.pid = torchrun.pid
@@ -129,9 +132,14 @@ class Running:
         """Make this host's ranks write their stacks. Returns the ranks that did. Raises OSError."""
         return take_stacks(self._paths, self.attempt, living_ranks(self.beats(), self._paths), self._node)
 
-    def kill(self, *, hopeless: bool = False) -> int:
-        """End torchrun at once. Returns its status. The ranks end with the attempt, without SIGTERM if `hopeless`."""
-        self.hopeless = hopeless
+    def kill(self, last: bytes | None = b"e", *, hopeless: bool = False) -> int:
+        """End torchrun. Returns its status. The ranks end with the attempt, without SIGTERM if `hopeless`.
+
+        last: why they are asked for a last snapshot first, of `end_marks.REASONS`; None: end it at once.
+        """
+        self.hopeless, self.asks = hopeless, False
+        if last is not None:
+            ask_for_last_snapshot(self._paths, self.attempt, last)
         self._torchrun.kill()
         return self._torchrun.wait()
 
@@ -234,6 +242,8 @@ class Host:
                 # Also when we fail ourselves: nothing that we started may go on writing to the run directory.
                 torchrun.kill()
                 torchrun.wait()
+                if running.asks:
+                    ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
                 end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
                 reap()

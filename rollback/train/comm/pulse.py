@@ -18,7 +18,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from array import array
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Generic, TypeVar
@@ -156,6 +157,7 @@ class Pulse:
         self._host = torch.zeros(room, dtype=torch.float64, pin_memory=self._cuda)
         self._side = torch.cuda.Stream(self._device) if self._cuda else None  # type: ignore[no-untyped-call]
         self._arrived = torch.cuda.Event() if self._cuda else None  # type: ignore[no-untyped-call]
+        self._sent = b""
         self._ailments: Tensor | list[float] | None = None  # this rank's, of the beat that is under way
         self._work: dist.Work | None = None
         self._vector: Tensor | None = None
@@ -196,6 +198,11 @@ class Pulse:
         beat = _beat(vector, self._ranks.world_size)
         beat.ailing = self._ailing(beat)
         return beat
+
+    @property
+    def sent(self) -> bytes:
+        """What this rank has put into the beat under way; empty: none is under way, or it is composed on a device."""
+        return self._sent if self._vector is not None else b""
 
     def close(self) -> None:
         """Wait until no beat is under way and the backend's threads hold no tensor. Not collective.
@@ -241,6 +248,7 @@ class Pulse:
         if gauges.found_inf is not None:
             row[host + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
         self._ailments = row[2 * _SCALARS : host]
+        self._sent = array("d", row).tobytes()
         beat = torch.tensor(row, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
@@ -272,6 +280,26 @@ class Pulse:
         if value is None:
             return torch.zeros((), dtype=torch.float64, device=self._device)
         return value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
+
+
+def beat_of(sent: Sequence[bytes]) -> Beat | None:
+    """The beat that the ranks have together, by what each has put into it (`Pulse.sent`), without `ailing` and letters.
+
+    None: in another order of the ranks the sums might be rounded otherwise, so they may not be what the group computes.
+    """
+    columns = zip(*(array("d", own) for own in sent), strict=True)
+    sums = [_exact_sum(column) for column in columns]
+    return None if None in sums else _beat(torch.tensor(sums, dtype=torch.float64), len(sent))
+
+
+def _exact_sum(column: Sequence[float]) -> float | None:
+    """The sum, if all partial sums are exact in whatever order: all are whole multiples of one step, below 2**53 of
+    it."""
+    ratios = [value.as_integer_ratio() for value in column]
+    finest = max(below for _, below in ratios)
+    total = sum(abs(above) * (finest // below) for above, below in ratios)
+    common = math.gcd(*(above * (finest // below) for above, below in ratios)) or 1
+    return math.fsum(column) if total // common < 1 << 53 else None
 
 
 def _beat(vector: Tensor, world_size: int) -> Beat:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from functools import partial
+from typing import Any, TypeVar
 
 from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
 from rollback.rundir.journal import Journal
@@ -15,6 +18,7 @@ from rollback.rundir.records import LineWriter, metric_line
 
 _FLUSH_SECONDS = 1.0
 _NAMED = 12
+_RECENT = 1024
 _T = TypeVar("_T")
 
 
@@ -52,6 +56,8 @@ class Recorder:
         self._unheard_before = _Unheard.lines
         self._advised = set(advised)
         self._lock = threading.RLock()
+        self.recent: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        """The newest rows of the metrics, on every rank: rank 0 may be gone before it has written its last ones."""
         if first:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
 
@@ -87,16 +93,28 @@ class Recorder:
         self, step: int, batch: int, loss: float | None, grad_norm: float | None, verdict: str, timeline: int
     ) -> None:
         """Note a judged step."""
+        row: dict[str, Any] = {
+            "step": step, "batch": batch, "loss": loss, "grad_norm": grad_norm, "verdict": verdict,
+            "attempt": self._attempt, "timeline": timeline,
+        }  # fmt: skip
+        self.recent.append(row)
         if self._metrics is None:
             return
         metrics, now = self._metrics, time.monotonic()
-        line = metric_line(
-            step=step, batch=batch, loss=loss, grad_norm=grad_norm, verdict=verdict, attempt=self._attempt,
-            timeline=timeline,
-        )  # fmt: skip
+        line = metric_line(**row)
         self._try("writing the metrics", lambda: metrics.write(line), proves=False)  # mostly into a buffer
         if now - self._flushed > _FLUSH_SECONDS:
             self.flush()
+
+    def complete_metrics(self, lines: Sequence[str]) -> None:
+        """Add what rank 0 of an earlier attempt could not write any more. lines: of all its newest steps, in order."""
+        if self._metrics is None:
+            return
+        metrics, last = self._metrics, self._metrics.last
+        there = _place(last) if last else (0, 0, -1)
+        for line in lines:
+            if _place(line) > there:
+                self._try("writing the metrics", partial(metrics.write, line), proves=False)
 
     def flush(self) -> None:
         if self._metrics is not None:
@@ -127,3 +145,9 @@ class Recorder:
             if self._journal is not None:
                 self.note(Trouble(doing=doing, error="failed for a while; what the journal held back is written now"))
         return result
+
+
+def _place(line: str) -> tuple[int, int, int]:
+    """Where a line of the metrics belongs: attempt, timeline, step."""
+    row = json.loads(line)
+    return row["attempt"], row["timeline"], row["step"]

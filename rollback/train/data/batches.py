@@ -83,6 +83,10 @@ class Batches:
             self._check(self._cursor.batch, self._cursor.ahead)
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
+    def stands_before_a_batch(self) -> bool:
+        """Whether a run may resume here. False also where a batch would have to be read to know."""
+        return self._cursor.opened and not self._cursor.reads_ahead and not self._cursor.at_end
+
     def rest_is_skipped(self) -> bool:
         """Collective: whether all that is left of the open epoch is on the skip list. False where it has no length."""
         cursor = self._cursor

@@ -7,96 +7,39 @@ All of it depends only on the reduced beat and on state that is the same on all 
 
 from __future__ import annotations
 
+import copy
 import math
 import statistics
 from collections import deque
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict
 
 from torch import Tensor
 
-from rollback.facts.ending import GivingUp
-from rollback.facts.training import Incident, Noticed, PhaseAnnounced, Planned, ScalerSkipped, Window
+from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSkipped, Window
 from rollback.policy import DataStream, PolicyCheckpoint
+from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
 from rollback.suspects import MOST
-from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse
+from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse, beat_of
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
+from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.run import AttachedRun
+from rollback.train.snapshots.last import Foreseen
+from rollback.train.snapshots.last_write import NotProved
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck, union
 from rollback.train.updates.advice import Advisor
-from rollback.train.updates.habits import Habit
 from rollback.train.updates.scaler import ScaleWatch
 
 _ACTED_ON = (Kind.SPIKE, Kind.NONFINITE)
 _USUAL = 9  # the last updates, by which a whole one is told from one that an epoch's end made shorter or longer
 _MARKS = 4096  # steps whose batches are remembered; an onset further back is reckoned from the batches per step
-
-
-@dataclass(frozen=True)
-class StepMark:
-    """A step, and the batches that went into it."""
-
-    step: int
-    first_batch: int
-    last_batch: int
-    batches_per_step: int
-    """Batches of a whole update, as far as known."""
-    hints: Hint
-    phase: str | None = None
-    """The phase that this rank announced for this step."""
-    habit: Habit | None = None
-    batches: int = 1
-    """Batches of this update; skipped batches in between do not count."""
-    epoch_end: int | None = None
-    """The batch after the last batch of the epoch; None: epochs have no length."""
-    epoch_batches: int | None = None
-    """Batches of that epoch; None as above."""
-
-    @property
-    def over_the_end(self) -> bool:
-        """Whether it is a whole update with batches of two epochs: the script's count runs on from epoch to epoch."""
-        if self.epoch_end is None or self.epoch_batches is None or self.batches != self.batches_per_step:
-            return False
-        return self.first_batch < self.epoch_end - self.epoch_batches <= self.last_batch
-
-
-@dataclass(frozen=True)
-class Rewind:
-    """Decision: carry out this plan."""
-
-    incident: Incident
-    plan: Planned
-    stream: DataStream
-
-
-@dataclass(frozen=True)
-class Halt:
-    """Decision: stop together. `account` is for people. giving_up: as in the plan; None: the run can go on."""
-
-    account: str
-    save: bool
-    giving_up: GivingUp | None = None
-
-
-@dataclass(frozen=True)
-class Undo:
-    """Decision: undo the last update, which was screened out. The journal has its batches, which are skipped now."""
-
-    window: Window
-
-
-@dataclass(frozen=True)
-class Attend:
-    """Decision: an operator has asked for something. Take it up together."""
-
-
-Decision = Rewind | Halt | Undo | Attend
 
 
 class Judge:
@@ -134,6 +77,8 @@ class Judge:
         self.timeline = run.history.timeline
         self._observed = False  # in a trouble that was reported and is left alone: each step of it would be another
         self.calm = True
+        self._attempt = run.attempt
+        self._turn = 0  # odd while a step is being judged
         self.beat: Beat | None = None  # the last one that was read
 
     def end_step(
@@ -179,7 +124,50 @@ class Judge:
         """Judge the step whose beat is under way, if any."""
         if not self._pulse.under_way:
             return None
-        return self._judge(self._pulse.read(), self._marks[-1])
+        beat = self._pulse.read()
+        self._turn += 1
+        try:
+            return self._judge(beat, self._marks[-1])
+        finally:
+            self._turn += 1
+
+    @property
+    def sent(self) -> bytes:
+        """What this rank has put into the beat under way. Not collective."""
+        return self._pulse.sent
+
+    def foresee(self, sent: Sequence[bytes]) -> Foreseen:
+        """The sentinel as it will be when the last step is judged, where that is healthy. Any thread; nothing changes.
+
+        sent: what all ranks have put into the beat of that step. The beat itself may not arrive any more.
+
+        Raises NotProved: it is not known, or there is a trouble that the last snapshot would carry on.
+        """
+        turn, marks = self._turn, list(self._marks)
+        if turn % 2:
+            raise NotProved("the last step was being judged")
+        if self.screens(self._next_batch):
+            raise NotProved("each update is screened, and may still be undone")
+        verdict, metric, sentinel = None, None, copy.deepcopy(self._sentinel)
+        if self._pulse.under_way:
+            if not all(sent) or (beat := beat_of(sent)) is None:
+                raise NotProved("it is not known what the ranks have told each other of the last step")
+            mark = marks[-1]
+            hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+            begins = beat.announced or any(self._next_batch <= batch <= mark.last_batch for batch in set(self._phases))
+            hints |= Hint.ANNOUNCED if begins else Hint.NONE
+            verdict = sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+            if copy.deepcopy(self._scale).update(mark.step, beat.scaler_skipped, beat.scale) is not None:
+                raise NotProved("the last step was not healthy")
+            metric = metric_line(
+                step=mark.step, batch=mark.last_batch, loss=beat.loss, grad_norm=beat.grad_norm,
+                verdict=verdict.kind.value, attempt=self._attempt, timeline=self.timeline,
+            )  # fmt: skip
+        if turn != self._turn:
+            raise NotProved("the last step was being judged")
+        if not (self.calm if verdict is None else verdict.kind is Kind.HEALTHY):
+            raise NotProved("the last step was not healthy")
+        return Foreseen(sentinel.state_dict(), metric)
 
     def screens(self, batch: int) -> bool:
         """Whether an update that begins at this batch is to be screened. Not collective, and alike on all ranks."""

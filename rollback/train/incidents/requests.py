@@ -18,7 +18,8 @@ from rollback.rundir.requests import Inbox, Request, read_request, sound_request
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.skips import SkipList
 from rollback.train.events import RollbackApplied
-from rollback.train.incidents.judge import Halt, Judge, Rewind
+from rollback.train.incidents.decisions import Halt, Rewind
+from rollback.train.incidents.judge import Judge
 from rollback.train.process.stopping import StopRequest
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager

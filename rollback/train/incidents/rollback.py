@@ -10,7 +10,8 @@ from rollback.errors import RollbackError
 from rollback.facts.history import Case
 from rollback.facts.training import Restored, Window
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.incidents.judge import Halt, Judge, Rewind, Undo
+from rollback.train.incidents.decisions import Halt, Rewind, Undo
+from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.restore import restore
@@ -40,6 +41,8 @@ class Rewinder:
         self._source: Manifest | HeldState | None = run.restored
         self._held: HeldState | None = None
         self.rehearsing = rehearsing
+        self.before: Callable[[], object] = lambda: None
+        """Called when the live objects are about to change."""
         self.subscribers: list[Callable[[RollbackApplied], object]] = []
 
     def carry_out(self, decision: Rewind) -> Halt | None:
@@ -49,6 +52,7 @@ class Rewinder:
         decision if that is not to go back: then nothing was restored.
         """
         began, reached = time.monotonic(), self._state.counters.step
+        self.before()
         while True:
             self._ranks.barrier()  # the plan is on rank 0's disk before anybody restores
             name = decision.plan.checkpoint
@@ -106,6 +110,7 @@ class Rewinder:
 
         name: the checkpoint; None: the one that was restored last.
         """
+        self.before()
         source = self._source if name is None else self._checkpoints.manifest(name)
         assert source is not None
         if isinstance(source, HeldState):
@@ -126,6 +131,7 @@ class Rewinder:
 
     def _put_back(self, cause: RollbackCause, held: HeldState, screened_out: Window | None = None) -> None:
         self._checkpoints.fence()
+        self.before()
         held.put_back(self._state)
         self._publish(cause, held, screened_out=screened_out)
 

@@ -71,6 +71,8 @@ class FailureRecorder:
         self._path, self._rank, self._attempt, self._standing = path, rank, attempt, standing
         self._cursor, self._empty_pass = cursor, empty_pass
         self._pid = os.getpid()
+        self.before_the_end: Callable[[str], object] = lambda reason: None
+        """Called behind the record, with what happened."""
         self.spoken = False
         """Whether there was an exception that nobody caught."""
         self._before = sys.excepthook
@@ -85,6 +87,7 @@ class FailureRecorder:
             say(f"the error could not be recorded in {self._path} ({failure})")
         finally:
             self._before(kind, error, trace)
+            self.before_the_end(f"rank {self._rank} raised {kind.__name__}")
             if (remark := self._remark(error)) is not None:
                 say(remark)
 

@@ -14,6 +14,7 @@ import faulthandler
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from rollback.config import ENV_HEARTBEATS, STACKS_SIGNAL, host_name
@@ -79,6 +80,10 @@ class HeartbeatWriter:
     def turn_to(self, doing: str) -> None:
         """Set what this rank is doing, at the same position."""
         self.show(doing, self.standing.step, self.standing.batch, now=True)
+
+    def before_the_end(self, act: Callable[[str], object]) -> None:
+        """Call this where an exception that nobody caught ends the process, with what happened."""
+        self._last_words.before_the_end = act
 
     def end(self) -> None:
         """The guard is closed. A failure record can still name the batch in hand."""

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
@@ -85,8 +86,10 @@ def _is_free(number: int, before: Any) -> bool:
     return before is signal.SIG_DFL or by_supervisor
 
 
-def end_with_supervisor() -> None:
-    """Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
+def end_with_supervisor(before: Callable[[str], object]) -> None:
+    """before: called first, with what happened.
+
+    Watch the supervisor, if there is one, from a thread. End this process at once when the supervisor is gone.
 
     Such a rank would write the run directory at the same time as the ranks of the next attempt. torchrun puts ranks
     into sessions of their own, so neither a hang-up nor the death of a parent ends them.
@@ -100,6 +103,7 @@ def end_with_supervisor() -> None:
     def watch() -> None:
         while is_running(described) and os.getppid() == parent:
             threading.Event().wait(_LOOK_EVERY)
+        before("the supervisor or torchrun is gone")
         say(f"the supervisor (pid {pid}) or torchrun is gone; this rank ends. Run the same command again to go on")
         for child in psutil.Process().children(recursive=True):
             child.kill()

@@ -83,6 +83,11 @@ class Snapshots:
         self._job: Future[None] | None = None
 
     @property
+    def next_seq(self) -> int:
+        """The number of the next checkpoint."""
+        return self._next_seq
+
+    @property
     def in_flight(self) -> bool:
         return self._flight is not None
 

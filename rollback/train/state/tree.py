@@ -24,9 +24,14 @@ from rollback.rundir.records import json_number
 from rollback.train.sharded import is_sharded, local_of
 
 Json = Any
+_AS_IT_IS, _TEXT = frozenset((type(None), bool, str, int)), frozenset((str,))
 
 DTYPE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in DTYPE_NAME.items()}
 DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.items()}
+
+
+class NotPlain(Exception):
+    """A value for `encode`."""
 
 
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
@@ -61,6 +66,21 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
                 "which a checkpoint without pickle cannot keep",
                 hint="let its state_dict() return numbers, texts, lists, dicts, arrays and tensors only",
             )
+
+
+def encode_plain(value: Any) -> Json:
+    """As `encode`, several times faster, for what state_dicts of schedulers and the like hold: exactly Python's own
+    types, and no tensors. Raises NotPlain for anything else."""
+    kind = type(value)
+    if kind in _AS_IT_IS or (kind is float and math.isfinite(value)):
+        return value
+    if kind is dict and (len(value) != 1 or str(*value)[:1] != "$") and {*map(type, value)} <= _TEXT:
+        return {key: item if type(item) in _AS_IT_IS else encode_plain(item) for key, item in value.items()}
+    if kind is list:
+        return [item if type(item) in _AS_IT_IS else encode_plain(item) for item in value]
+    if kind is tuple:
+        return {"$tuple": [item if type(item) in _AS_IT_IS else encode_plain(item) for item in value]}
+    raise NotPlain
 
 
 def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str, Tensor]) -> Json:

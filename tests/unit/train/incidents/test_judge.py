@@ -18,8 +18,9 @@ from rollback.sentinel import Hint, Sentinel
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
+from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
-from rollback.train.incidents.judge import Decision, Halt, Judge, Rewind, StepMark
+from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.manager import CheckpointManager

@@ -1,0 +1,52 @@
+"""The supervisor's part in the last snapshot: it asks the ranks for one before it ends them, and reads the outcome."""
+
+from __future__ import annotations
+
+import time
+
+from rollback.checkpoints import end_marks, tiers
+from rollback.checkpoints.end_marks import EndMarkPaths
+from rollback.facts.training import LastSnapshotMade
+from rollback.rundir.paths import RunPaths
+
+_ANSWER = 1.0  # seconds for a rank to begin
+_PATIENCE = 30.0
+_POLL = 0.02
+
+
+def ask_for_last_snapshot(paths: RunPaths, attempt: int, why: bytes) -> None:
+    """Have the ranks of this host that still live keep what they hold, and wait for it. why: of `end_marks.REASONS`.
+
+    Ranks that are stopped do not answer, and are not waited for.
+    """
+    if (marks := _marks(paths)) is None:
+        return
+    ranks = [rank for rank in end_marks.ranks_of(marks) if not end_marks.has_left(marks, rank)]
+    asked = {rank for rank in ranks if end_marks.ring_bell(marks, rank, why)}
+    began = time.monotonic()
+    while asked and (waited := time.monotonic() - began) < _PATIENCE:
+        told = {account.rank for account in end_marks.read_accounts(marks, attempt)}
+        if asked <= told or (waited > _ANSWER and not end_marks.is_busy(marks)):
+            return
+        time.sleep(_POLL)
+
+
+def outcome(paths: RunPaths, attempt: int, kept: int | None) -> LastSnapshotMade | None:
+    """What became of the last snapshot of an attempt whose processes are gone; None: nobody has tried to make one.
+
+    kept: the step of the newest checkpoint.
+    """
+    if (marks := _marks(paths)) is None or not (accounts := end_marks.read_accounts(marks, attempt)):
+        return None
+    account = next((account for account in accounts if account.checkpoint is not None), accounts[0])
+    ends = [end.step for rank in end_marks.ranks_of(marks) for end in end_marks.read_ends(marks, rank)]
+    return LastSnapshotMade(
+        reason=account.reason, checkpoint=account.checkpoint, step=account.step, rank=account.rank,
+        seconds=account.seconds, why_not=account.why_not,
+        steps_lost=max(0, max(ends) - kept) if ends and kept is not None else None,
+    )  # fmt: skip
+
+
+def _marks(paths: RunPaths) -> EndMarkPaths | None:
+    tier = tiers.fast_tier_of(paths)
+    return end_marks.marks_of(tier) if tier is not None else None

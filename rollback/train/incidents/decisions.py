@@ -1,0 +1,72 @@
+"""What is judged at a step's end, and what may be decided then."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rollback.facts.ending import GivingUp
+from rollback.facts.training import Incident, Planned, Window
+from rollback.policy import DataStream
+from rollback.sentinel import Hint
+from rollback.train.updates.habits import Habit
+
+
+@dataclass(frozen=True)
+class StepMark:
+    """A step, and the batches that went into it."""
+
+    step: int
+    first_batch: int
+    last_batch: int
+    batches_per_step: int
+    """Batches of a whole update, as far as known."""
+    hints: Hint
+    phase: str | None = None
+    """The phase that this rank announced for this step."""
+    habit: Habit | None = None
+    batches: int = 1
+    """Batches of this update; skipped batches in between do not count."""
+    epoch_end: int | None = None
+    """The batch after the last batch of the epoch; None: epochs have no length."""
+    epoch_batches: int | None = None
+    """Batches of that epoch; None as above."""
+
+    @property
+    def over_the_end(self) -> bool:
+        """Whether it is a whole update with batches of two epochs: the script's count runs on from epoch to epoch."""
+        if self.epoch_end is None or self.epoch_batches is None or self.batches != self.batches_per_step:
+            return False
+        return self.first_batch < self.epoch_end - self.epoch_batches <= self.last_batch
+
+
+@dataclass(frozen=True)
+class Rewind:
+    """Decision: carry out this plan."""
+
+    incident: Incident
+    plan: Planned
+    stream: DataStream
+
+
+@dataclass(frozen=True)
+class Halt:
+    """Decision: stop together. `account` is for people. giving_up: as in the plan; None: the run can go on."""
+
+    account: str
+    save: bool
+    giving_up: GivingUp | None = None
+
+
+@dataclass(frozen=True)
+class Undo:
+    """Decision: undo the last update, which was screened out. The journal has its batches, which are skipped now."""
+
+    window: Window
+
+
+@dataclass(frozen=True)
+class Attend:
+    """Decision: an operator has asked for something. Take it up together."""
+
+
+Decision = Rewind | Halt | Undo | Attend
