@@ -5,7 +5,8 @@
 
 TRACES are directories with `labels.json` and `data/NAME.npz` (step, loss, gn), as `made_traces.py` writes them; without
 one, traces are made from formulas and a seed. Prints a Markdown table. With `--families`, the rows are the fields that
-the traces come from and not the detectors. With `--behind`, a hint stands 20 observations before each divergence. A divergence is hit by a call within 200 observations of its onset (from 10 before it where the
+the traces come from and not the detectors. With `--behind`, a hint stands 20 observations before each divergence.
+A divergence is hit by a call within 200 observations of its onset (from 10 before it where the
 onset was seen, not known); `late` ones after more than 10 observations are hits, but not quick ones. Calls in healthy
 steps less than 50 observations apart count as one. Slow ramps are not in the delays. Labels other than those scored
 (grey, silent, amp) are left out of everything.
@@ -167,9 +168,7 @@ def main() -> None:
     parser.add_argument("--only", default="", help="only the detectors whose name contains this")
     parser.add_argument("--misses", action="store_true", help="list what each detector missed or called wrongly")
     parser.add_argument("--families", action="store_true", help="the sentinel with hints, a row for each family")
-    parser.add_argument(
-        "--behind", metavar="HINT", choices=[hint.name for hint in Hint], help="LR_CHANGED, RESUMED, ..."
-    )
+    parser.add_argument("--behind", metavar="HINT", choices=[hint.name for hint in Hint], help="such as LR_CHANGED")
     options = parser.parse_args()
     traces = [trace for directory in options.traces for trace in load_traces(directory)]
     traces = traces or formula_traces(options.seed)

@@ -1,3 +1,4 @@
+# mypy: disable-error-code="no-any-return,has-type,misc,index"
 """Small training jobs of many fields, each a second or two long on one core, for `made_traces.py`.
 
 A job is one class: its model, what a batch is, and the loss. What can go wrong with the data of every job is said by
@@ -7,6 +8,7 @@ from a generator that the caller seeds, so two jobs of the same seed see the sam
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -31,7 +33,7 @@ GOOD = Data()
 
 
 class Job:
-    """One training job. Subclasses say what a batch is and what its loss is."""
+    """One training job. Subclasses say what a batch is and what its loss is. `fault` notes what was done to it."""
 
     supervised = True
     """Whether its loss is a progress curve: GANs and reinforcement learning have none."""
@@ -42,6 +44,7 @@ class Job:
         torch.manual_seed(seed)
         self.model = self.build()
         self.optimizer = self.make_optimizer()
+        self.fault: dict[str, float] = {}
         self.clip = [None, 1.0, 5.0][seed % 3]
 
     def build(self) -> nn.Module:
@@ -74,7 +77,7 @@ class Job:
 
 def mlp(*sizes: int, act: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     layers: list[nn.Module] = []
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), act()]
     return nn.Sequential(*layers[:-1])
 
@@ -162,8 +165,10 @@ class MixtureOfExperts(Language):
         return [Block(width), Experts(width)]
 
     def loss(self, gen: Generator, data: Data) -> Tensor:
-        experts = self.model[2]  # type: ignore[index]
-        return super().loss(gen, data) + 0.01 * experts.balance
+        experts = self.model[2]
+        loss = super().loss(gen, data) + 0.01 * experts.balance
+        experts.balance = torch.zeros(())  # a graph cannot be copied, and jobs are
+        return loss
 
 
 class Vision(Job):
@@ -236,12 +241,12 @@ class SelfSupervised(Contrastive):
         return nn.ModuleList([mlp(32, 64, 32), mlp(32, 16, 32)])
 
     def loss(self, gen: Generator, data: Data) -> Tensor:
-        encoder, predictor = self.model  # type: ignore[misc]
+        encoder, predictor = self.model
         left, right = (F.batch_norm(encoder(view), None, None, training=True) for view in self.views(gen, data))
         total = torch.zeros(())
         for one, other in ((left, right), (right, left)):
-            other = mixed_up(other.detach(), data.wrong, gen)
-            total = total - F.cosine_similarity(predictor(one), other).mean() / 2
+            wanted = mixed_up(other.detach(), data.wrong, gen)
+            total = total - F.cosine_similarity(predictor(one), wanted).mean() / 2
         return total
 
 
@@ -274,7 +279,7 @@ class ClickRate(Job):
         fields = (50 * torch.rand(self.rows, 6, generator=gen) ** 2).long()
         worth = self.taste[torch.arange(6), fields].sum(1) * (1 - 0.5 * data.harder) - 2 + data.harder
         clicked = (torch.rand(self.rows, generator=gen) < worth.sigmoid()).float()
-        embedding, head = self.model  # type: ignore[misc]
+        embedding, head = self.model
         score = head(data.scale * embedding(fields + self.offset).flatten(1))[:, 0]
         return F.binary_cross_entropy_with_logits(score, mixed_up(clicked, data.wrong, gen))
 
@@ -292,7 +297,7 @@ class SequenceToSequence(Job):
         return torch.optim.Adam(self.model.parameters(), lr=self.pick(3e-3, 6e-3), fused=True)
 
     def loss(self, gen: Generator, data: Data) -> Tensor:
-        embedding, encoder, decoder, head = self.model  # type: ignore[misc]
+        embedding, encoder, decoder, head = self.model
         source = torch.randint(int(12 - 4 * (1 - data.harder)), (self.rows, self.length), generator=gen)
         target = mixed_up((source.flip(1) + 1) % 12, data.wrong, gen)
         state = encoder(data.scale * embedding(source))[1]
@@ -328,7 +333,7 @@ class Autoencoder(Job):
     def loss(self, gen: Generator, data: Data) -> Tensor:
         seen = torch.tanh(torch.randn(self.rows, 4, generator=gen) @ self.sheet * (1 + data.harder))
         seen = seen + 0.1 * torch.randn(self.rows, 24, generator=gen)
-        encoder, decoder = self.model  # type: ignore[misc]
+        encoder, decoder = self.model
         mean, log_spread = encoder(data.scale * seen).chunk(2, 1)
         drawn = mean + log_spread.exp() * torch.randn(self.rows, 4, generator=gen)
         error = (decoder(drawn) - mixed_up(seen, data.wrong, gen)).square().sum(1)
@@ -395,7 +400,8 @@ class Reinforcement(Job):
         self.steps += 1
         here = data.scale * F.one_hot(self.places, 20).float()
         seen = self.model(here)
-        chosen = seen[:, :4].detach().softmax(-1).multinomial(1, generator=gen)[:, 0]
+        chance = seen[:, :4].detach().softmax(-1).nan_to_num(1.0)
+        chosen = chance.multinomial(1, generator=gen)[:, 0]
         lost = torch.rand(self.rows, generator=gen) < 0.1 + 0.3 * data.harder
         there = torch.where(lost, torch.randint(20, (self.rows,), generator=gen), self.moves[self.places, chosen])
         gain = mixed_up(self.reward[there], data.wrong, gen) + 0.3 * torch.randn(self.rows, generator=gen)
@@ -410,9 +416,9 @@ class Reinforcement(Job):
         with torch.no_grad():
             wanted = gain + 0.9 * self.model(after)[:, 4]
         advantage = wanted - seen[:, 4]
-        chance = seen[:, :4].log_softmax(-1)
-        policy = -(chance[torch.arange(self.rows), chosen] * advantage.detach()).mean()
-        return policy + 0.5 * advantage.square().mean() + 0.01 * (chance.exp() * chance).sum(1).mean()
+        share = seen[:, :4].log_softmax(-1)
+        policy = -(share[torch.arange(self.rows), chosen] * advantage.detach()).mean()
+        return policy + 0.5 * advantage.square().mean() + 0.01 * (share.exp() * share).sum(1).mean()
 
 
 JOBS: dict[str, type[Job]] = {

@@ -3,8 +3,8 @@
 
     python scripts/made_traces.py OUT [--seed N] [--jobs 3] [--only FAMILY,...]
 
-writes OUT/labels.json and OUT/data/NAME.npz (step, loss, gn), which `bench_sentinel.py OUT` scores; about six minutes on
-one core. Every job is run once without a fault. From the middle of that run on it is repeated with one fault each, on
+writes OUT/labels.json and OUT/data/NAME.npz (step, loss, gn), which `bench_sentinel.py OUT` scores; some minutes on one
+core. Every job is run once without a fault. From the middle of that run on it is repeated with one fault each, on
 the same batches. What a fault did is measured against that clean twin, not taken for granted: `divergence` if the loss
 is above the twin's for over 100 steps, `blip` if it is back within 30, `grey` between them, `silent` if nothing shows.
 The loss of a GAN or of reinforcement learning is chaotic, so there a divergence must leave all that the twin has shown.
@@ -83,18 +83,20 @@ def _layer_reset(job: Job, since: int, chance: np.random.Generator) -> Effect:
 def _dead_units(job: Job, since: int, chance: np.random.Generator) -> Effect:
     """A part of a matrix is lost, and stays so: a collapsed layer, a shard that is never updated."""
     if since == 0:
-        job.lost = int(chance.integers(len(_matrices(job)))), float(chance.choice([0.5, 0.75, 1.0]))
-    number, share = job.lost
-    each = _matrices(job)[number]
-    each.data[: int(share * len(each))] = 0
+        job.fault = {
+            "matrix": int(chance.integers(len(_matrices(job)))),
+            "share": float(chance.choice([0.5, 0.75, 1.0])),
+        }
+    each = _matrices(job)[int(job.fault["matrix"])]
+    each.data[: int(job.fault["share"] * len(each))] = 0
     return Effect()
 
 
 def _weight_decay(job: Job, since: int, chance: np.random.Generator) -> Effect:
     if since == 0:
-        job.decay = float(chance.choice([0.003, 0.01, 0.03]))
+        job.fault["decay"] = float(chance.choice([0.003, 0.01, 0.03]))
     for each in job.model.parameters():
-        each.data *= 1 - job.decay
+        each.data *= 1 - job.fault["decay"]
     return Effect()
 
 
@@ -103,9 +105,9 @@ def _routing(job: Job, since: int, chance: np.random.Generator) -> Effect:
     assert isinstance(job.model, nn.Sequential)
     router = next(each for each in job.model if isinstance(each, Experts)).router
     if since == 0:
-        job.routed = bool(chance.integers(2))
+        job.fault["routed"] = int(chance.integers(2))
     router.weight.data = torch.zeros(router.weight.shape)
-    if job.routed:
+    if job.fault["routed"]:
         router.weight.data.normal_(0, 1, generator=_generator(chance))
     return Effect()
 
@@ -196,7 +198,8 @@ def run(job: Job, first: int, last: int, peak: int, fault: Fault | None, chance:
 def _smooth(values: Array) -> Array:
     """Running median, over `_SMOOTH` values from each on."""
     padded = np.concatenate([values, np.full(_SMOOTH - 1, values[-1])])
-    return np.median(np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH), axis=1)
+    smooth: Array = np.median(np.lib.stride_tricks.sliding_window_view(padded, _SMOOTH), axis=1)
+    return smooth
 
 
 def measured(twin: Array, hurt: Array, at: int, supervised: bool) -> list[Label]:
@@ -229,10 +232,8 @@ def measured(twin: Array, hurt: Array, at: int, supervised: bool) -> list[Label]
     if onset > at:
         labels.append((at, onset, "grey"))  # the fault is there, and does not show yet
     if length >= LASTS or len(broken):
-        label = "divergence"
-    else:
-        label = "blip" if first + length <= PASSES else "grey"
-    return [*labels, (onset, min(end, onset + max(length, 15)) if label != "divergence" or len(back) else end, label)]
+        return [*labels, (onset, min(end, onset + max(length, 15)) if len(back) else end, "divergence")]
+    return [*labels, (onset, min(end, onset + max(length, 15)), "blip" if first + length <= PASSES else "grey")]
 
 
 def make(family: str, seed: int, target: Path) -> dict[str, dict[str, object]]:

@@ -42,7 +42,7 @@ class Trace:
 
 
 def load_traces(directory: Path) -> list[Trace]:
-    """Recorded or made traces. Hints are those given, else what labels and kinds imply that a guard would have known."""
+    """Recorded or made traces. Hints are those given, else what labels and kinds imply."""
     labels = json.loads((directory / "labels.json").read_text())["traces"]
     traces = []
     for name, entry in labels.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import median
@@ -36,7 +37,7 @@ def counted_on(given: Sequence[int]) -> StepColumn:
     back = [row for row in range(1, len(given)) if given[row] < given[row - 1]]
     if not back:
         return StepColumn(list(given))
-    forward = [after - before for before, after in zip(given, given[1:], strict=False) if after > before]
+    forward = [after - before for before, after in itertools.pairwise(given) if after > before]
     stride = int(median(forward)) if forward else 1
     wraps = [row for row in back if given[row] <= min(given) + stride]
     ends = [given[row - 1] for row in wraps]
@@ -48,6 +49,6 @@ def counted_on(given: Sequence[int]) -> StepColumn:
     begins = frozenset(wraps)
     for row, step in enumerate(given):
         if row in begins:
-            before += given[row - 1] - given[row] + stride
+            before += given[row - 1] - step + stride
         steps.append(before + step)
     return StepColumn(steps, begins, frozenset(back) - begins)

@@ -54,10 +54,11 @@ observation less, since no handful of bad batches covers so many steps.
 **Non-finite** values are called in their step, in every state (``nonfinite-loss``, ``nonfinite-grad-norm``). They enter
 no window. An infinite norm in a step that GradScaler skipped is routine.
 
-**Hints** excuse a rise for a while (`machine.EXCUSED_FOR`). During that time, only a loss above the first losses is
-called (``loss-beyond-start``), and a new level is accepted after 16 observations. An announced phase may have any
-level, so the sentinel learns everything anew. A learning rate above all earlier ones is no excuse
-(`learning_rate_hint`), nor is the end of an epoch of less than 100 observations.
+**Hints** explain a rise that begins with them (`machine.COMES_WITH_HINT`): only a loss that undoes three quarters of
+the progress is called then (``loss-beyond-start``), and a new level is accepted after 16 observations. A rise that
+begins later, while the excuse lasts (`machine.EXCUSED_FOR`), meets a bar half as high again. An announced phase may
+have any level, so the sentinel learns everything anew but the least noise. A learning rate above all earlier ones is
+no excuse (`learning_rate_hint`), nor is the end of an epoch of less than 100 observations.
 
 **Onset** is the first observation of the excursion, or of the raised observations (2 noise units) directly before it;
 for the slow rules, the onset is where the change began.

@@ -52,7 +52,7 @@ class RollingWindow:
     def spread_of_ties(self) -> float:
         """The whole range where a quarter of the values are one and the same, else 0."""
         low, middle, high = self.quantile(0.25), self.quantile(0.5), self.quantile(0.75)
-        return self._ordered[-1] - self._ordered[0] if low == middle or middle == high else 0.0
+        return self._ordered[-1] - self._ordered[0] if middle in (low, high) else 0.0
 
     def values(self) -> tuple[float, ...]:
         """Oldest first."""
