@@ -146,8 +146,9 @@ def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None
     with nodes_of(tmp_path) as nodes:
         alone = nodes.start(0, "finish", "--node-timeout", "1")
         assert alone.wait(LIMIT) == 74
-        assert "1 of 2 nodes have come to" in nodes.output()
-        assert "must share the run directory (here it lies on " in nodes.output()
+        assert "1 of 2 nodes have come within 1 s to" in nodes.output()
+        assert "which all must share; here it lies on " in nodes.output()
+        assert "hosts that share no run directory need --ring URL" in nodes.output()
         assert not nodes.run.exists()
 
 
