@@ -12,7 +12,9 @@ from test_many_nodes import supervisors_facts
 from toy import Toy, facts
 
 from rollback.checkpoints import ring
+from rollback.errors import RunDirectoryError
 from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Restored, Stopped
+from rollback.inspect.audit.reading import require_run_directory
 from rollback.rundir.lock import launch_of
 from rollback.rundir.requests import Request, now, submit
 
@@ -38,6 +40,11 @@ def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_p
         assert {fact.tier for fact in facts(leader.root, Committed)} == {"fast"}
         assert ring.names(leader), "the final state is where the record is"
         assert not other.train_journal.exists()
+        for path in (leader.evidence(0, 1), leader.skip_record(1)):
+            assert path.exists(), "what the other host's rank saw and skipped is with the record"
+        assert not leader.incident_batch(0, 1).exists(), "what is large stays"
+        with pytest.raises(RunDirectoryError, match="its record is on"):
+            require_run_directory(other.root)
         fleet.require_as_undisturbed()
 
 
@@ -69,8 +76,9 @@ def test_hosts_apart_end_a_hang_go_back_on_request_and_stop_together(tmp_path: P
         fleet.until(lambda: fleet.reached(120, attempt=2))
         (hung,) = supervisors_facts(leader.root, Hung)
         assert hung.suspect == 1, fleet.told()
-        submit(leader, Request(order="rewind", to=0, who="test", at=now()))
-        fleet.until(lambda: any(fact.step == 0 for fact in facts(leader.root, Restored)))
+        kept = facts(leader.root, Committed)[-1].step
+        submit(leader, Request(order="rewind", to=kept, who="test", at=now()))
+        fleet.until(lambda: any(fact.step <= kept for fact in facts(leader.root, Restored)))
         submit(leader, Request(order="stop", who="test", at=now(), launch=launch_of(leader)))
         assert fleet.wait() == [75, 75], fleet.told()
         assert facts(leader.root, Stopped)
