@@ -176,6 +176,8 @@ ENV_NO_RUN = "ROLLBACK_NO_RUN"
 """The reason why there is no run directory for a guard: a refusal as JSON."""
 ENV_HOST = "ROLLBACK_HOST"
 """The host's name when the supervisor started. The host keeps this name when it is renamed later."""
+ENV_APART = "ROLLBACK_APART"
+"""Set where every host has a run directory of its own."""
 
 
 def host_name() -> str:

@@ -16,6 +16,8 @@ ENV_PRELOAD, ENV_SPARE = "ROLLBACK_PRELOAD", "ROLLBACK_SPARE"
 descriptor (`rollback.supervisor.torchrun.standby`)."""
 LOGS_SPECS = "rollback-streams"
 """The value of --logs-specs that means `rollback.agent.streams`."""
+MEETING_MODULE, ENV_MEETING = "rollback.agent.meeting", "ROLLBACK_MEETING"
+"""What runs beside a supervisor whose hosts meet at an endpoint, and `MeetingPoint` as JSON for it."""
 FORK_SERVER = "fork server"
 """What `ps -o comm` shows of the process that forks ranks."""
 
@@ -38,3 +40,17 @@ class Instructions:
     """Number of starts before this one."""
     grace: float
     """Seconds that ranks have to stop when they are told to."""
+
+
+@dataclass(frozen=True)
+class MeetingPoint:
+    """Where the hosts of a job meet: torch's c10d store at the endpoint of the rendezvous."""
+
+    host: str
+    port: int
+    is_host: bool | None
+    """Whether this host has the store; None: it has if the endpoint is one of its own addresses."""
+    keys: str
+    """What the names of this job's keys begin with."""
+    descriptor: int = -1
+    """The socket of the supervisor."""

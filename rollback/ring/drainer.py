@@ -31,8 +31,9 @@ from rollback.facts.training import Drained, DrainFailed, Fact, LeftDurableRing
 from rollback.ring.hosts import Others
 from rollback.ring.in_run import RingInRun
 from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain, to_evict
-from rollback.ring.url.ring import RingAtUrl
+from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
+from rollback.rundir.beacon import Transport
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 
@@ -61,6 +62,13 @@ class DurableRing(Protocol):
     def close(self) -> None: ...
 
 
+class SecondTarget(Protocol):
+    """Where the final state of a complete run is copied to as well: the run directory."""
+
+    def open(self) -> None: ...
+    def put(self, manifest: Manifest, directory: Path) -> None: ...
+
+
 class Phase(Enum):
     FOLLOWING = "following"
     FINISHING = "finishing"
@@ -73,17 +81,27 @@ _NEXT = {Phase.FINISHING: Phase.FINISHED, Phase.CLOSING: Phase.CLOSED}  # when t
 
 
 def drainer_for(
-    paths: RunPaths, settings: Settings, note: Callable[[Fact], None], say: Callable[[str], None]
+    paths: RunPaths,
+    settings: Settings,
+    note: Callable[[Fact], None],
+    say: Callable[[str], None],
+    transport: Transport | None = None,
 ) -> Drainer | None:
     """The drainer that a run needs, not started yet; None where the run needs none. See `Drainer`.
+
+    transport: reaches the other hosts where each has a run directory of its own.
 
     It copies to the URL in the settings. Without a URL it copies from the fast tier, if there is one, to RUN/ring.
     """
     if settings.ring is None and tiers.fast_tier_of(paths) is None:
         return None
-    others = Others(paths, settings.ring, say)
-    in_run = RingInRun(paths, others)
-    ring = in_run if settings.ring is None else RingAtUrl(paths, Store(settings.ring), others)
+    others = Others(paths, settings.ring, say, transport)
+    in_run: SecondTarget = RingInRun(paths, others)
+    ring: DurableRing = RingInRun(paths, others)
+    if settings.ring is not None:
+        store = Store(settings.ring)
+        ring = RingAtUrl(paths, store, others)
+        in_run = in_run if transport is None else RunFromUrl(paths, store, say)
     keep = settings.keep if settings.keep_durable is None else settings.keep_durable
     return Drainer(paths, ring, DrainPace.parse(settings.checkpoint_every), keep, note, say, in_run)
 
@@ -111,7 +129,7 @@ class Drainer:
         keep: int,
         note: Callable[[Fact], None],
         say: Callable[[str], None],
-        in_run: RingInRun | None = None,
+        in_run: SecondTarget | None = None,
     ) -> None:
         self._in_run = in_run
         self._paths, self._ring, self._pace, self._keep = paths, ring, pace, keep

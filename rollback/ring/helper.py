@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from rollback.checkpoints import tiers
@@ -27,7 +27,7 @@ from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.store import Store
-from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
@@ -41,11 +41,21 @@ class Helper:
     without supervisors, in the first rank of each host other than rank 0's. `close` it.
 
     host: the name of this host, unique among all hosts. say: takes a line for people, called from the thread.
+    transport: reaches the process that fills the ring (default: by the run directory). ring: the only URL to which
+    shards are copied from a run directory of this host's own; None: the run directory is shared.
     """
 
-    def __init__(self, paths: RunPaths, host: str, say: Callable[[str], None]) -> None:
-        self._paths, self._host, self._say = paths, host, say
-        self._tower = Watchtower(paths.nodes, paths.wanted.name, Wanted)
+    def __init__(
+        self,
+        paths: RunPaths,
+        host: str,
+        say: Callable[[str], None],
+        transport: Transport | None = None,
+        ring: str | None = None,
+    ) -> None:
+        self._paths, self._host, self._say, self._ring = paths, host, say, ring
+        self._transport: Transport = transport or SharedDirectory(paths.nodes)
+        self._tower = Watchtower(self._transport, paths.wanted.name, Wanted)
         self._beacon: Beacon[HostPart] | None = None
         self._store: Store | None = None
         self._served = ""
@@ -73,9 +83,9 @@ class Helper:
                     ended = not isinstance(record.fact, Attached)
             time.sleep(_POLL)
 
-    def close(self, *, over: bool) -> None:
+    def close(self, *, over: bool, durable: Collection[str] = ()) -> None:
         """End the thread. over: the run has ended and no rank of this host runs any more, so the host's memory may be
-        given back."""
+        given back. durable: what the ring has then, where the journals are on another host."""
         self._ended.set()
         if (store := self._store) is not None:
             store.give_up()
@@ -85,7 +95,7 @@ class Helper:
                 ranks, supervisor = (
                     read_journal(path).records for path in (self._paths.train_journal, self._paths.supervisor_journal)
                 )
-                tiers.release(self._paths, drained([*ranks, *supervisor]), fold(ranks).final)
+                tiers.release(self._paths, drained([*ranks, *supervisor]) | {*durable}, fold(ranks).final)
             except (RollbackError, OSError) as error:
                 self._say(f"giving back the memory of this host's fast tier failed: {error}")
         tidy(self._paths)
@@ -93,7 +103,7 @@ class Helper:
     def _run(self) -> None:
         lower_priority()
         with contextlib.suppress(OSError):
-            files.unlink(self._paths.part(self._host))  # that of a process that was killed
+            self._transport.remove(self._paths.part(self._host).name)  # that of a process that was killed
         try:
             while not self._ended.wait(_POLL):
                 try:
@@ -111,7 +121,8 @@ class Helper:
         elif wanted.order != self._served:
             self._served = wanted.order
             if self._beacon is None:
-                self._beacon = Beacon(self._paths.part(self._host), HostPart(order=wanted.order), self._say)
+                name = self._paths.part(self._host).name
+                self._beacon = Beacon(self._transport, name, HostPart(order=wanted.order), self._say)
             self._beacon.show(order=wanted.order, shards=(), done=(), fault=None, final=False)
             self._serve(wanted, self._beacon)
 
@@ -136,6 +147,8 @@ class Helper:
             beacon.show(fault=f"{self._host}: {text}", final=isinstance(error, CheckpointDamaged | IndexError))
 
     def _copy(self, wanted: Wanted, shard: ShardRecord, source: Path) -> None:
+        if self._ring is not None and wanted.ring != self._ring.rstrip("/"):
+            raise CheckpointDamaged(f"a copy to {wanted.ring} is wanted, and the ring of this host is {self._ring}")
         if wanted.ring is not None:
             if self._store is None or self._store.url != wanted.ring.rstrip("/"):
                 self._store = Store(wanted.ring)

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 from rollback.checkpoints import tiers
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
-from rollback.rundir.beacon import Beacon, Watchtower
+from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 
 _POLL = 0.1
@@ -68,23 +68,29 @@ def under_way(parts: Iterable[HostPart]) -> bool:
 class Others:
     """The other hosts that copy their parts of a checkpoint, seen from the process that fills the ring.
 
-    ring: the URL that is filled, None for RUN/ring. say: takes a line for people (default: nothing). One thread calls
-    the methods; any thread may call `give_up`. `close` it.
+    ring: the URL that is filled, None for RUN/ring. say: takes a line for people (default: nothing). transport: reaches
+    the other hosts (default: by the run directory). One thread calls the methods; any thread may call `give_up`.
+    `close` it.
     """
 
     def __init__(
-        self, paths: RunPaths, ring: str | None = None, say: Callable[[str], None] = lambda text: None
+        self,
+        paths: RunPaths,
+        ring: str | None = None,
+        say: Callable[[str], None] = lambda text: None,
+        transport: Transport | None = None,
     ) -> None:
         self._paths, self._ring, self._say = paths, ring, say
+        self._transport: Transport = transport or SharedDirectory(paths.nodes)
         self._beacon: Beacon[Wanted] | None = None
-        self._tower = Watchtower(paths.nodes, "part-*.json", HostPart)
+        self._tower = Watchtower(self._transport, "part-*.json", HostPart)
         self._given_up = threading.Event()
         self._orders = (f"{uuid.uuid4().hex}-{number}" for number in itertools.count())
 
     def meet(self) -> None:
         """Publish that a process fills the ring, where there are other hosts. Raises OSError."""
         if self._beacon is None and tiers.host_count(self._paths) > 1:
-            self._beacon = Beacon(self._paths.wanted, Wanted(), self._say)
+            self._beacon = Beacon(self._transport, self._paths.wanted.name, Wanted(), self._say)
 
     @contextlib.contextmanager
     def copying(

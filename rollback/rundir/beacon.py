@@ -1,11 +1,13 @@
-"""Small files that are rewritten every second for other hosts: the content is news, each rewrite is a sign of life.
+"""Small records that a process keeps visible for other hosts: the content is news, each rewrite is a sign of life.
 
-No clock is compared with another host's clock. A reader notes, by its own clock, when it last saw a file change.
+No clock is compared with another host's clock. A reader notes, by its own clock, when it last saw a record change. A
+host whose own writes fail cannot know whether others can write, so it declares nobody silent until its writes succeed
+again.
 
-Such a file is written in place, over existing bytes, so a full disk stops nobody. It is opened and closed for each
-write, since on a network file system only that makes the write visible to others. A reader believes the content only if
-the hash after it is right. A host whose own writes fail cannot know whether others can write, so it declares nobody
-silent until its writes succeed again.
+How records get to other hosts is the affair of a `Transport`. `SharedDirectory` is the one by files: a file is written
+in place, over existing bytes, so a full disk stops nobody. It is opened and closed for each write, since on a network
+file system only that makes the write visible to others. A reader believes the content only if the hash after it is
+right.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import xxhash
 from pydantic import BaseModel
@@ -24,32 +26,83 @@ from rollback.system import files
 from rollback.system.durable import read_small_file, write_all
 from rollback.system.small_json import parse_model
 
-EVERY = 1.0
 # Network file systems may show a file as it was some seconds ago.
 SILENT_AFTER = 20.0
-_LIMIT = 1 << 20
+LIMIT = 1 << 20
+"""Bytes of a record, at most."""
 _ROOM = 1 << 14  # bytes that a file has from the start; one that needs more gets more, while the disk has some
 
 
 _Record = TypeVar("_Record", bound=BaseModel)
 
 
+class Transport(Protocol):
+    """Carries records between hosts. A record has a name, and one writer at a time."""
+
+    @property
+    def every(self) -> float:
+        """Seconds between two signs of life."""
+        ...
+
+    def write(self, name: str, body: bytes) -> None:
+        """Show a record to the other hosts. Raises OSError."""
+        ...
+
+    def remove(self, name: str) -> None:
+        """Show it no more. Raises OSError."""
+        ...
+
+    def read(self, pattern: str) -> dict[str, bytes | None]:
+        """The records whose names match a pattern, as they were last seen; None: one is being written."""
+        ...
+
+
+class SharedDirectory:
+    """The transport by files in a directory that all hosts share."""
+
+    every = 1.0
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+
+    def write(self, name: str, body: bytes) -> None:
+        try:
+            write_in_place(self._directory / name, body)
+        except FileNotFoundError:
+            files.make_directory(self._directory)
+            write_in_place(self._directory / name, body)
+
+    def remove(self, name: str) -> None:
+        files.unlink(self._directory / name)
+
+    def read(self, pattern: str) -> dict[str, bytes | None]:
+        found: dict[str, bytes | None] = {}
+        # Listing the directory makes a network file system ask its server which files there are.
+        for path in sorted(self._directory.glob(pattern)) if self._directory.is_dir() else []:
+            try:
+                found[path.name] = read_in_place(path)
+            except OSError:
+                continue  # gone
+            except ValueError:
+                found[path.name] = None
+        return found
+
+
 class Beacon(Generic[_Record]):
-    """Keeps a record visible in a file until `put_out`. Its thread rewrites the file, so the record stays fresh while
-    other work takes time.
+    """Keeps a record visible until `put_out`. Its thread rewrites the record, so it stays fresh while other work takes
+    time.
 
     Records have a field `beat`, which counts the writes.
 
-    A failing write is reported once and retried each second; `failing` is true until it succeeds.
+    A failing write is reported once and retried at the next beat; `failing` is true until it succeeds.
     """
 
-    def __init__(self, path: Path, record: _Record, say: Callable[[str], None]) -> None:
-        self._path, self._record, self._say = path, record, say
+    def __init__(self, transport: Transport, name: str, record: _Record, say: Callable[[str], None]) -> None:
+        self._transport, self._name, self._record, self._say = transport, name, record, say
         self._beat = 0
         self.failing = False
         self._guard = threading.Lock()
         self._out = threading.Event()
-        files.make_directory(path.parent)
         self._write()
         self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
         self._thread.start()
@@ -68,14 +121,14 @@ class Beacon(Generic[_Record]):
             self._write()
 
     def put_out(self, *, remove: bool = True) -> None:
-        """Write no more; with `remove`, delete the file too."""
+        """Write no more; with `remove`, show the record no more either."""
         self._out.set()
         self._thread.join()
         if remove:
-            files.unlink(self._path)
+            self._transport.remove(self._name)
 
     def _keep_burning(self) -> None:
-        while not self._out.wait(EVERY):
+        while not self._out.wait(self._transport.every):
             with self._guard:
                 self._write()
 
@@ -83,10 +136,10 @@ class Beacon(Generic[_Record]):
         self._beat += 1
         shown = self._record.model_copy(update={"beat": self._beat})
         try:
-            write_in_place(self._path, shown.model_dump_json().encode())
+            self._transport.write(self._name, shown.model_dump_json().encode())
         except OSError as error:
             if not self.failing:
-                self._say(f"writing {self._path} fails ({error}); the other nodes may take this one for lost")
+                self._say(f"writing {self._name} fails ({error}); the other nodes may take this one for lost")
             self.failing = True
         else:
             self.failing = False
@@ -107,47 +160,49 @@ def write_in_place(path: Path, body: bytes) -> None:
 
 def read_in_place(path: Path) -> bytes:
     """Read what `write_in_place` wrote last. Raises OSError, and ValueError where it is not, or not yet, whole."""
-    body, check, _ = read_small_file(path, _LIMIT).split(b"\n", 2)
+    body, check, _ = read_small_file(path, LIMIT).split(b"\n", 2)
     if xxhash.xxh3_128_hexdigest(body).encode() != check:
         raise ValueError(f"{path} is being written")
     return body
 
 
 class Watchtower(Generic[_Record]):
-    """Reads the records that match a pattern in a directory, and knows which of them still change.
+    """Reads the records whose names match a pattern, and knows which of them still change.
 
     blind: whether silence means nothing at present, because this host's own writes fail.
     """
 
     def __init__(
         self,
-        directory: Path,
+        transport: Transport,
         pattern: str,
         model: type[_Record],
         clock: Callable[[], float] = time.monotonic,
         blind: Callable[[], bool] = lambda: False,
     ) -> None:
-        self._directory, self._pattern, self._model, self._clock = directory, pattern, model, clock
+        self._transport, self._pattern, self._model, self._clock = transport, pattern, model, clock
         self._blind = blind
-        self._seen: dict[str, tuple[bytes, float]] = {}
+        self._seen: dict[str, tuple[bytes, float, _Record]] = {}
 
     def look(self) -> dict[str, _Record]:
-        """The readable records by file name, without those that have fallen silent."""
+        """The readable records by name, without those that have fallen silent."""
         found, now, blind = {}, self._clock(), self._blind()
-        # Listing the directory makes a network file system ask its server which files there are.
-        for path in sorted(self._directory.glob(self._pattern)) if self._directory.is_dir() else []:
-            before, since = self._seen.get(path.name, (b"", now))
-            try:
-                body = read_in_place(path)
-            except OSError:
-                continue  # gone
-            except ValueError:
-                body = before  # it is being written, and nobody is lost because of that
-            try:
-                record = parse_model(body, self._model)
-            except ValueError:
+        for name, content in self._transport.read(self._pattern).items():
+            body, since, record = self._of(name, content, now)
+            if record is None:
                 continue
-            self._seen[path.name] = (body, now if blind or body != before else since)
-            if now - self._seen[path.name][1] < SILENT_AFTER:
-                found[path.name] = record
+            since = now if blind else since
+            self._seen[name] = body, since, record
+            if now - since < SILENT_AFTER:
+                found[name] = record
         return found
+
+    def _of(self, name: str, body: bytes | None, now: float) -> tuple[bytes, float, _Record | None]:
+        """The record, its content, and since when it has it. A content that is read again is not parsed again."""
+        before = self._seen.get(name)
+        if before is not None and body in (None, before[0]):  # None: it is being written; nobody is lost by that
+            return before
+        try:
+            return body or b"", now, parse_model(body or b"", self._model)
+        except ValueError:
+            return b"", now, None

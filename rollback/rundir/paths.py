@@ -92,6 +92,7 @@ class RunPaths:
     requests = _Below("requests")
     incidents = _Below("incidents")
     saved_files = _Below("saved-files.jsonl")
+    record_elsewhere = _Below("record-elsewhere.json")
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone

@@ -34,7 +34,7 @@ from rollback.supervisor.hang_watch import Lookout
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.last_snapshot import outcome
 from rollback.supervisor.nodes.lead import Nodes
-from rollback.supervisor.nodes.membership import NODE_TIMEOUT, NodePlace
+from rollback.supervisor.nodes.membership import NODE_TIMEOUT
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.stop_request import StopRequests
 from rollback.supervisor.torchrun.command import LaunchedJob
@@ -82,7 +82,6 @@ class Attempts:
     def __init__(
         self,
         order: LaunchOrder,
-        place: NodePlace | None,
         say: Callable[[str], None],
         host: Host,
         ledger: SupervisorJournal,
@@ -90,7 +89,6 @@ class Attempts:
         nodes: Nodes,
     ) -> None:
         self._order = order
-        self._elastic = place is not None and place.elastic
         self._paths = order.paths
         self._say = say
         self._host = host
@@ -101,7 +99,7 @@ class Attempts:
         self._stop_signals: list[signal.Signals] = []
         self._last_start: AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
-        self._draining = Draining(order.paths, ledger, say)
+        self._draining = Draining(order.paths, ledger, say, nodes.transport)
         self._salt = new_salt()
 
     def run(self, past: EarlierAttempts) -> Result:
@@ -167,7 +165,7 @@ class Attempts:
         """Run torchrun once. Returns the evidence when all its processes are gone, and the first cause."""
         self._ledger.attempt = attempt
         began = time.monotonic()
-        with self._host.attempt(attempt, len(self._nodes.names) if self._elastic else None) as running:
+        with self._host.attempt(attempt, self._nodes.group) as running:
             self._note_start(running)
             status, ended = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
@@ -220,10 +218,13 @@ class Attempts:
         This method ends the attempt if the grace is over, if the attempt failed on another node, or if the ranks hang.
         """
         deadline: float | None = None
+        attached = False
         ended: Hung | StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
-            if not self._ledger.opened and self._journal.has_attached(running.attempt):
+            if not attached and self._journal.has_attached(running.attempt):
+                attached = True
+                self._nodes.attached()
                 self._begin_record()
             if self._ledger.opened:
                 self._draining.look(self._journal.records)

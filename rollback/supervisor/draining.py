@@ -10,6 +10,7 @@ from rollback.facts.training import Attached, JournalEntry
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
+from rollback.rundir.beacon import Transport
 from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
@@ -35,10 +36,20 @@ def reach(url: str | None, *, writing: bool) -> Store | None:
 
 
 class Draining:
-    """Runs the drainer beside the attempts of a run. The ranks say by `attached` which ring they use."""
+    """Runs the drainer beside the attempts of a run. The ranks say by `attached` which ring they use.
 
-    def __init__(self, paths: RunPaths, ledger: SupervisorJournal, say: Callable[[str], None]) -> None:
+    transport: reaches the other hosts where each has a run directory of its own.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        ledger: SupervisorJournal,
+        say: Callable[[str], None],
+        transport: Transport | None = None,
+    ) -> None:
         self._paths, self._ledger, self._say = paths, ledger, say
+        self._transport = transport
         self._drainer: Drainer | None = None
         self._looked_at = 0.0
 
@@ -51,7 +62,7 @@ class Draining:
         if attached is None:
             return
         settings = Settings.model_validate(attached.settings)
-        self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say)
+        self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
         if self._drainer is not None:
             self._drainer.start()
 

@@ -20,8 +20,11 @@ from pathlib import Path
 
 from rollback.config import ENV_NO_RUN
 from rollback.errors import ExitCode, RollbackError, RunInUse
+from rollback.ring.helper import drained
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
+from rollback.rundir.elsewhere import forget_elsewhere
+from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
@@ -30,6 +33,7 @@ from rollback.supervisor.draining import reach
 from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader, Nodes
+from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting, find_meeting
 from rollback.supervisor.nodes.membership import NodePlace, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
@@ -79,16 +83,28 @@ def _take_part(
     signals: StopSignals,
 ) -> Result:
     """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
-    follower = Follower(order.paths, place, host, order.grace, signals, say)
+    paths, ring = order.paths, order.settings.ring
+    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths))
     while True:
-        read_past(order.paths)
+        read_past(paths)
         try:
-            claim = Claim(order.paths)
+            claim = Claim(paths)
         except RunInUse as in_use:
-            with membership(order.paths, place):
+            with membership(paths, place):
                 verdict = follower.follow(in_use)
         else:
-            return _lead(order, place, store, say, host, signals, claim)
+            try:
+                meeting, leads = find_meeting(paths, place, ring, say, signals)
+            except BaseException:
+                _let_go(claim, paths)
+                raise
+            with _staying_apart(meeting, host):
+                if leads:
+                    return _lead(order, place, store, say, host, signals, claim, meeting)
+                try:
+                    verdict = Follower(paths, place, host, order.grace, signals, say, meeting, ring).follow()
+                finally:
+                    _let_go(claim, paths)
         if verdict is not None and verdict.refused:
             raise verdict.as_error()
         if verdict is not None:
@@ -103,11 +119,12 @@ def _lead(
     host: Host,
     signals: StopSignals,
     claim: Claim,
+    meeting: Meeting | None = None,
 ) -> Result:
     """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
     ledger = SupervisorJournal(order.paths, say)
     try:
-        with _all_nodes(order.paths, place, say) as nodes:
+        with _all_nodes(order.paths, place, say, meeting) as nodes:
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
@@ -115,11 +132,12 @@ def _lead(
                         store.probe()
                     fetch(store, order.paths, say)
                 past = read_past(order.paths)
+                forget_elsewhere(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
                     verdict = RunResult(exit_code=ExitCode.DONE, reason=told)
                     return Result(ExitCode.DONE, told)
-                result = Attempts(order, place, say, host, ledger, signals, nodes).run(past)
-                verdict = RunResult(exit_code=result.exit_code, reason=result.reason)
+                result = Attempts(order, say, host, ledger, signals, nodes).run(past)
+                verdict = RunResult(exit_code=result.exit_code, reason=result.reason, durable=_durable(order.paths))
                 return result
             except RollbackError as error:
                 verdict = RunResult.of_error(error)
@@ -133,9 +151,34 @@ def _lead(
 
 
 @contextmanager
-def _all_nodes(paths: RunPaths, place: NodePlace | None, say: Callable[[str], None]) -> Iterator[Nodes]:
-    if place is None:
+def _all_nodes(
+    paths: RunPaths, place: NodePlace | None, say: Callable[[str], None], meeting: Meeting | None
+) -> Iterator[Nodes]:
+    if place is None or meeting is None:
         yield Nodes()
         return
     with membership(paths, place):
-        yield Leader(paths, place, say)
+        yield Leader(paths, place, say, meeting)
+
+
+@contextmanager
+def _staying_apart(meeting: Meeting, host: Host) -> Iterator[None]:
+    """Where every host has a run directory of its own: that of the host knows it, and the store goes at the end."""
+    if not isinstance(meeting, EndpointMeeting):
+        yield
+        return
+    with closing(meeting.store):
+        host.stay_apart(meeting.store.process)
+        yield
+
+
+def _let_go(claim: Claim, paths: RunPaths) -> None:
+    """A host that does not keep the record has nothing in its run directory before its ranks have attached."""
+    (claim.release if paths.identity.exists() else claim.undo)()
+
+
+def _durable(paths: RunPaths) -> tuple[str, ...]:
+    try:
+        return tuple(sorted(drained(read_journal(paths.supervisor_journal).records)))
+    except RollbackError:
+        return ()

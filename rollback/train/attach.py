@@ -11,6 +11,7 @@ import json
 import os
 import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -31,8 +32,6 @@ from rollback.facts.training import (
     Blamed,
     Evicted,
     Quarantined,
-    Restored,
-    Tier,
     entry_as_json,
 )
 from rollback.rundir.identity import (
@@ -50,14 +49,22 @@ from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.system import files
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
+from rollback.train.host_directory import first_writes_of_host, require_one_run
 from rollback.train.initial import begin_with
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
-from rollback.train.snapshots.draining import fetch_run, reach_ring
+from rollback.train.snapshots.draining import fetch_run, only_at_url, reach_ring
+from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.inventory import take_inventory
 from rollback.train.snapshots.restore import CheckpointPlace, restore
-from rollback.train.start_record import leave_out_what_is_new, require_a_change, take_over_last_snapshot
+from rollback.train.start_record import (
+    finish_pending_plan,
+    leave_out_what_is_new,
+    require_a_change,
+    take_over_last_snapshot,
+    where_it_goes_on,
+)
 from rollback.train.state.nonfinite import union
 from rollback.train.state.own_snapshot import traces_of
 from rollback.train.state.state import TrainingState
@@ -120,6 +127,8 @@ class FoundRun:
     """Checkpoints in the run directory whose manifest is damaged, and why."""
     strays: list[str]
     """Checkpoints that only some hosts have in their slots."""
+    at_url: list[Manifest]
+    """Of newer checkpoints than these, which are only in the ring at the URL."""
     blamed: list[Blamed]
     """The data that the supervisor blames crashes on."""
     identity: Identity | None
@@ -157,9 +166,13 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     body = ranks.from_first(body)
     if "error" in body:
         raise getattr(errors, body["error"])(body["message"], hint=body["hint"])
+    if ranks.apart:
+        require_one_run(paths, body["identity"], ranks)
     in_memory = take_inventory(paths, ranks)
     in_ring = [Manifest.model_validate(manifest) for manifest in body["manifests"]]
     manifests = {manifest.name: manifest for manifest in [*in_memory.manifests, *in_ring]}
+    newer = only_at_url(paths, settings, manifests.values()) if ranks.first else []
+    newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
     found = FoundRun(
         attempt=body["attempt"],
         history=fold(entry_as_json.validate_python(record) for record in body["records"]),
@@ -168,6 +181,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         in_ring=[manifest.name for manifest in in_ring],
         damaged=body["damaged"],
         strays=in_memory.strays,
+        at_url=newer,
         blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
@@ -218,7 +232,7 @@ def attach(paths: RunPaths, state: TrainingState, ranks: Ranks, settings: Settin
 
 
 def _restore_newest(
-    paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks
+    paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks, url: str | None
 ) -> tuple[Manifest, CheckpointPlace] | None:
     """Collective: restore the newest usable checkpoint. Returns it and its place; None: the run has no checkpoint yet.
 
@@ -226,8 +240,8 @@ def _restore_newest(
     is usable.
     """
     history, damaged = found.history, found.damaged
-    places = _places(paths, found)
-    for manifest in candidates(history, found.manifests):
+    places = _places(paths, found, HostCopies(paths, ranks, url).bring if ranks.apart or found.at_url else None)
+    for manifest in candidates(history, [*found.manifests, *found.at_url]):
         result = restore(manifest.name, places[manifest.name], ranks, state)
         if any(place.in_slot for place, _ in result.faults):
             del found.slots[manifest.name]
@@ -235,6 +249,9 @@ def _restore_newest(
         if result.place is not None:
             if (put_back := max(ranks.from_each(result.reread))) and ranks.first:
                 say(f"{put_back} frozen weights of the model are not those of the run: they were put back")
+            if manifest in found.at_url:
+                found.manifests.append(manifest)
+                found.in_ring.append(manifest.name)
             return manifest, result.place
         damaged[manifest.name] = result.fault
     lost = history.committed.keys() - history.gone - history.discarded
@@ -253,7 +270,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     history, damaged = found.history, found.damaged
     state.cursor.accepts_other_length = history.other_data or settings.accept_data_change
     traces = traces_of(state.model, state.optimizer)
-    chosen, source = _restore_newest(paths, found, state, ranks) or (None, None)
+    chosen, source = _restore_newest(paths, found, state, ranks, settings.ring) or (None, None)
     init = begin_with(settings.init, state, ranks) if settings.init and chosen is None else None
     found_so = state.finite.begin(share_of(state.image(), ranks).tensors)
     state.finite.accept(union(ranks.from_each(found_so)))
@@ -261,7 +278,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     for fact in found.accepted:
         record.note(fact, fact.in_words())
     for name, reason in damaged.items():
-        if ranks.first and os.path.lexists(paths.checkpoint(name)):
+        if ranks.first_in_directory and os.path.lexists(paths.checkpoint(name)):
             _quarantine(paths, name)
         record.note(Quarantined(checkpoint=name, reason=reason), f"checkpoint {name} cannot be used: {reason}")
     if ranks.first:
@@ -281,7 +298,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
             init=init,
             sharding=sharding_of(state.model),
         ),
-        _where(history, chosen) if chosen else f"begins with {init.in_words()}" if init else None,
+        where_it_goes_on(history, chosen) if chosen else f"begins with {init.in_words()}" if init else None,
     )  # fmt: skip
     if advice := traces.advice(history.first_writes, chosen.step if chosen else None):
         record.advise(*advice)
@@ -289,7 +306,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if chosen is not None:
         record.advise_of(INIT_NOT_READ, [settings.init] if settings.init else [])
         record.advise_of(NOT_IN_CHECKPOINT, state.not_in_checkpoint, checkpoint=chosen.name)
-        _finish_pending_plan(history, chosen, source.tier if source else None, record)
+        finish_pending_plan(history, chosen, source.tier if source else None, record)
     sound = [manifest for manifest in found.manifests if manifest.name not in damaged]
     held = [
         manifest for manifest in of_present_timeline(history, sound)
@@ -298,7 +315,10 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if ranks.first:
         cut_off = [m.name for m in sound if m not in held and m.name in found.in_ring]
         _evict_what_was_cut_off(paths, cut_off, record)
-    seq = next_seq(history, [*damaged, *found.strays, *(manifest.name for manifest in found.manifests)])
+    seq = next_seq(
+        history,
+        [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
+    )
     slots = {manifest.name: found.slots[manifest.name] for manifest in held if manifest.name in found.slots}
     return AttachedRun(
         paths, ranks, settings, record, history, found.attempt, run_id, manifests=held, slots=slots, next_seq=seq,
@@ -306,25 +326,17 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     )  # fmt: skip
 
 
-def _where(history: History, chosen: Manifest) -> str:
-    """Where the run goes on, in words."""
-    end = history.finished
-    if end is None or chosen.name != end.checkpoint:
-        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
-    by = f", by {end.by}" if end.by else ""
-    lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
-    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
-
-
-def _places(paths: RunPaths, found: FoundRun) -> dict[str, list[CheckpointPlace]]:
+def _places(
+    paths: RunPaths, found: FoundRun, bring: Callable[[str], str | None] | None
+) -> dict[str, list[CheckpointPlace]]:
     """The places of each checkpoint. All ranks have the same number of places, even where a host lacks one."""
     slots = tiers.fast_tier_of(paths) or SlotPaths(paths.fast_pointer)
     places: dict[str, list[CheckpointPlace]] = {}
-    for name in (manifest.name for manifest in found.manifests):
+    for name in (manifest.name for manifest in [*found.manifests, *found.at_url]):
         slot = found.slots.get(name)
         places[name] = [] if slot is None else [CheckpointPlace(slots.slot(slot), paths, in_slot=True)]
-        if name in found.in_ring:
-            places[name].append(CheckpointPlace(paths.checkpoint(name), paths))
+        if name in found.in_ring or slot is None:
+            places[name].append(CheckpointPlace(paths.checkpoint(name), paths, bring=bring))
     return places
 
 
@@ -352,6 +364,8 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
         except (OSError, RollbackError) as error:
             fault = f"writing to the run directory {paths.root}: {error}"
     fault, run_id = ranks.from_first([fault, run_id])
+    if not fault and ranks.apart:
+        fault = first_writes_of_host(paths, ranks)
     if fault:
         raise RunDirectoryError(fault, hint="check the permissions and the free space of the run directory")
     return run_id, record or Recorder(paths, found.attempt, first=False)
@@ -384,15 +398,3 @@ def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder)
             continue
         if evicted:
             record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))
-
-
-def _finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Recorder) -> None:
-    """Journal that this attempt has carried out the plan that a crash interrupted."""
-    if history.pending is None:
-        return
-    case = history.cases[-1]
-    case.restored = Restored(
-        incident=case.incident.incident, checkpoint=chosen.name, step=chosen.step, batch=chosen.batch,
-        steps_lost=case.incident.step - chosen.step, seconds=0.0, route="relaunch", tier=tier,
-    )  # fmt: skip
-    record.note(case.restored, f"the rollback that was under way is carried out: step {chosen.step}")

@@ -12,6 +12,7 @@ from rollback.train.run import AttachedRun
 from rollback.train.snapshots.buffers import FastTier
 from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.draining import start_draining
+from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
@@ -46,7 +47,8 @@ def checkpoint_side(run: AttachedRun, state: TrainingState, show: Callable[[str]
     in_slots = run.slots if fast is not None else {}
     catalogue = Catalogue(settings.probation, run.manifests, run.history.good, in_slots)
     remote = RemoteRing(paths, ranks, record, settings.ring, show) if settings.ring else None
-    manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote)
+    copies = HostCopies(paths, ranks, settings.ring, show) if ranks.apart else None
+    manager = CheckpointManager(paths, ranks, snapshots, catalogue, record, settings.keep, remote, copies)
     began_at = run.restored.step if run.restored is not None else None
     schedule = SnapshotSchedule(settings, ranks, state, snapshots, manager, record, tier, began_at)
     return CheckpointSide(snapshots, manager, schedule, drainer)

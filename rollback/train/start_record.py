@@ -15,6 +15,7 @@ from rollback.facts.training import (
     Blamed,
     Committed,
     LastSnapshotMade,
+    Restored,
     SampleQuarantine,
     SkipAdded,
     Tier,
@@ -132,3 +133,25 @@ def _asked_for_something(paths: RunPaths, answered: Iterable[str]) -> bool:
     except OSError:
         return False
     return any(request.order != "stop" for _, request in sound_requests(paths, open_ones))
+
+
+def finish_pending_plan(history: History, chosen: Manifest, tier: Tier | None, record: Recorder) -> None:
+    """Journal that this attempt has carried out the plan that a crash interrupted."""
+    if history.pending is None:
+        return
+    case = history.cases[-1]
+    case.restored = Restored(
+        incident=case.incident.incident, checkpoint=chosen.name, step=chosen.step, batch=chosen.batch,
+        steps_lost=case.incident.step - chosen.step, seconds=0.0, route="relaunch", tier=tier,
+    )  # fmt: skip
+    record.note(case.restored, f"the rollback that was under way is carried out: step {chosen.step}")
+
+
+def where_it_goes_on(history: History, chosen: Manifest) -> str:
+    """Where the run goes on, in words."""
+    end = history.finished
+    if end is None or chosen.name != end.checkpoint:
+        return f"resuming at step {chosen.step}, batch {chosen.batch} ({chosen.name})"
+    by = f", by {end.by}" if end.by else ""
+    lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
+    return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"

@@ -128,12 +128,27 @@ def test_a_rank_that_dies_on_one_node_ends_the_attempt_on_all_and_the_next_begin
         assert second.status == 0
 
 
+@pytest.mark.soak
+def test_nodes_that_share_a_directory_and_have_a_bucket_too_meet_in_the_directory(tmp_path: Path) -> None:
+    """Whoever gets the lock cannot know that: it looks for others in both ways."""
+    with nodes_of(tmp_path) as nodes:
+        bucket = ("--ring", f"file://{tmp_path}/bucket")
+        both = [nodes.start(node, "die_once", *bucket) for node in range(2)]
+        assert [process.wait(LIMIT) for process in both] == [0, 0], nodes.output()
+        first, second = supervisors_facts(nodes.run, AttemptEnded)
+        assert (first.why, first.rank, second.status) == ("signal", 1, 0)
+        assert len(supervisors_facts(nodes.run, AttemptStarted)[0].nodes) == 2
+        assert not nodes.paths.nodes.exists()
+        assert not nodes.paths.record_elsewhere.exists()
+
+
 def test_nodes_that_do_not_meet_say_what_they_must_share(tmp_path: Path) -> None:
     with nodes_of(tmp_path) as nodes:
         alone = nodes.start(0, "finish", "--node-timeout", "1")
         assert alone.wait(LIMIT) == 74
-        assert "1 of 2 nodes have come to" in nodes.output()
-        assert "must share the run directory (here it lies on " in nodes.output()
+        assert "1 of 2 nodes have come within 1 s to" in nodes.output()
+        assert "which all must share; here it lies on " in nodes.output()
+        assert "hosts that share no run directory need --ring URL" in nodes.output()
         assert not nodes.run.exists()
 
 

@@ -91,5 +91,32 @@ def two_hosts() -> Iterator[tuple[Host, Host]]:
             subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
 
 
+@contextmanager
+def hosts_on_a_switch(count: int) -> Iterator[tuple[Host, ...]]:
+    """So many hosts on one network, which this machine is on too: at the address that ends in 254."""
+    tag, net = f"rb{os.getpid() % 100000}", f"10.77.{os.getpid() % 250}"
+    switch = f"{tag}s"
+    hosts = tuple(Host(f"{tag}{chr(97 + number)}", f"{net}.{number + 1}") for number in range(count))
+    try:
+        _ip("link", "add", switch, "type", "bridge")
+        _ip("address", "add", f"{net}.254/24", "dev", switch)
+        _ip("link", "set", switch, "up")
+        for number, host in enumerate(hosts):
+            host.all_hosts = hosts
+            port = f"{tag}p{number}"
+            _ip("netns", "add", host.name)
+            _ip("-n", host.name, "link", "set", "lo", "up")
+            _ip("link", "add", port, "type", "veth", "peer", "name", CABLE, "netns", host.name)
+            _ip("link", "set", port, "master", switch, "up")
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", CABLE)
+            _ip("-n", host.name, "link", "set", CABLE, "up")
+        yield hosts
+    finally:
+        for host in hosts:
+            host.lose()
+            subprocess.run(["ip", "netns", "delete", host.name], capture_output=True, check=False)
+        subprocess.run(["ip", "link", "delete", switch], capture_output=True, check=False)
+
+
 def _ip(*arguments: str) -> None:
     subprocess.run(["ip", *arguments], check=True, capture_output=True)

@@ -37,6 +37,7 @@ from torch.distributed.elastic.multiprocessing.subprocess_handler import subproc
 from warm_server import ENV_MODULES
 
 import rollback
+from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, standby
 from rollback.system.processes import start_of
 
@@ -136,7 +137,10 @@ class WarmPython:
 
     def poll(self) -> int | None:
         if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            try:
+                pid, status = os.waitpid(self.pid, os.WNOHANG)
+            except ChildProcessError:  # somebody else has collected it: `subprocess` takes that for 0, too
+                pid, status = self.pid, 0
             if pid:
                 self.returncode = os.waitstatus_to_exitcode(status)
         return self.returncode
@@ -203,7 +207,8 @@ def _start_warm_from_here() -> None:
         )
         psutil.Process.environ = environment_of  # type: ignore[method-assign, assignment]
     vars(host)["start"] = _start
-    vars(standby)["subprocess"] = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)
+    for module in (standby, store):
+        vars(module)["subprocess"] = SimpleNamespace(Popen=WarmPython, DEVNULL=subprocess.DEVNULL)
     vars(subprocess_handler)["Popen"] = WarmPython
 
 

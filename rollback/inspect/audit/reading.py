@@ -13,6 +13,7 @@ from rollback.errors import RunDirectoryError, UsageError, reporting
 from rollback.facts.training import AttemptStarted, Incident, JournalEntry
 from rollback.inspect.audit.metrics import read_last_metrics
 from rollback.rundir import seal
+from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
 from rollback.rundir.journal import read_journal
@@ -63,6 +64,12 @@ def require_run_directory(root: Path) -> RunPaths:
             raise RunDirectoryError(
                 f"{root} is not a run directory: it has neither run.json nor a journal",
                 hint="a run directory appears when a guarded job starts; look for runs/<script> where it was launched",
+            )
+        if (elsewhere := read_elsewhere(paths)) is not None and not paths.train_journal.exists():
+            host, directory = elsewhere
+            raise RunDirectoryError(
+                f"{root} is what one host keeps of a run; its record is on {host}, in {directory}",
+                hint=f"give the same command on {host}: rollback ... {directory}",
             )
     return paths
 

@@ -30,11 +30,12 @@ from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, R
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
+from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
-from rollback.rundir.records import Heartbeat, read_heartbeats
+from rollback.rundir.records import Heartbeat
 from rollback.system.processes import runs, start_of
 
 Alive = Literal["yes", "no", "unknown"]
@@ -202,7 +203,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
     identity = read_identity(paths)
     now = Now(time.time(), time.monotonic(), socket.gethostname())
     judged = last_judged(read_last_metrics(paths), past.begun, history.timeline)
-    found = read_heartbeats(paths.ranks)
+    found = read_all_heartbeats(paths)
     heartbeats = {rank: beat for rank, beat in found.items() if beat.attempt >= history.last_attempt}
     holder = _holder(paths, now)
     ranks = [_rank(rank, heartbeat, now) for rank, heartbeat in sorted(heartbeats.items())]

@@ -31,11 +31,11 @@ from rollback.facts.training import (
 from rollback.inspect.audit.reading import by_attempt, read_records
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.inspect.status.status import read_status
+from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failure_class import in_order_of_blame
 from rollback.rundir.failures import FailureRecord, read_failures
 from rollback.rundir.journal import last_fact, of_kind
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.rundir.stacks import ProcessSeen, read_processes, read_stacks
 from rollback.system.durable import read_tail
 
@@ -162,7 +162,7 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
         processes=_processes(paths, number, notices) if number is not None else [],
         ranks=[
             RankStood(rank=rank, **beat.model_dump(include={"doing", "step", "batch", "collectives"}))
-            for rank, beat in sorted(read_heartbeats(paths.ranks).items())
+            for rank, beat in sorted(read_all_heartbeats(paths).items())
             if beat.attempt == number
         ],
         earlier={other: cause for other, cause in failed.items() if other != number},

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollback.checkpoints.manifest import FrozenRecord, Manifest
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
 from rollback.ring.hosts import Others
 from rollback.ring.url import record
-from rollback.ring.url.fetch import is_abandoned, read_manifest_at, relation_of, require_same_run
+from rollback.ring.url.fetch import bring, is_abandoned, read_manifest_at, relation_of, require_same_run
 from rollback.ring.url.index import (
     Index,
     checkpoint_key,
@@ -23,6 +23,7 @@ from rollback.ring.url.index import (
 from rollback.ring.url.store import Store
 from rollback.rundir.identity import read_identity
 from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.system import files
 
 
 class RingAtUrl:
@@ -173,6 +174,21 @@ class RingAtUrl:
     def _delete_shards(self, name: str, world_size: int) -> None:
         for rank in range(world_size):
             self._store.delete(checkpoint_key(name, shard_name(rank)))
+
+
+class RunFromUrl:
+    """The run directory's ring, filled from the URL: where every host has a run directory of its own, no host's memory
+    has a whole checkpoint. Methods raise as `bring`."""
+
+    def __init__(self, paths: RunPaths, store: Store, say: Callable[[str], None]) -> None:
+        self._paths, self._store, self._say = paths, store, say
+
+    def open(self) -> None:
+        files.make_directory(self._paths.ring)
+
+    def put(self, manifest: Manifest, directory: Path) -> None:
+        """directory: this host's part, which is not needed."""
+        bring(self._store, manifest, self._paths, self._say)
 
 
 def _objects(manifest: Manifest) -> list[tuple[str, int]]:

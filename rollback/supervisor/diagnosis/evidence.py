@@ -20,10 +20,10 @@ from rollback.facts.training import (
     Stopped,
 )
 from rollback.ring.helper import drained
+from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import read_failures
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
-from rollback.rundir.records import read_heartbeats
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal
 from rollback.system.small_json import sound_model
@@ -58,7 +58,7 @@ def furthest_step(paths: RunPaths, records: Iterable[JournalEntry], attempt: int
         for record in records
         if isinstance(record.fact, Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped)
     ]
-    steps += [beat.step for beat in read_heartbeats(paths.ranks).values() if attempt in (None, beat.attempt)]
+    steps += [beat.step for beat in read_all_heartbeats(paths).values() if attempt in (None, beat.attempt)]
     if attempt is not None:
         steps += [record.step for record in read_failures(paths.failures(attempt)).values()]
     return max(steps, default=None)
@@ -130,7 +130,7 @@ def rank_ends(paths: RunPaths, attempt: int, left: Left) -> list[RankEnd]:
     """How each known rank ended: by torchrun's account, its failure record, its heartbeat and what the host saw."""
     records = read_failures(paths.failures(attempt))
     failures = {failure.rank: failure for failure in (left.failures.failures if left.failures else ())}
-    beats = {rank: beat for rank, beat in read_heartbeats(paths.ranks).items() if beat.attempt == attempt}
+    beats = {rank: beat for rank, beat in read_all_heartbeats(paths).items() if beat.attempt == attempt}
     return [
         RankEnd(
             rank, failures.get(rank), records.get(rank), stopped=rank in left.stopped, oom_killed=left.oom_kills > 0,

@@ -6,30 +6,32 @@ import signal
 import time
 from collections.abc import Callable
 
-import filelock
-
 from rollback.errors import NodesMissing, RunInUse
 from rollback.ring.helper import Helper
 from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower
-from rollback.rundir.lock import read_holder
+from rollback.rundir.elsewhere import write_elsewhere
 from rollback.rundir.paths import RunPaths
-from rollback.supervisor.diagnosis.evidence import TrainJournal
 from rollback.supervisor.diagnosis.hang import GONE
 from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.nodes.gathering import FileGatherer
+from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
 from rollback.supervisor.signals import StopSignals
+from rollback.supervisor.torchrun.command import NodeGroup
 from rollback.supervisor.torchrun.host import Host, Running
 
 _POLL = 0.1
-_LOCK_EVERY = 1.0
 _LOOK_EVERY = 1.0
 _TELLING = ("T", "t", "D", GONE)  # states of a rank that matter for a hang
-_INTRODUCTION = 10.0  # seconds in which the lock's holder must give orders; else it leads no such job
+_INTRODUCTION = 10.0  # seconds in which who leads must give orders; else it leads no such job
 
 
 class Follower:
-    """A supervisor that follows. Make it while another process holds the run directory's lock."""
+    """A supervisor that follows. Make it while another process leads.
+
+    ring: the URL of the ring, where every host has a run directory of its own.
+    """
 
     def __init__(
         self,
@@ -39,23 +41,25 @@ class Follower:
         grace: float,
         signals: StopSignals,
         say: Callable[[str], None],
+        meeting: Meeting,
+        ring: str | None = None,
     ) -> None:
         self._paths, self._place, self._host, self._grace = paths, place, host, grace
+        self._meeting, self._ring = meeting, ring if meeting.apart else None
         self._signals, self._say = signals, say
         self._beacon: Beacon[NodeReport] | None = None
         self._tower = Watchtower(
-            paths.nodes, paths.orders.name, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
+            meeting.transport, ORDERS, Orders, blind=lambda: self._beacon is not None and self._beacon.failing
         )
-        self._journal = TrainJournal(paths.train_journal)
-        self._lock_looked_at = time.monotonic()
-        self._next_look = 0.0
+        self._files = FileGatherer(paths, say) if meeting.apart else None
+        self._next_look, self._next_beats = 0.0, 0.0
         self._leader = ""
 
-    def follow(self, in_use: RunInUse) -> RunResult | None:
+    def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
         """Follow the leader. Returns how the run ended; None: the leader is gone.
 
-        in_use: why this supervisor does not lead; it is raised where the holder of the run directory leads no nodes.
-        Raises NodesMissing where a known leader stays silent.
+        in_use: why this supervisor does not lead, where the run directory is shared; it is raised where its holder
+        leads no nodes. Raises NodesMissing where a known leader stays silent.
         """
         orders = self._introduce(in_use)
         if orders is None:
@@ -67,35 +71,36 @@ class Follower:
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
             leader=self._leader, attempt=-1, state="ended",
         )  # fmt: skip
-        beacon = self._beacon = Beacon(self._paths.node(self._place.name), report, self._say)
-        helper = Helper(self._paths, self._place.name, self._say)
+        beacon = self._beacon = Beacon(
+            self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
+        )
+        helper = Helper(self._paths, self._place.name, self._say, self._meeting.transport, self._ring)
         helper.start()
         verdict: RunResult | None = None
         try:
             verdict = self._obey(beacon)
             return verdict
         finally:
-            helper.close(over=verdict is not None)
+            helper.close(over=verdict is not None, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
 
-    def _introduce(self, in_use: RunInUse) -> Orders | None:
-        """The orders of the process that holds the lock; None: the lock is free by now."""
+    def _introduce(self, in_use: RunInUse | None) -> Orders | None:
+        """The orders of who leads; None: nobody leads by now."""
         deadline = time.monotonic() + (self._place.timeout if self._leader else _INTRODUCTION)
         while time.monotonic() < deadline:
-            orders = self._tower.look().get(self._paths.orders.name)
-            holder = read_holder(self._paths) or {}
-            if orders is not None and (orders.host, orders.pid) == (holder.get("host"), holder.get("pid")):
+            orders = self._tower.look().get(ORDERS)
+            if orders is not None and self._meeting.is_led_by(orders):
                 return orders
-            if self._lock_is_free():
+            if self._meeting.is_leaderless():
                 return None
             if self._signals.received:
                 raise NodesMissing("told to stop while no node led", hint="the same command on all nodes goes on")
             time.sleep(_POLL)
-        if not self._leader:
+        if not self._leader and in_use is not None:
             raise in_use
         raise NodesMissing(
-            f"whoever leads {self._paths.root} has been silent for {self._place.timeout:.0f} s and still holds it",
+            f"whoever leads has been silent for {self._place.timeout:.0f} s, and still holds {self._meeting.words}",
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
@@ -110,18 +115,24 @@ class Follower:
                 case "quit":
                     return orders.verdict
                 case "get ready":
-                    beacon.show(state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None)
+                    beacon.show(
+                        state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None, files={}
+                    )
                 case "start":
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
-                    beacon.show(state="ended", left=left)
+                    beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
                 case _:
                     time.sleep(_POLL)
 
     def _attempt(self, orders: Orders, beacon: Beacon[NodeReport]) -> Left:
         """Run torchrun on this node until it ends or must be ended."""
-        nodes = len(orders.members) + 1 if self._place.elastic else None
-        with self._host.attempt(orders.attempt, nodes) as running:
+        count, group = len(orders.members) + 1, None
+        if self._meeting.apart:
+            group = NodeGroup(count, orders.members.index(self._place.launch) + 1, orders.master)
+        elif self._place.elastic:
+            group = NodeGroup(count)
+        with self._host.attempt(orders.attempt, group) as running:
             status = self._watch(running, beacon)
         self._host.output.release()
         return self._host.left(status, running)
@@ -132,10 +143,12 @@ class Follower:
         while (status := running.poll()) is None:
             orders = self._orders()
             self._tell_of_signals(beacon)
-            if not kept and self._journal.has_attached(running.attempt):
+            if not kept and orders is not None and orders.attached:
                 kept = True
                 self._host.output.keep()
                 self._host.keep_spare()
+                if self._meeting.apart:
+                    write_elsewhere(self._paths, orders.host, orders.directory, self._say)
             self._look_at_ranks(running, beacon, orders)
             move = followers_move("running", running.attempt, orders, self._place.launch) if orders else "end"
             if move in ("end", "quit") or self._signals.insistent:
@@ -153,8 +166,10 @@ class Follower:
         """Report what the leader cannot see from its host, and take the stacks once the leader orders it."""
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + _LOOK_EVERY
-            states = sorted((rank, state) for rank, state in running.look().items() if state in _TELLING)
-            beacon.show(states=tuple(states), beats=running.beats_in_memory())
+            states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in _TELLING))
+            if states != beacon.record.states or time.monotonic() >= self._next_beats:
+                self._next_beats = time.monotonic() + self._meeting.transport.every
+                beacon.show(states=states, beats=running.beats_in_memory())
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())
@@ -168,11 +183,11 @@ class Follower:
             beacon.show(signals=names, insistent=self._signals.insistent)
 
     def _orders(self) -> Orders | None:
-        """The leader's orders; None: it is gone (it is silent, another one leads, or nobody holds the lock)."""
-        orders = self._tower.look().get(self._paths.orders.name)
+        """The leader's orders; None: it is gone (it is silent, another one leads, or nobody does)."""
+        orders = self._tower.look().get(ORDERS)
         if orders is not None and orders.leader == self._leader and orders.phase == "over":
             return orders
-        if orders is None or orders.leader != self._leader or self._lock_is_free():
+        if orders is None or orders.leader != self._leader or self._meeting.is_leaderless():
             return None
         return orders
 
@@ -181,20 +196,3 @@ class Follower:
             return RunResult(exit_code=75, reason="told to stop while no node led")
         self._say(f"the leader is gone, or silent for {SILENT_AFTER:.0f} s: this node has ended its ranks")
         return None
-
-    def _lock_is_free(self) -> bool:
-        """Whether nobody holds the run directory. Checked once a second: the check takes the lock for a moment."""
-        if time.monotonic() - self._lock_looked_at < _LOCK_EVERY:
-            return False
-        self._lock_looked_at = time.monotonic()
-        return lock_is_free(self._paths)
-
-
-def lock_is_free(paths: RunPaths) -> bool:
-    lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
-    try:
-        lock.acquire()
-    except (filelock.Timeout, OSError):
-        return False
-    lock.release()
-    return True

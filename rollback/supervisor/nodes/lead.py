@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Callable
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
-from rollback.rundir.beacon import Beacon, Watchtower, read_in_place
+from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
 from rollback.supervisor.diagnosis.outcome import Left
+from rollback.supervisor.nodes.gathering import keep_files
+from rollback.supervisor.nodes.meeting import ORDERS, REPORTS, EndpointMeeting, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import (
     LeadersMove,
@@ -19,10 +22,10 @@ from rollback.supervisor.nodes.protocol import (
     leaders_move,
     merged,
     must_end,
+    rank_by_name,
     ready,
 )
-from rollback.system.mounts import mount_of
-from rollback.system.small_json import parse_model
+from rollback.supervisor.torchrun.command import NodeGroup
 
 _POLL = 0.1
 _SAY_AFTER = 10.0  # seconds of waiting for other nodes after which the user is told
@@ -40,6 +43,19 @@ class Nodes:
     def names(self) -> tuple[str, ...]:
         """Names of the nodes in the attempt; empty for a job on one node."""
         return ()
+
+    @property
+    def group(self) -> NodeGroup | None:
+        """How torchrun on this node takes part in the attempt; None: as its flags say."""
+        return None
+
+    @property
+    def transport(self) -> Transport | None:
+        """Reaches the other hosts where each has a run directory of its own."""
+        return None
+
+    def attached(self) -> None:
+        """Tell all nodes that the ranks have attached, so that there is a record."""
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         """Wait until every node is ready for this attempt, and let them start. False: `interrupted` came true.
@@ -90,19 +106,33 @@ class Nodes:
 class Leader(Nodes):
     """A supervisor that leads. Make it while holding the run directory's lock."""
 
-    def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None]) -> None:
-        self._paths, self._place, self._say = paths, place, say
-        self._tower = Watchtower(paths.nodes, "node-*.json", NodeReport, blind=lambda: self._beacon.failing)
+    def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None], meeting: Meeting) -> None:
+        self._paths, self._place, self._say, self._meeting = paths, place, say, meeting
+        self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
         self._ever: set[str] = set()
         self._reports: dict[str, NodeReport] = {}
-        orders = Orders(leader=place.launch, host=place.host, pid=place.pid)
-        self._beacon = Beacon(paths.orders, orders, say)
+        orders = Orders(leader=place.launch, host=place.host, pid=place.pid, directory=str(paths.root))
+        self._beacon = Beacon(meeting.transport, ORDERS, orders, say)
 
     @property
     def names(self) -> tuple[str, ...]:
         return (self._place.name, *self._members.values())
+
+    @property
+    def group(self) -> NodeGroup | None:
+        count = len(self.names)
+        if self._meeting.apart:
+            return NodeGroup(count, 0, self._beacon.record.master)
+        return NodeGroup(count) if self._place.elastic else None
+
+    @property
+    def transport(self) -> Transport | None:
+        return self._meeting.transport if self._meeting.apart else None
+
+    def attached(self) -> None:
+        self._beacon.show(attached=True)
 
     @property
     def insistent(self) -> bool:
@@ -110,7 +140,7 @@ class Leader(Nodes):
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members = {}
-        self._beacon.show(phase="gather", attempt=attempt, members=(), stacks=False)
+        self._beacon.show(phase="gather", attempt=attempt, members=(), master="", attached=False, stacks=False)
         began, said = time.monotonic(), False
         enough, since = 0, began
         while True:
@@ -130,8 +160,9 @@ class Leader(Nodes):
                 self._say(self._who_is_there(there))
                 said = True
             time.sleep(_POLL)
-        self._members = {launch: there[launch].node for launch in sorted(there)[: self._place.most - 1]}
-        self._beacon.show(phase="run", members=tuple(self._members))
+        order = sorted(there, key=lambda launch: (rank_by_name(there[launch].node), launch))
+        self._members = {launch: there[launch].node for launch in order[: self._place.most - 1]}
+        self._beacon.show(phase="run", members=tuple(self._members), master=self._new_master())
         return True
 
     def move(self, own: int | None) -> LeadersMove:
@@ -173,6 +204,9 @@ class Leader(Nodes):
 
     def left(self, own: Left) -> Left:
         reports = self._member_reports()
+        for report in reports.values():
+            if report is not None and report.files and self._meeting.apart:
+                keep_files(self._paths, report.files, f"{report.node} ({report.host})", self._say)
         return merged(
             own, {self._members[launch]: report.left if report else None for launch, report in reports.items()}
         )
@@ -185,16 +219,16 @@ class Leader(Nodes):
         # A node that has not read it yet will find the file, and the lock free.
         self._beacon.put_out(remove=not self._followers())
 
+    def put_out(self) -> None:
+        """Give no more orders."""
+        self._beacon.put_out()
+
     def _look(self) -> None:
         """Read the followers' reports, and check that no other supervisor gives orders."""
-        try:
-            orders = parse_model(read_in_place(self._paths.orders), Orders)
-        except (OSError, ValueError):
-            orders = self._beacon.record
-        if orders.leader != self._place.launch:
+        if (rival := self._meeting.rival(self._beacon.record)) is not None:
             raise RunDirectoryError(
-                f"{orders.host} (pid {orders.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
-                f"{self._paths.lock}: the file system ({self._file_system}) does not lock between hosts",
+                f"{rival.host} (pid {rival.pid}) gives orders in {self._paths.nodes} too, though only one may hold "
+                f"{self._paths.lock}: its file system does not lock between hosts",
                 hint="mount it so that locks are shared (NFS without nolock or local_lock, Lustre with -o flock)",
             )
         self._reports = {report.launch: report for report in self._followers()}
@@ -207,16 +241,19 @@ class Leader(Nodes):
         """The members' reports on this attempt; None: the member is silent, or another launch has replaced it."""
         return {launch: self._reports.get(launch) for launch in self._members}
 
-    @property
-    def _file_system(self) -> str:
-        return mount_of(self._paths.root.resolve()).kind
+    def _new_master(self) -> str:
+        """Where the ranks of this attempt meet: in a store of its own, so that no key of an earlier one is in it."""
+        if not isinstance(self._meeting, EndpointMeeting):
+            return ""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{self._meeting.store.point.host}:{probe.getsockname()[1]}"
 
     def _who_is_there(self, there: dict[str, NodeReport]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
         return (
             f"waiting for {self._place.most - 1 - len(there)} of {self._place.most} nodes (here: {names}); "
-            f"start the same command on them. They meet in {self._paths.root}, which all must share; here it lies on "
-            f"{self._file_system}"
+            f"start the same command on them. They meet in {self._meeting.words}"
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
@@ -227,7 +264,7 @@ class Leader(Nodes):
                 hint="the run goes on where it was when the same command runs on all nodes again",
             )
         return RunDirectoryError(
-            f"{len(there) + 1} of {self._place.least} nodes have come to {self._paths.root} within {waited:.0f} s",
-            hint=f"all nodes must share the run directory (here it lies on {self._file_system}) and run "
-            "the same command, each with a --node-rank of its own",
+            f"{len(there) + 1} of {self._place.least} nodes have come within {waited:.0f} s to {self._meeting.words}",
+            hint="run the same command on all nodes, each with a --node-rank of its own; hosts that share no run "
+            "directory need --ring URL and a rendezvous of torch's own (--rdzv-endpoint)",
         )

@@ -13,12 +13,14 @@ from dataclasses import dataclass
 import filelock
 
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
+from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.processes import name_process
 
 NODE_TIMEOUT = 600.0
-_LAST_CALL = 30.0  # torchrun's own
+_LAST_CALL = 30.0  # torchrun's own, as the ports
+_STATIC_PORT, _C10D_PORT = 29500, 29400
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class NodePlace:
     timeout: float
     """Seconds that missing nodes have to come, or to come back."""
     last_call: float = _LAST_CALL
+    endpoint: MeetingPoint | None = None
+    """Where hosts without a shared run directory meet; None: the rendezvous has no store of torch's."""
 
     @property
     def elastic(self) -> bool:
@@ -58,7 +62,10 @@ def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIM
     own = f"{host}-{pid}" if least < most else host
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
     launch = f"{host}:{name_process(pid)}"
-    return NodePlace(least, most, name, launch, host, pid, timeout, _last_call(str(flags.get("rdzv-conf", ""))))
+    configuration = _configuration(flags)
+    return NodePlace(
+        least, most, name, launch, host, pid, timeout, _last_call(configuration), _endpoint(flags, configuration)
+    )
 
 
 def _range(nnodes: str) -> tuple[int, int]:
@@ -68,11 +75,33 @@ def _range(nnodes: str) -> tuple[int, int]:
     return int(least), int(most or least)
 
 
-def _last_call(configuration: str) -> float:
-    """`last_call_timeout` in --rdzv-conf. torchrun itself refuses wrong values."""
-    pairs = dict(pair.split("=", 1) for pair in configuration.split(",") if "=" in pair)
+def _configuration(flags: Mapping[str, str | bool]) -> dict[str, str]:
+    """--rdzv-conf. torchrun itself refuses wrong values."""
+    return dict(pair.split("=", 1) for pair in str(flags.get("rdzv-conf", "")).split(",") if "=" in pair)
+
+
+def _endpoint(flags: Mapping[str, str | bool], configuration: Mapping[str, str]) -> MeetingPoint | None:
+    """The endpoint as torchrun would understand it, with the host that torchrun's store would be on."""
+    backend = str(flags.get("rdzv-backend", "static"))
+    given = str(flags.get("rdzv-endpoint", ""))
+    static = backend == "static"
+    if static and not given and "master-addr" in flags:
+        given = f"{flags['master-addr']}:{flags.get('master-port', _STATIC_PORT)}"
+    host, _, port = given.rpartition(":") if re.search(r":\d+$", given) else (given, "", str(_C10D_PORT))
+    if backend not in ("static", "c10d") or not host or not 0 < int(port) < 1 << 16:
+        return None
+    if static:
+        is_host = str(flags["node-rank"]) == "0" if "node-rank" in flags else None
+    else:
+        is_host = {"1": True, "true": True, "0": False, "false": False}.get(configuration.get("is_host", "").lower())
+    keys = f"rollback/{flags.get('rdzv-id', 'none')}"
+    return MeetingPoint(host.strip("[]"), int(port), is_host, keys)
+
+
+def _last_call(configuration: Mapping[str, str]) -> float:
+    """`last_call_timeout` in --rdzv-conf."""
     try:
-        return float(pairs.get("last_call_timeout", _LAST_CALL))
+        return float(configuration.get("last_call_timeout", _LAST_CALL))
     except ValueError:
         return _LAST_CALL
 

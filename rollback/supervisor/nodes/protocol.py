@@ -27,6 +27,7 @@ counts:
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -50,6 +51,8 @@ class RunResult(BaseModel, frozen=True):
     reason: str
     hint: str | None = None
     refused: bool = False
+    durable: tuple[str, ...] = ()
+    """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 
     @classmethod
     def of_error(cls, error: RollbackError) -> RunResult:
@@ -60,7 +63,7 @@ class RunResult(BaseModel, frozen=True):
 
 
 class Orders(BaseModel, frozen=True):
-    """Content of nodes/orders.json: what the leader tells its followers."""
+    """The record `orders.json`: what the leader tells its followers."""
 
     leader: str
     """The launch that leads."""
@@ -69,7 +72,14 @@ class Orders(BaseModel, frozen=True):
     phase: Phase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
-    """The launches that take part in the attempt."""
+    """The launches that take part in the attempt. Where hosts meet at an endpoint, they are in the order of their ranks
+    among the nodes: the leader has rank 0, the first of them rank 1."""
+    master: str = ""
+    """HOST:PORT at which the ranks of this attempt meet; empty: where torchrun's flags say."""
+    directory: str = ""
+    """The leader's run directory, where the record is. Other hosts write it down for people."""
+    attached: bool = False
+    """The ranks of this attempt have attached: there is a record from now on."""
     stacks: bool = False
     """The job hangs: the ranks of the members write their stacks before they are ended."""
     verdict: RunResult | None = None
@@ -78,7 +88,7 @@ class Orders(BaseModel, frozen=True):
 
 
 class NodeReport(BaseModel, frozen=True):
-    """Content of nodes/<node>.json: what a follower tells its leader."""
+    """The record `<node>.json`: what a follower tells its leader."""
 
     node: str
     launch: str
@@ -102,6 +112,8 @@ class NodeReport(BaseModel, frozen=True):
     """The ranks that have written their stacks, once the leader has ordered it."""
     left: Left | None = None
     """What the attempt left on this node, once it has ended there."""
+    files: dict[str, str] = {}
+    """Small files of this node's own run directory that belong to the record: see `gathering`."""
     beat: int = 0
     """Counts the writes."""
 
@@ -143,6 +155,11 @@ def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str,
         for report in reports
         if report.leader == leader and report.state == "ready" and report.attempt == attempt
     }
+
+
+def rank_by_name(node: str) -> list[tuple[bool, int, str]]:
+    """What nodes are sorted by, so that they keep their ranks from attempt to attempt: node-9 comes before node-10."""
+    return [(not text.isdigit(), int(text) if text.isdigit() else 0, text) for text in re.split(r"(\d+)", node)]
 
 
 def merged(own: Left, others: Mapping[str, Left | None]) -> Left:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rollback.config import (
+    ENV_APART,
     ENV_ATTEMPT,
     ENV_HEARTBEATS,
     ENV_REFUSAL,
@@ -49,15 +50,32 @@ class LaunchedJob:
         return int(self.flags.get("max-restarts", "0"))
 
 
-def torchrun_command(job: LaunchedJob, nodes: int | None = None) -> list[str]:
-    """The command line of an attempt. nodes: the number of nodes in it, where the job allows a range.
+@dataclass(frozen=True)
+class NodeGroup:
+    """The nodes of an attempt, as their leader has gathered them."""
+
+    count: int
+    rank: int | None = None
+    """This node's rank among them; None: torchrun's own rendezvous decides."""
+    master: str = ""
+    """HOST:PORT of a store on the node of rank 0, at which torchrun's processes and the ranks meet."""
+
+
+def torchrun_command(job: LaunchedJob, group: NodeGroup | None = None) -> list[str]:
+    """The command line of an attempt. group: the nodes in it, where the flags do not say so.
 
     torchrun passes the number of restarts on to the ranks and never restarts them itself: the supervisor's budget must
     count all attempts.
     """
     flags = {"max-restarts": "0", **job.flags}
-    if nodes is not None:
-        flags["nnodes"] = str(nodes)
+    if group is not None:
+        flags["nnodes"] = str(group.count)
+    if group is not None and group.rank is not None:
+        host, _, port = group.master.rpartition(":")
+        flags.pop("standalone", None)
+        # Each of them, since torchrun takes what is not given from the environment.
+        flags |= {"rdzv-backend": "static", "rdzv-endpoint": group.master, "node-rank": str(group.rank)}
+        flags |= {"master-addr": host, "master-port": port}
     if not names_a_rendezvous(flags):
         flags["standalone"] = True  # a free port, so that two jobs on one host do not collide
     options = [f"--{name}" if value is True else f"--{name}={value}" for name, value in flags.items()]
@@ -74,12 +92,13 @@ def rank_environment(
     instructions: Instructions,
     preload: bool = False,
     heartbeats: str = "",
+    apart: bool = False,
 ) -> dict[str, str]:
     """The environment of torchrun, which passes it on to all ranks.
 
     run: becomes absolute, since a script may change its working directory. supervisor: its name from `name_process`.
     instructions: for torchrun's process. preload: ranks are forked from a process that has imported torch. heartbeats:
-    the path of the heartbeat board; empty: there is none.
+    the path of the heartbeat board; empty: there is none. apart: every host has a run directory of its own.
     """
     return {
         **LARGE_COPIES,
@@ -92,6 +111,7 @@ def rank_environment(
         ENV_REFUSAL: instructions.refusal,
         ENV_TORCHRUN: json.dumps(asdict(instructions)),
         **({ENV_PRELOAD: "1"} if preload else {}),
+        **({ENV_APART: "1"} if apart else {}),
     }
 
 

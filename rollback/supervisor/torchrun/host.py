@@ -24,7 +24,13 @@ from rollback.supervisor.diagnosis.memory import OomCounters
 from rollback.supervisor.diagnosis.outcome import Left
 from rollback.supervisor.diagnosis.stacks import take_stacks
 from rollback.supervisor.last_snapshot import ask_for_last_snapshot
-from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, threads_of_ranks, torchrun_command
+from rollback.supervisor.torchrun.command import (
+    LaunchedJob,
+    NodeGroup,
+    rank_environment,
+    threads_of_ranks,
+    torchrun_command,
+)
 from rollback.supervisor.torchrun.output import Audience, Output
 from rollback.supervisor.torchrun.processes import (
     THIS_HOST,
@@ -178,6 +184,7 @@ class Host:
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
         self._spare = Spare()
+        self._meeting: list[psutil.Process] = []
         self._board = board_if_possible()
         self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
@@ -207,10 +214,11 @@ class Host:
             end_all(lambda: leftovers(self._paths), patience=_PATIENCE_WITH_LEFTOVERS)
 
     @contextmanager
-    def attempt(self, number: int, nodes: int | None = None) -> Iterator[Running]:
+    def attempt(self, number: int, group: NodeGroup | None = None) -> Iterator[Running]:
         """torchrun runs inside the `with` block; after it, every process that torchrun started on this host is gone.
 
-        nodes: the number of nodes, where the job allows a range. Raises RollbackError where a process cannot be ended.
+        group: the nodes of the attempt, where the job's flags do not say so. Raises RollbackError where a process
+        cannot be ended.
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
@@ -227,12 +235,13 @@ class Host:
             ),
             preload=self._preload,
             heartbeats=self._board.path if self._board is not None else "",
+            apart=bool(self._meeting),
         )  # fmt: skip
         if self._board is not None:
             self._board.clear()
         self._started += 1
         with self.output.of_attempt(number, self._job) as output:
-            command = torchrun_command(output.job, nodes)
+            command = torchrun_command(output.job, group)
             streams = output.stdout, output.stderr
             torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
             running = Running(self._paths, number, tuple(command), torchrun, self._board, self._node)
@@ -245,8 +254,13 @@ class Host:
                 if running.asks:
                     ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
-                end_all(lambda: descendants(apart_from=[*self._before_us, *self._spare.waiting]), patience=patience)
+                others = [*self._before_us, *self._meeting]
+                end_all(lambda: descendants(apart_from=[*others, *self._spare.waiting]), patience=patience)
                 reap()
+
+    def stay_apart(self, meeting: psutil.Process) -> None:
+        """Every host has a run directory of its own. meeting: the process by which they meet; it outlives attempts."""
+        self._meeting = [meeting]
 
     def conditions(self, salt: str) -> dict[str, Any]:
         """The conditions of a start now: fields of `AttemptStarted`. salt: the run's."""

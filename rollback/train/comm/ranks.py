@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from rollback.config import host_name
+from rollback.config import ENV_APART, ENV_RUN, host_name
 from rollback.errors import UsageError
 
 _PARCEL = 32 << 20  # bytes in one broadcast: small tensors together, large ones in parts
@@ -59,6 +59,8 @@ class Ranks:
         self.on_this_host = list(range(self.world_size))
         """The ranks of this host, this rank included. Before `meet`, all ranks are assumed to share one."""
         self.host_count = 1
+        self.apart = bool(os.environ.get(ENV_APART))
+        """Whether every host has a run directory of its own."""
 
     @property
     def first(self) -> bool:
@@ -66,13 +68,19 @@ class Ranks:
 
     def meet(self) -> None:
         """Collective: find out which ranks share a host and its memory."""
-        hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''}")
+        own = os.environ.get(ENV_RUN) if self.apart else ""
+        hosts = self.from_each(f"{host_name()} {_BOOT.read_text().strip() if _BOOT.exists() else ''} {own}")
         self.on_this_host = [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
         self.host_count = len(set(hosts))
 
     @property
     def first_of_host(self) -> bool:
         return self.rank == self.on_this_host[0]
+
+    @property
+    def first_in_directory(self) -> bool:
+        """Whether this rank is the one that makes what is missing in its run directory."""
+        return self.first_of_host if self.apart else self.first
 
     def collectives_begun(self) -> int | None:
         """Number of collectives that this rank's default process group has begun; None: there is no group.

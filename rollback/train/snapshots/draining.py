@@ -6,19 +6,20 @@ import json
 import os
 import threading
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollback.checkpoints import tiers
+from rollback.checkpoints.manifest import Manifest
 from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.errors import RollbackError
 from rollback.facts.history import fold
 from rollback.ring.drainer import Drainer, Phase, drainer_for
-from rollback.ring.helper import Helper
+from rollback.ring.helper import Helper, drained
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
-from rollback.rundir.paths import RunPaths
+from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 
@@ -64,6 +65,27 @@ def _fetch_planned(url: str, paths: RunPaths) -> None:
     except (RollbackError, OSError) as error:
         text = error.message if isinstance(error, RollbackError) else error
         say(f"checkpoint {name}, to which the run was going back, could not be fetched: {text}")
+
+
+def only_at_url(paths: RunPaths, settings: Settings, here: Iterable[Manifest]) -> list[Manifest]:
+    """Rank 0: the manifests of the checkpoints at the URL that are newer than all that are here.
+
+    A host that was lost has taken with it what the slots had: then the newest checkpoint is at the URL. Where the slots
+    have it, nothing is asked. What cannot be read there is said, and left out.
+    """
+    if settings.ring is None:
+        return []
+    newest = max((manifest.seq for manifest in here), default=-1)
+    try:
+        names = map(CheckpointName, drained(read_journal(paths.supervisor_journal).records))
+        wanted = sorted((name for name in names if name.seq > newest), key=lambda name: name.order)
+        store = Store(settings.ring, patience=_PATIENCE_AT_START) if wanted else None
+        found = [read_manifest_at(store, name) for name in wanted] if store is not None else []
+    except (RollbackError, OSError) as error:
+        text = error.message if isinstance(error, RollbackError) else error
+        say(f"what the ring {settings.ring} has is not known: {text}")
+        return []
+    return [manifest for manifest in found if manifest is not None]
 
 
 def start_draining(

@@ -34,6 +34,7 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
@@ -43,7 +44,7 @@ from rollback.train.updates.advice import REPLICAS_DIFFER
 
 class CheckpointManager:
     """keep: capacity of the ring. If there are fewer slots, the slots keep one less than their number. remote: the ring
-    at a URL, if there is one."""
+    at a URL, if there is one. copies: where every host has a run directory of its own."""
 
     def __init__(
         self,
@@ -54,6 +55,7 @@ class CheckpointManager:
         record: Recorder,
         keep: int,
         remote: RemoteRing | None = None,
+        copies: HostCopies | None = None,
     ) -> None:
         self._paths = paths
         self._ranks = ranks
@@ -62,6 +64,7 @@ class CheckpointManager:
         self._record = record
         self._keep = keep
         self._remote = remote
+        self._bring = copies.bring if copies is not None else None
         self._leaving: dict[str, Callable[[bool], None]] = {}  # touched by the thread alone
         self.ailing: Landing | None = None
         """A snapshot that was dropped since something in it is not finite that was before, until it is answered."""
@@ -195,7 +198,7 @@ class CheckpointManager:
     def places(self, name: str) -> Sequence[CheckpointPlace]:
         """The places to restore a checkpoint from, best first. Waits until no live object is being copied any more."""
         self._snapshots.fence()
-        found = [CheckpointPlace(self._paths.checkpoint(name), self._paths)]
+        found = [CheckpointPlace(self._paths.checkpoint(name), self._paths, bring=self._bring)]
         if (slot := self._catalogue.slot(name)) is not None:
             fast = self._snapshots.slots_of_host
             memory = fast.memory(slot)
@@ -287,6 +290,11 @@ class CheckpointManager:
             self._record.note(BecameGood(checkpoint=manifest.name, step=manifest.step))
         if not manifest.over:  # for one that leaves again if training goes on, nothing has to leave
             self._evict_surplus()
+
+    def make_room(self) -> None:
+        """At a start: an attempt that was killed between a commit and the eviction behind it has left all slots taken,
+        and no snapshot could begin."""
+        self._evict_surplus()
 
     def _evict_surplus(self) -> None:
         """Each tier has its own capacity."""

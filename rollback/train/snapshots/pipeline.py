@@ -328,6 +328,8 @@ class Snapshots:
             written = Written(region.size, hash_of(region.view))
             self.slots_of_host.require_file(flight.slot)
         else:
+            if self._ranks.apart:  # a shard in this host's directory is no part of anything
+                raise OSError("there is no fast tier, and every host has a run directory of its own")
             directory = ring.begin_writing(self._paths, flight.manifest.name)
             written = write_direct(directory / shard_name(self._ranks.rank), region.view)
         self._frozen.require_stored(frozen, first=self._ranks.first)

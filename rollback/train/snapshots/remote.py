@@ -54,7 +54,9 @@ class RemoteRing:
     def fetch(self, name: str) -> Manifest | str:
         """Download a checkpoint into the run directory's ring. Returns its manifest, or the fault."""
         self._show("fetching")
-        download = _Download(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
+        download = (
+            CheckpointDownload(self._paths, self._url, name) if self._ranks.first and not self._unreachable else None
+        )
         if self._ranks.first:
             self._tried.add(name)
         while True:
@@ -82,7 +84,7 @@ class RemoteRing:
         there = good_ones_at(self._url, self._record.records, supervisor)
         return [point for point in there if point.name not in self._tried]
 
-    def _note(self, name: str, download: _Download, seen: dict[str, Any]) -> None:
+    def _note(self, name: str, download: CheckpointDownload, seen: dict[str, Any]) -> None:
         if (manifest := seen.get("manifest")) is not None:
             seconds = round(time.monotonic() - download.began, 4)
             size = Manifest.model_validate(manifest).bytes
@@ -94,8 +96,9 @@ class RemoteRing:
         self._record.note(Trouble(doing=doing, error=seen["fault"]), f"{doing} failed: {seen['fault']}")
 
 
-class _Download:
-    """Rank 0's download. It begins at once, in a daemon thread, so that it cannot keep the process from ending."""
+class CheckpointDownload:
+    """A rank's download into its run directory. It begins at once, in a daemon thread, so that it cannot keep the
+    process from ending."""
 
     def __init__(self, paths: RunPaths, url: str, name: str) -> None:
         say(f"fetching checkpoint {name} from {url}")

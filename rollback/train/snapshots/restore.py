@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,12 +21,14 @@ _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be r
 @dataclass(frozen=True)
 class CheckpointPlace:
     """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
-    this process has it mapped (fast tier)."""
+    this process has it mapped (fast tier). bring: collective; makes sure that every host has it there, where each has a
+    run directory of its own, and returns the fault in words or None."""
 
     directory: Path
     run: RunPaths
     in_slot: bool = False
     memory: memoryview | None = None
+    bring: Callable[[str], str | None] | None = None
 
     @property
     def tier(self) -> Tier:
@@ -90,6 +92,8 @@ def _verify(
     name: str, place: CheckpointPlace, ranks: Ranks, state: TrainingState | None
 ) -> tuple[Reading | None, str | None]:
     """Collective: open and verify a checkpoint on all ranks. If one rank finds a fault, it is open on none of them."""
+    if place.bring is not None and (fault := place.bring(name)) is not None:
+        return None, fault
     reading, fault = _open(name, place, ranks)
     fault = ranks.first_fault(fault)
     if fault is None and isinstance(reading, Parted):

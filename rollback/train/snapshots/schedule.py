@@ -10,6 +10,7 @@ import torch
 
 from rollback.checkpoints.slots import SlotPaths
 from rollback.config import Settings
+from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
@@ -184,7 +185,14 @@ class SnapshotSchedule:
             parameters = sum(item.nbytes for item in self._state.model.parameters() if item.requires_grad)
             needed += 2 * parameters // self._ranks.world_size
         allotted = allot(*self._tier, self._ranks, needed, self._settings.keep)
+        if before is None and self._ranks.apart and not allotted.slots:
+            raise RunDirectoryError(
+                f"every host has a run directory of its own, so checkpoints go by the fast tier, and {allotted.reason}",
+                hint="give the hosts more memory or another place for it (--fast-tier DIR); or share the run directory",
+            )
         self._snapshots.use_slots(allotted.slots)
+        if before is None:
+            self._checkpoints.make_room()
         on_device = any(item.is_cuda for item in (*image.shared_tensors.values(), *image.local_tensors.values()))
         mode, why = usual_capture_mode(on_device, self._ranks)
         if before is None:

@@ -46,7 +46,7 @@ def open_tier(paths: RunPaths, ranks: Ranks, run_id: str, base: Path | None) -> 
     try:
         if tier is not None and ranks.first_of_host:
             slots.claim(tier, paths.root)
-        if tier is not None and ranks.first:
+        if tier is not None and ranks.first_in_directory:
             tiers.point_to_fast_tier(paths, tier, ranks.host_count)
     except (OSError, RollbackError) as error:
         fault = f"{base} cannot be used ({error})"

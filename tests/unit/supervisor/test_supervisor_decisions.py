@@ -28,7 +28,7 @@ from rollback.supervisor.budget import LONGEST_DELAY, Budget, GiveUp, Restart, a
 from rollback.supervisor.diagnosis.evidence import got_further
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, RankFailure, Refusal, ending
 from rollback.supervisor.signals import StopSignals
-from rollback.supervisor.torchrun.command import LaunchedJob, rank_environment, torchrun_command
+from rollback.supervisor.torchrun.command import LaunchedJob, NodeGroup, rank_environment, torchrun_command
 
 PREEMPTED = Stopped(reason="preempted", step=3, batch=3, checkpoint="c000001-s00000003", account="saved")
 LOST = FinalStateLost(step=9, batch=9, checkpoint=None, steps=9, reason="no room")
@@ -260,9 +260,14 @@ class TestCommand:
         assert "--standalone" not in torchrun_command(job)
 
     def test_of_a_range_of_nodes_torchrun_is_told_how_many_there_are(self) -> None:
-        command = torchrun_command(LaunchedJob({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), 3)
+        command = torchrun_command(
+            LaunchedJob({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), NodeGroup(3)
+        )
         assert "--nnodes=3" in command
         assert "--nnodes=1:4" not in command
+        job = LaunchedJob({"nnodes": "1:4", "rdzv-backend": "c10d"}, "train.py", [])
+        given = {"--rdzv-backend=static", "--rdzv-endpoint=head:5", "--node-rank=2", "--master-port=5"}
+        assert given < {*torchrun_command(job, NodeGroup(3, 2, "head:5"))}
 
     def test_flags_that_only_the_installed_torchrun_knows_are_handed_on(self) -> None:
         command = torchrun_command(LaunchedJob({}, "train.py", ["-x"], ["--brand-new=1"]))

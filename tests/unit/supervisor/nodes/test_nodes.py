@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from rollback.errors import RunInUse, UsageError
-from rollback.rundir.beacon import SILENT_AFTER, Beacon, Watchtower, read_in_place, write_in_place
+from rollback.rundir.beacon import SILENT_AFTER, Beacon, SharedDirectory, Watchtower, read_in_place, write_in_place
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
 from rollback.supervisor.nodes.lead import Leader
+from rollback.supervisor.nodes.meeting import SharedMeeting
 from rollback.supervisor.nodes.membership import membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import (
     NodeReport,
@@ -124,7 +125,7 @@ def test_what_all_nodes_left_begins_with_the_rank_that_a_signal_ended() -> None:
 
 def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_path: Path) -> None:
     now = [1000.0]
-    tower = Watchtower(tmp_path, "node-*.json", NodeReport, clock=lambda: now[0])
+    tower = Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0])
     path, said = RunPaths(tmp_path).node("node-1"), report("ready")
     path = tmp_path / path.name
     write_in_place(path, said.model_dump_json().encode())
@@ -139,7 +140,11 @@ def test_a_record_that_does_not_change_is_silent_by_the_reader_s_own_clock(tmp_p
 
 
 def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path: Path) -> None:
-    tower, path, said = Watchtower(tmp_path, "node-*.json", NodeReport), tmp_path / "node-1.json", report("ready")
+    tower, path, said = (
+        Watchtower(SharedDirectory(tmp_path), "node-*.json", NodeReport),
+        tmp_path / "node-1.json",
+        report("ready"),
+    )
     write_in_place(path, said.model_dump_json().encode())
     assert tower.look() == {"node-1.json": said}
     with path.open("r+b") as file:
@@ -151,7 +156,9 @@ def test_who_is_read_in_the_middle_of_a_write_is_not_lost_for_a_moment(tmp_path:
 
 def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
     now, blind = [1000.0], [True]
-    tower = Watchtower(tmp_path, "node-*.json", NodeReport, clock=lambda: now[0], blind=lambda: blind[0])
+    tower = Watchtower(
+        SharedDirectory(tmp_path), "node-*.json", NodeReport, clock=lambda: now[0], blind=lambda: blind[0]
+    )
     write_in_place(tmp_path / "node-1.json", report("ready").model_dump_json().encode())
     for _ in range(5):
         now[0] += SILENT_AFTER
@@ -167,7 +174,7 @@ def test_who_cannot_write_takes_nobody_for_silent(tmp_path: Path) -> None:
 def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
     with disk_of("1m", tmp_path / "disk") as disk:
         path, said = disk / "node-1.json", []
-        beacon = Beacon(path, report("ready"), said.append)
+        beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), said.append)
         subprocess.run(["sh", "-c", fill(disk)], check=True)
         beacon.show(state="running", signals=("SIGTERM",) * 100)
         assert NodeReport.model_validate_json(read_in_place(path)).signals
@@ -178,7 +185,7 @@ def test_a_full_disk_holds_no_beacon_back(tmp_path: Path) -> None:
 
 def test_a_beacon_goes_on_until_it_is_put_out(tmp_path: Path) -> None:
     path = tmp_path / "nodes" / "node-1.json"
-    beacon = Beacon(path, report("ready"), print)
+    beacon = Beacon(SharedDirectory(path.parent), path.name, report("ready"), print)
     beats = set()
     enough = threading.Event()
     for _ in range(500):
@@ -219,7 +226,7 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
     """gathered: how many take part; 0 where the leader goes on waiting, until it is told to stop."""
     paths = RunPaths(tmp_path)
     place = place_among_nodes({"nnodes": nnodes, "rdzv-conf": "last_call_timeout=0.3"})
-    leader = Leader(paths, place, lambda text: None)
+    leader = Leader(paths, place, lambda text: None, SharedMeeting(paths))
     for number in range(followers):
         there = NodeReport(
             node=f"node-{number}",

@@ -1,0 +1,38 @@
+"""record-elsewhere.json: in the run directory of a host that has no journals, since another host keeps the record."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable
+
+from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.system.durable import write_file
+from rollback.system.small_json import read_json
+
+_LIMIT = 1 << 14
+
+
+def write_elsewhere(paths: RunPaths, host: str, directory: str, say: Callable[[str], None]) -> None:
+    """Write down where the record is. Nothing depends on it."""
+    try:
+        write_file(paths.record_elsewhere, json.dumps({"host": host, "directory": directory}).encode(), durable=False)
+    except OSError as error:
+        say(f"writing {paths.record_elsewhere} failed ({error})")
+
+
+def forget_elsewhere(paths: RunPaths) -> None:
+    """The record is here from now on."""
+    with contextlib.suppress(OSError):
+        files.unlink(paths.record_elsewhere)
+
+
+def read_elsewhere(paths: RunPaths) -> tuple[str, str] | None:
+    """Host and directory of the record; None: it is here, or nobody knows."""
+    try:
+        body = read_json(paths.record_elsewhere, _LIMIT)
+        host, directory = str(body["host"])[:255], str(body["directory"])[:4096]
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+    return (host, directory) if f"{host}{directory}".isprintable() else None

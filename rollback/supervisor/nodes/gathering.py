@@ -1,0 +1,80 @@
+"""The small files of a run's record that were written on another host, where each host has a run directory of its own.
+
+A follower hands them to its leader when an attempt has ended there, and the leader keeps them in its own run directory.
+
+What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from rollback.errors import RollbackError
+from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.system.durable import read_small_file, write_file
+
+_LIMIT = 1 << 18  # bytes of all files of a node together: they go in one record
+# What comes from another host is written into the run directory, so nothing else is believed.
+_FILES = re.compile(
+    r"failures/attempt-\d{4,9}/rank-\d{5,9}\.json"
+    r"|stacks/attempt-\d{4,9}/(rank-\d{5,9}\.txt|processes-node-[A-Za-z0-9_.-]{1,200}\.json)"
+    r"|incidents/\d{4,9}/rank-\d{5,9}\.json|skips/rank-\d{5,9}\.jsonl"
+)
+_PATTERNS = ("failures/*/*", "stacks/*/*", "incidents/*/*", "skips/*")
+
+
+class FileGatherer:
+    """A follower's part: hands over what has changed since it was handed over last. say: takes a line for people."""
+
+    def __init__(self, paths: RunPaths, say: Callable[[str], None]) -> None:
+        self._paths, self._say = paths, say
+        self._known = {name: self._stamp(name) for name in self._names()}
+
+    def new(self) -> dict[str, str]:
+        """The files by their path in the run directory, the smallest first, as many as one record takes."""
+        changed = [name for name in self._names() if self._stamp(name) not in (None, self._known.get(name))]
+        found, room, left_out = {}, _LIMIT, []
+        for name in sorted(changed, key=lambda name: (self._stamp(name) or (0, 0))[0]):
+            try:
+                text = read_small_file(self._paths.root / name, room).decode("utf-8", "replace")
+            except (OSError, ValueError):
+                left_out.append(name)
+                continue
+            found[name], room = text, room - len(text)
+            self._known[name] = self._stamp(name)
+        if left_out:
+            self._say(f"{len(left_out)} files of the record stay on this host, as {self._paths.root / left_out[0]}")
+        return found
+
+    def _names(self) -> list[str]:
+        found = (path for pattern in _PATTERNS for path in self._paths.root.glob(pattern))
+        return sorted(name for path in found if _FILES.fullmatch(name := path.relative_to(self._paths.root).as_posix()))
+
+    def _stamp(self, name: str) -> tuple[int, int] | None:
+        try:
+            status = (self._paths.root / name).lstat()
+        except OSError:
+            return None
+        return status.st_size, status.st_mtime_ns
+
+
+def keep_files(paths: RunPaths, given: Mapping[str, str], who: str, say: Callable[[str], None]) -> None:
+    """The leader's part: write what a follower hands over to its place. who: that follower, for people."""
+    try:
+        for name, text in given.items():
+            if _FILES.fullmatch(name):
+                _keep(paths.root / name, text)
+    except (OSError, ValueError, RollbackError) as error:
+        say(f"what {who} says of the attempt cannot be kept in {paths.root}: {error}")
+
+
+def _keep(target: Path, text: str) -> None:
+    if target.suffix == ".jsonl" and target.exists():  # it grows, and a host that is new has only the end of it
+        before = read_small_file(target, 16 << 20).decode("utf-8", "replace")
+        known = {*before.splitlines()}
+        text = before + "".join(f"{line}\n" for line in text.splitlines() if line not in known)
+    files.make_directory(target.parent)
+    write_file(target, text.encode(), durable=False)

@@ -1,0 +1,208 @@
+"""Where the hosts of a job meet: in a run directory that all of them share, or at the endpoint of the rendezvous.
+
+A meeting knows who leads, and has the transport by which leader and followers reach each other; what they say and what
+follows from it (`protocol`, `lead`, `follow`) is the same in both.
+
+| | who leads | it is gone when |
+|---|---|---|
+| `SharedMeeting` | who holds the lock of the run directory | nobody holds the lock, or it is silent |
+| `EndpointMeeting` | who has the store at the endpoint | the connection is lost, or it is silent |
+
+`find_meeting` chooses. A supervisor that finds the lock of its run directory taken shares the directory: it need not
+ask. One that got the lock shows its orders in both ways, and sees in which way others come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from typing import Protocol
+
+import filelock
+
+from rollback.errors import NodesMissing
+from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.lock import read_holder
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes.membership import NodePlace
+from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.store import StoreTransport
+from rollback.supervisor.signals import StopSignals
+from rollback.system.mounts import mount_of
+
+_POLL = 0.1
+_SAY_AFTER = 10.0
+_LOCK_EVERY = 1.0
+ORDERS, REPORTS = "orders.json", "node-*.json"
+
+
+class Meeting(Protocol):
+    """Where hosts meet. apart: whether every host has a run directory of its own."""
+
+    apart: bool
+
+    @property
+    def transport(self) -> Transport: ...
+
+    def is_led_by(self, orders: Orders) -> bool:
+        """Whether who gives these orders leads."""
+        ...
+
+    def is_leaderless(self) -> bool:
+        """Whether nobody leads any more. A leader may also fall silent."""
+        ...
+
+    def rival(self, own: Orders) -> Orders | None:
+        """The orders of another leader, if there is one; own: what this one gives."""
+        ...
+
+    @property
+    def words(self) -> str:
+        """Where the hosts meet and what they must share, for people."""
+        ...
+
+
+class SharedMeeting:
+    """All hosts share the run directory."""
+
+    apart = False
+
+    def __init__(self, paths: RunPaths) -> None:
+        self._paths = paths
+        self.directory = paths.nodes
+        self.transport: Transport = SharedDirectory(paths.nodes)
+        self._lock_looked_at = time.monotonic()
+
+    def is_led_by(self, orders: Orders) -> bool:
+        holder = read_holder(self._paths) or {}
+        return (orders.host, orders.pid) == (holder.get("host"), holder.get("pid"))
+
+    def is_leaderless(self) -> bool:
+        """Whether nobody holds the run directory. Checked once a second: the check takes the lock for a moment."""
+        if time.monotonic() - self._lock_looked_at < _LOCK_EVERY:
+            return False
+        self._lock_looked_at = time.monotonic()
+        return lock_is_free(self._paths)
+
+    def rival(self, own: Orders) -> Orders | None:
+        """Two leaders of one directory: its file system does not lock between hosts. Raises RunDirectoryError."""
+        found = Watchtower(self.transport, ORDERS, Orders).look().get(ORDERS, own)
+        return None if found.leader == own.leader else found
+
+    @property
+    def words(self) -> str:
+        kind = mount_of(self._paths.root.resolve()).kind
+        return f"{self._paths.root}, which all must share; here it lies on {kind}"
+
+
+class EndpointMeeting:
+    """Every host has a run directory of its own; they meet in the store at the endpoint."""
+
+    apart = True
+
+    def __init__(self, store: StoreTransport) -> None:
+        self.store = store
+
+    @property
+    def transport(self) -> Transport:
+        return self.store
+
+    def is_led_by(self, orders: Orders) -> bool:
+        return True
+
+    def is_leaderless(self) -> bool:
+        return self.store.gone is not None
+
+    def rival(self, own: Orders) -> Orders | None:
+        return None
+
+    @property
+    def words(self) -> str:
+        return f"the store at {self.store.place}, which all must reach"
+
+
+def lock_is_free(paths: RunPaths) -> bool:
+    lock = filelock.FileLock(paths.lock, timeout=0, thread_local=False)
+    try:
+        lock.acquire()
+    except (filelock.Timeout, OSError):
+        return False
+    lock.release()
+    return True
+
+
+def find_meeting(
+    paths: RunPaths,
+    place: NodePlace,
+    ring: str | None,
+    say: Callable[[str], None],
+    signals: StopSignals,
+) -> tuple[Meeting, bool]:
+    """For a supervisor that holds the lock of its run directory: where the hosts meet, and whether it leads.
+
+    Without a ring at a URL, hosts that share nothing could not go on from anywhere: then they share the directory. The
+    same where the rendezvous has no endpoint of torch's store.
+
+    Raises NodesMissing where nobody comes in either way, or a stop signal comes first.
+    """
+    if ring is None or place.endpoint is None:
+        return SharedMeeting(paths), True
+    shared = SharedMeeting(paths)
+    store = StoreTransport(place.endpoint)
+    own = Orders(leader=place.launch, host=place.host, pid=place.pid)
+    beacon, other = Beacon(shared.transport, ORDERS, own, say), None
+    chosen: tuple[Meeting, bool] | None = None
+    began, said = time.monotonic(), False
+    try:
+        while chosen is None:
+            if store.role == "host" and other is None:
+                other = Beacon(store, ORDERS, own, say)
+            if store.gone is not None and store.role is None and place.endpoint.is_host:
+                raise NodesMissing(
+                    f"the store of the rendezvous cannot be had at {store.place}: {store.gone}",
+                    hint="see what uses that port here: ss -ltnp; or name another --rdzv-endpoint on all hosts",
+                )
+            if store.gone is not None:  # nobody has it yet
+                store.close()
+                store = StoreTransport(place.endpoint)
+            chosen = _choose(shared, store, place, time.monotonic() - began)
+            if signals.received:
+                raise NodesMissing("told to stop while nodes were waited for", hint="the same command goes on")
+            waited = time.monotonic() - began
+            if chosen is None and waited > place.timeout:
+                raise NodesMissing(
+                    f"nobody has come within {waited:.0f} s to {store.place} or to {paths.root}",
+                    hint="start the same command on all hosts; all must reach that endpoint, or share that directory",
+                )
+            if waited > _SAY_AFTER and not said:
+                said = True
+                say(f"waiting for other nodes: they meet at {store.place}, or in {paths.root} if they share it")
+            if chosen is None:
+                time.sleep(_POLL)
+    finally:
+        # Who follows already must not take its leader for lost.
+        beacon.put_out(remove=chosen is None or chosen[0].apart)
+        if other is not None:
+            other.put_out(remove=False)
+        if chosen is None or not chosen[0].apart:
+            store.close()
+        with contextlib.suppress(OSError):  # others use it
+            paths.nodes.rmdir()
+    return chosen
+
+
+def _choose(
+    shared: SharedMeeting, store: StoreTransport, place: NodePlace, waited: float
+) -> tuple[Meeting, bool] | None:
+    """Who has come in which way; None: nobody yet."""
+    reports = Watchtower(shared.transport, REPORTS, NodeReport).look().values()
+    if any(report.leader == place.launch for report in reports):
+        return shared, True
+    if store.role == "guest" and store.read(ORDERS):
+        return EndpointMeeting(store), False
+    alone = place.least == 1 and waited > place.last_call
+    if store.role == "host" and (store.read(REPORTS) or alone):
+        store.mirror = shared.directory
+        return EndpointMeeting(store), True
+    return None

@@ -1,0 +1,169 @@
+"""Records that go from host to host through torch's c10d store, by way of a process that knows torch.
+
+`rollback.agent.meeting` is that process. Anybody who reaches the endpoint may say anything there. So a record counts
+only if its name is one that the other side may use, and if it is no larger than a file of the run directory might be;
+who reads it checks its content.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fnmatch
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Literal
+
+import psutil
+
+from rollback.instructions import ENV_MEETING, MEETING_MODULE, MeetingPoint
+from rollback.rundir.beacon import LIMIT, write_in_place
+from rollback.system import files
+
+EVERY = 5.0
+"""Seconds between two signs of life. The work of the store and the leader grows with the hosts, divided by this."""
+_LINE_LIMIT = 4 * LIMIT  # a record in a line is a JSON text in a JSON text
+_PATIENCE = 10.0
+_OF_FOLLOWERS = re.compile(r"(part-)?node-[A-Za-z0-9_.-]{1,200}\.json")
+_OF_LEADER = re.compile(r"(orders|wanted)\.json")
+
+
+class StoreTransport:
+    """The transport by the store at an endpoint. It starts at once and needs some seconds; `close` it.
+
+    role: None until the store is reached; `host`: the store is here, so its supervisor leads. gone: why the store
+    cannot be reached, or can be no longer; None while it can. mirror: where the records of others are kept as files,
+    for whoever reads the run directory.
+    """
+
+    every = EVERY
+
+    def __init__(self, point: MeetingPoint) -> None:
+        self.role: Literal["host", "guest"] | None = None
+        self.gone: str | None = None
+        self.point = point
+        self.mirror: Path | None = None
+        self._read: dict[str, bytes] = {}
+        self._shown: dict[str, str] = {}
+        self._known: set[str] = set()
+        self._lock = threading.Lock()
+        ours, theirs = socket.socketpair()
+        with theirs:
+            told = json.dumps(asdict(replace(point, descriptor=theirs.fileno())))
+            quiet = {"TORCH_CPP_LOG_LEVEL": "FATAL", ENV_MEETING: told}
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", MEETING_MODULE], env={**os.environ, **quiet}, pass_fds=[theirs.fileno()],
+                start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        ours.settimeout(_PATIENCE)
+        self._socket = ours
+        self._thread = threading.Thread(target=self._listen, name="rollback-meeting", daemon=True)
+        self._thread.start()
+
+    @property
+    def process(self) -> psutil.Process:
+        return psutil.Process(self._process.pid)
+
+    def write(self, name: str, body: bytes) -> None:
+        if len(body) > LIMIT:
+            raise OSError(f"a record of {len(body)} bytes is too large for the store")
+        self._send(name, body.decode())
+
+    def remove(self, name: str) -> None:
+        """As of a transport. A store that is gone shows nothing any more."""
+        with contextlib.suppress(OSError):
+            self._send(name, "")
+
+    def read(self, pattern: str) -> dict[str, bytes | None]:
+        with self._lock:
+            return {name: self._read[name] for name in sorted(self._read) if fnmatch.fnmatchcase(name, pattern)}
+
+    def close(self) -> None:
+        self._forget(*self._known)
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._process.kill()
+        self._process.wait()
+        self._thread.join()
+        self._socket.close()
+
+    def _send(self, name: str, body: str) -> None:
+        with self._lock:
+            if body:
+                self._shown[name] = body
+            else:
+                self._shown.pop(name, None)
+            self._send_line(name, body)
+
+    def _send_line(self, name: str, body: str) -> None:
+        if self.gone is not None:
+            raise OSError(f"the store at {self.place} is gone: {self.gone}")
+        self._socket.sendall(json.dumps({"name": name, "body": body}).encode() + b"\n")
+
+    @property
+    def place(self) -> str:
+        return f"{self.point.host}:{self.point.port}"
+
+    def _listen(self) -> None:
+        lines = bytearray()
+        try:
+            while data := self._receive():
+                *whole, rest = (lines + data).split(b"\n")
+                lines = bytearray(rest)
+                for line in whole:
+                    self._take(bytes(line))
+        except OSError:
+            pass
+        self.gone = self.gone or "the process that had this host's end of it has ended"
+
+    def _forget(self, *names: str) -> None:
+        """Remove the files of records that are shown no more."""
+        if self.mirror is not None:
+            for name in names:
+                with contextlib.suppress(OSError):
+                    files.unlink(self.mirror / name)
+
+    def _receive(self) -> bytes:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                return self._socket.recv(1 << 16)
+
+    def _take(self, line: bytes) -> None:
+        told = json.loads(line)  # of our own process
+        if "role" in told:
+            self.role = told["role"]
+        elif "gone" in told:
+            self.gone = str(told["gone"])
+        else:
+            self._hear(told["line"])
+
+    def _hear(self, line: str) -> None:
+        """A line of another host, or of anybody."""
+        try:
+            told = json.loads(line) if len(line) <= _LINE_LIMIT else {}
+            name, body = told["name"], told["body"].encode()
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            return
+        allowed = _OF_FOLLOWERS if self.role == "host" else _OF_LEADER
+        if not isinstance(name, str) or not allowed.fullmatch(name) or len(body) > LIMIT:
+            return
+        with self._lock:
+            if not body:
+                self._read.pop(name, None)
+                self._forget(name)
+                return
+            self._read[name] = body
+            if self.mirror is not None:
+                with contextlib.suppress(OSError):
+                    write_in_place(self.mirror / name, body)
+            if self.role == "host" and name not in self._known:  # who has just come has heard nothing yet
+                self._known.add(name)
+                with contextlib.suppress(OSError):
+                    for shown, content in self._shown.items():
+                        self._send_line(shown, content)

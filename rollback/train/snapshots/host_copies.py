@@ -1,0 +1,68 @@
+"""Checkpoints of the ring at a URL in the run directories of the hosts, where every host has one of its own.
+
+A restore reads files of its own host. What is in the slots of all hosts needs no copy; of anything else, each host that
+lacks it gets a copy from the URL first. On the hosts beside rank 0's, the ring of the run directory is no more than the
+place of the last such copy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rollback.checkpoints import ring
+from rollback.checkpoints.manifest import read_manifest
+from rollback.errors import RollbackError
+from rollback.rundir.paths import RunPaths
+from rollback.system import files
+from rollback.train.comm.ranks import Ranks
+from rollback.train.snapshots.remote import CheckpointDownload
+
+
+class HostCopies:
+    """show: called with what this rank is doing, for its heartbeat."""
+
+    def __init__(
+        self, paths: RunPaths, ranks: Ranks, url: str | None, show: Callable[[str], None] = lambda text: None
+    ) -> None:
+        self._paths, self._ranks, self._url, self._show = paths, ranks, url, show
+
+    def bring(self, name: str) -> str | None:
+        """Collective: make sure that every host has a checkpoint. Returns the fault in words; None: all have it.
+
+        All ranks meet several times a second meanwhile, so that no collective takes as long as a download.
+        """
+        gets = self._ranks.first_in_directory and not self._is_whole(name)
+        if self._ranks.all_of(not gets):
+            return None
+        if self._url is None:
+            return f"not every host has {name} in its run directory, and there is no ring at a URL to get it from"
+        self._show("fetching")
+        fault, download = None, None
+        if gets:
+            try:
+                self._make_room(name)
+                download = CheckpointDownload(self._paths, self._url, name)
+            except OSError as error:
+                fault = f"making room for {name} in {self._paths.ring}: {error}"
+        while True:
+            seen = download.look() if download is not None else {"fault": fault}
+            ended = self._ranks.from_each(seen or None)
+            if all(ended):
+                self._show("restoring")
+                return next((end["fault"] for end in ended if end.get("fault")), None)
+
+    def _is_whole(self, name: str) -> bool:
+        directory = self._paths.checkpoint(name)
+        try:
+            ring.require_sizes(read_manifest(directory), directory)
+        except (RollbackError, OSError):
+            return False
+        return True
+
+    def _make_room(self, name: str) -> None:
+        files.make_directory(self._paths.ring)
+        for other in ring.names(self._paths):
+            if other == name:  # and is not whole
+                files.remove_directory(self._paths.checkpoint(other))
+            elif not self._ranks.first:
+                ring.evict(self._paths, other)

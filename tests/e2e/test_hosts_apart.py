@@ -1,0 +1,88 @@
+"""Hosts that share no disk: they meet at the endpoint of the rendezvous, and a bucket has what outlives them."""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import hosts
+import pytest
+from fleet import fleet_of
+from test_many_nodes import supervisors_facts
+from toy import Toy, facts
+
+from rollback.checkpoints import ring
+from rollback.errors import RunDirectoryError
+from rollback.facts.training import Attached, AttemptEnded, Committed, Hung, Restored, Stopped
+from rollback.inspect.audit.reading import require_run_directory
+from rollback.rundir.lock import launch_of
+from rollback.rundir.requests import Request, now, submit
+
+pytestmark = pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
+
+SETTINGS = {
+    "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
+    "checkpoint_every": "5",
+}  # fmt: skip
+TOY = Toy(samples=800, sampler="distributed", nan=(25,), nan_rank=1, patient=False, settings=SETTINGS)
+
+
+def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_path: Path) -> None:
+    with fleet_of(2, tmp_path, TOY, signal=[1, 60, signal.SIGKILL, 1]) as fleet:
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        leader, other = fleet.run(0), fleet.run(1)
+        assert {(fact.route, fact.tier) for fact in facts(leader.root, Restored)} == {("in_process", "fast")}
+        first, second = facts(leader.root, Attached)
+        assert (first.tier, second.tier, second.world_size) == (None, "fast", 2)
+        (failed, done) = supervisors_facts(leader.root, AttemptEnded)
+        assert (failed.why, failed.rank, done.status) == ("signal", 1, 0)
+        assert {fact.tier for fact in facts(leader.root, Committed)} == {"fast"}
+        assert ring.names(leader), "the final state is where the record is"
+        assert not other.train_journal.exists()
+        for path in (leader.evidence(0, 1), leader.skip_record(1)):
+            assert path.exists(), "what the other host's rank saw and skipped is with the record"
+        assert not leader.incident_batch(0, 1).exists(), "what is large stays"
+        with pytest.raises(RunDirectoryError, match="its record is on"):
+            require_run_directory(other.root)
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_a_lost_follower_and_then_a_lost_leader_come_back_with_empty_disks_and_the_run_goes_on(tmp_path: Path) -> None:
+    """Three hosts. What was in a lost host's memory is gone for all: the bucket has what they go on from."""
+    toy = TOY.but(samples=3000)
+    with fleet_of(3, tmp_path, toy) as fleet:
+        fleet.launch()
+        fleet.until(lambda: fleet.reached(100))
+        fleet.lose(2)
+        fleet.launch(2)
+        fleet.until(lambda: fleet.reached(150, attempt=2))
+        fleet.lose(0)
+        fleet.launch(0)
+        assert fleet.wait() == [0, 0, 0], fleet.told()
+        attached = facts(fleet.run(0).root, Attached)
+        assert [fact.tier for fact in attached][-1] == "durable", fleet.told()
+        assert attached[-1].step > 0
+        fleet.require_as_undisturbed()
+
+
+@pytest.mark.soak
+def test_hosts_apart_end_a_hang_go_back_on_request_and_stop_together(tmp_path: Path) -> None:
+    """The requests are given at the leader's run directory. A rank of the other host is stopped: nobody's step ends."""
+    with fleet_of(2, tmp_path, TOY.but(samples=8000, nan=()), signal=[1, 60, signal.SIGSTOP, 1]) as fleet:
+        leader = fleet.run(0)
+        fleet.launch(flags=("--hang-after", "8"))
+        fleet.until(lambda: fleet.reached(120, attempt=2))
+        (hung,) = supervisors_facts(leader.root, Hung)
+        assert hung.suspect == 1, fleet.told()
+        kept = facts(leader.root, Committed)[-1].step
+        submit(leader, Request(order="rewind", to=kept, who="test", at=now()))
+        fleet.until(lambda: any(fact.step <= kept for fact in facts(leader.root, Restored)))
+        submit(leader, Request(order="stop", who="test", at=now(), launch=launch_of(leader)))
+        assert fleet.wait() == [75, 75], fleet.told()
+        assert facts(leader.root, Stopped)
+        fleet.launch()
+        assert fleet.wait() == [0, 0], fleet.told()
+        assert facts(leader.root, Attached)[-1].step > 0, fleet.told()
+        fleet.require_as_undisturbed()

@@ -1,0 +1,100 @@
+"""Hosts that share nothing: each has a disk, a memory and a run directory of its own; there is a bucket."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hosts import CABLE, Host, hosts_on_a_switch
+from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
+from toy import Toy, require_same
+
+from rollback.config import ENV_FAST_TIER
+from rollback.rundir.paths import RunPaths
+from rollback.rundir.records import read_heartbeats
+
+LIMIT = 180.0
+
+
+class Fleet:
+    """One job on hosts without a shared disk. The first host has the store of the rendezvous."""
+
+    def __init__(
+        self, hosts: tuple[Host, ...], folder: Path, toy: Toy, ring: str | None = None, **more: object
+    ) -> None:
+        self.hosts, self.folder, self.toy = hosts, folder, toy
+        self.ring = ring or f"file://{folder}/bucket"
+        self.scenarios = Scenarios(folder)
+        self.scenarios.add("job", toy, **more)
+        self.environment: dict[str, str] = {}
+
+    def run(self, node: int) -> RunPaths:
+        """The run directory of a host."""
+        return RunPaths(self.folder / f"disk-{node}" / "run")
+
+    def launch(self, *nodes: int, flags: tuple[str, ...] = ()) -> None:
+        """Start the job on some of the hosts; on all, if none are named."""
+        for node in nodes or range(len(self.hosts)):
+            command = [
+                *WARM_PYTHON, *LAUNCH[1:], "--nnodes", str(len(self.hosts)), "--node-rank", str(node), "--nproc", "1",
+                "--rdzv-endpoint", f"{self.hosts[0].address}:29400", "--ring", self.ring,
+                "--run", str(self.run(node).root), *flags, str(JOB), str(self.scenarios.path),
+            ]  # fmt: skip
+            environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto", "OMP_NUM_THREADS": "1"}
+            with open(self.folder / f"output-{node}", "a") as output:
+                self.hosts[node].start(command, {**environment, **self.environment}, self.folder, output)
+
+    def lose(self, node: int) -> None:
+        """Lose a host: its processes, its memory and its disk."""
+        self.hosts[node].lose()
+        shutil.rmtree(self.folder / f"disk-{node}", ignore_errors=True)
+
+    def wait(self) -> list[int]:
+        try:
+            return [host.wait(LIMIT) for host in self.hosts]
+        except subprocess.TimeoutExpired as error:
+            raise AssertionError(f"the job did not end\n{self.told()}") from error
+
+    def reached(self, step: int, attempt: int = 1) -> bool:
+        """Whether every host's rank has shown this step in this attempt, or in a later one."""
+        beats = [
+            beat
+            for node in range(len(self.hosts))
+            for beat in read_heartbeats(self.run(node).ranks).values()
+            if beat.attempt >= attempt and beat.step >= step
+        ]
+        return len(beats) >= len(self.hosts)
+
+    def until(self, condition: Callable[[], object]) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not condition():
+            assert time.monotonic() < deadline, f"what the test waits for did not happen\n{self.told()}"
+            assert any(host.running for host in self.hosts), self.told()
+            time.sleep(0.02)
+
+    def told(self) -> str:
+        outputs = sorted(self.folder.glob("output-*"))
+        return "\n".join(f"== {path.name}\n{path.read_text()[-6000:]}" for path in outputs)
+
+    def require_as_undisturbed(self, **more: object) -> None:
+        """The ranks have what they would have without any supervisor and any trouble."""
+        undisturbed = Scenarios(self.folder / "undisturbed")
+        undisturbed.folder.mkdir()
+        undisturbed.add("job", self.toy, **more)
+        undisturbed.torchrun(len(self.hosts))
+        for rank in range(len(self.hosts)):
+            require_same(self.scenarios.portrait("job", rank), undisturbed.portrait("job", rank), f"rank {rank}")
+
+    def results(self) -> list[dict[str, object]]:
+        return [json.loads((self.folder / f"job-{rank}.json").read_text()) for rank in range(len(self.hosts))]
+
+
+@contextmanager
+def fleet_of(count: int, folder: Path, toy: Toy, ring: str | None = None, **more: object) -> Iterator[Fleet]:
+    with hosts_on_a_switch(count) as hosts:
+        yield Fleet(hosts, folder, toy, ring, **more)

@@ -1,0 +1,212 @@
+"""Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
+
+from __future__ import annotations
+
+import json
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from rollback.errors import RunDirectoryError
+from rollback.inspect.audit.reading import require_run_directory
+from rollback.instructions import MeetingPoint
+from rollback.rundir.beacon import LIMIT, SILENT_AFTER, Beacon, SharedDirectory, Transport, Watchtower
+from rollback.rundir.elsewhere import write_elsewhere
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes.gathering import FileGatherer, keep_files
+from rollback.supervisor.nodes.lead import Leader
+from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
+from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
+from rollback.supervisor.nodes.protocol import NodeReport, Orders, rank_by_name
+from rollback.supervisor.nodes.store import StoreTransport
+
+LIMIT_OF_WAITS = 60.0
+
+
+@dataclass
+class Sides:
+    """leader, follower: the transports of two hosts. meeting: of the leader's."""
+
+    leader: Transport
+    follower: Transport
+    meeting: Meeting
+    paths: RunPaths
+
+
+def wait_for(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + LIMIT_OF_WAITS
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.fixture(scope="module")
+def stores() -> Iterator[tuple[StoreTransport, StoreTransport]]:
+    port = free_port()
+    host = StoreTransport(MeetingPoint("127.0.0.1", port, True, "rollback/test"))
+    guest = StoreTransport(MeetingPoint("127.0.0.1", port, False, "rollback/test"))
+    wait_for(lambda: (host.role and guest.role) or host.gone or guest.gone)
+    assert (host.role, guest.role) == ("host", "guest"), (host.gone, guest.gone)
+    yield host, guest
+    host.close()
+    wait_for(lambda: guest.gone is not None)
+    with pytest.raises(OSError, match="is gone"):
+        guest.write("node-1.json", b"{}")
+    assert EndpointMeeting(guest).is_leaderless()
+    guest.close()
+
+
+@pytest.fixture(params=["directory", "store"])
+def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Sides:
+    paths = RunPaths(tmp_path)
+    if request.param == "directory":
+        meeting = SharedMeeting(paths)
+        return Sides(meeting.transport, SharedDirectory(paths.nodes), meeting, paths)
+    host, guest = request.getfixturevalue("stores")
+    return Sides(host, guest, EndpointMeeting(host), paths)
+
+
+def report(node: str, **more: object) -> NodeReport:
+    return NodeReport(node=node, launch=f"b:{node}", host="b", pid=1, **more)
+
+
+def test_news_of_each_side_reaches_the_other_at_once(sides: Sides) -> None:
+    orders = Beacon(sides.leader, "orders.json", Orders(leader="a", host="a", pid=1, attempt=7), print)
+    told = Beacon(sides.follower, "node-1.json", report("node-1", leader="a", attempt=7), print)
+    down, up = (
+        Watchtower(sides.follower, "orders.json", Orders),
+        Watchtower(sides.leader, "node-*.json", NodeReport),
+    )
+    wait_for(lambda: down.look() and up.look())
+    orders.show(phase="run", members=("b",))
+    wait_for(lambda: down.look()["orders.json"].phase == "run")
+    told.show(state="running")
+    wait_for(lambda: up.look()["node-1.json"].state == "running")
+    told.put_out()
+    wait_for(lambda: not up.look())
+    orders.put_out()
+    wait_for(lambda: not down.look())
+
+
+def test_a_writer_that_says_nothing_more_is_silent_by_the_reader_s_clock(sides: Sides) -> None:
+    now = [1000.0]
+    tower = Watchtower(sides.leader, "node-8.json", NodeReport, clock=lambda: now[0])
+    sides.follower.write("node-8.json", report("node-8").model_dump_json().encode())
+    wait_for(tower.look)
+    now[0] += SILENT_AFTER + 1
+    assert tower.look() == {}
+    sides.follower.write("node-8.json", report("node-8", beat=2).model_dump_json().encode())
+    wait_for(tower.look)
+    sides.follower.remove("node-8.json")
+    wait_for(lambda: not tower.look())
+
+
+def test_what_is_no_record_is_not_taken_for_one(sides: Sides) -> None:
+    tower = Watchtower(sides.leader, "node-*.json", NodeReport)
+    sides.follower.write("node-7.json", b'{"node": 3, "launch": []}')
+    sides.follower.write("node-9.json", report("node-9").model_dump_json().encode())
+    wait_for(tower.look)
+    assert [*tower.look()] == ["node-9.json"]
+    for name in ("node-7.json", "node-9.json"):
+        sides.follower.remove(name)
+
+
+def test_followers_are_gathered_in_the_order_of_their_names(sides: Sides) -> None:
+    endpoint = sides.meeting.store.point if isinstance(sides.meeting, EndpointMeeting) else None
+    place = NodePlace(3, 3, "node-0", "a:1:1", "a", 1, 60.0, endpoint=endpoint)
+    leader = Leader(sides.paths, place, print, sides.meeting)
+    there = [
+        Beacon(sides.follower, f"{node}.json", report(node, leader="a:1:1", attempt=4), print)
+        for node in ("node-10", "node-9")
+    ]
+    assert leader.gather(4, lambda: False)
+    assert leader.names == ("node-0", "node-9", "node-10")
+    group = leader.group
+    if sides.meeting.apart:
+        assert group is not None
+        assert (group.count, group.rank) == (3, 0)
+        assert group.master.startswith("127.0.0.1:")
+    else:
+        assert group is None, "torchrun's own flags say it"
+    for beacon in there:
+        beacon.put_out()
+    leader.put_out()
+
+
+def test_of_what_strangers_say_in_the_store_nothing_counts_but_what_a_follower_may_say(
+    stores: tuple[StoreTransport, StoreTransport],
+) -> None:
+    host, guest = stores
+    lines = ["", "no json", "[]", "{}", json.dumps({"name": 1, "body": "x"}), json.dumps({"name": "node-1", "body": 2})]
+    lines += [json.dumps({"name": name, "body": "{}"}) for name in ("orders.json", "../node-1.json", "node-1.json/..")]
+    lines.append(json.dumps({"name": "node-5.json", "body": "x" * (LIMIT + 1)}))
+    for line in lines:
+        host._hear(line)
+    assert host.read("*") == {}
+    guest._hear(json.dumps({"name": "node-1.json", "body": "{}"}))
+    assert guest.read("node-*") == {}
+    with pytest.raises(OSError, match="too large"):
+        host.write("orders.json", b"x" * (LIMIT + 1))
+
+
+def test_where_the_store_of_a_rendezvous_is() -> None:
+    def point(**flags: str) -> tuple[str, int, bool | None] | None:
+        found = place_among_nodes({"nnodes": "2", **{name.replace("_", "-"): flags[name] for name in flags}})
+        assert found is not None
+        return (found.endpoint.host, found.endpoint.port, found.endpoint.is_host) if found.endpoint else None
+
+    assert point() is None
+    assert point(rdzv_endpoint="h:7", node_rank="0") == ("h", 7, True)
+    assert point(rdzv_endpoint="h:7", node_rank="3") == ("h", 7, False)
+    assert point(master_addr="h", node_rank="1") == ("h", 29500, False)
+    assert point(rdzv_backend="c10d", rdzv_endpoint="h") == ("h", 29400, None)
+    assert point(rdzv_backend="c10d", rdzv_endpoint="[::1]:5", rdzv_conf="is_host=true") == ("::1", 5, True)
+    assert point(rdzv_backend="etcd-v2", rdzv_endpoint="h:7") is None
+
+
+def test_nodes_keep_their_order_however_many_there_are() -> None:
+    assert sorted(["node-10", "node-9", "node-1", "node-b"], key=rank_by_name) == [
+        "node-1",
+        "node-9",
+        "node-10",
+        "node-b",
+    ]
+
+
+def test_the_leader_keeps_the_small_files_of_a_follower_and_nothing_else(tmp_path: Path) -> None:
+    here, there = RunPaths(tmp_path / "here"), RunPaths(tmp_path / "there")
+    said: list[str] = []
+    gatherer = FileGatherer(there, said.append)
+    for name in ("failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl", "ring/secret", "failures/x"):
+        (there.root / name).parent.mkdir(parents=True, exist_ok=True)
+        (there.root / name).write_text("one\n")
+    found = gatherer.new()
+    assert [*found] == ["failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl"]
+    assert gatherer.new() == {}, "what has not changed is not sent again"
+    keep_files(here, {**found, "../outside": "x", "run.json": "x", "skips/../../x": "x"}, "node-1", said.append)
+    kept = sorted(path.relative_to(here.root).as_posix() for path in here.root.rglob("*") if path.is_file())
+    assert kept == ["failures/attempt-0001/rank-00003.json", "skips/rank-00003.jsonl"]
+    keep_files(here, {"skips/rank-00003.jsonl": "two\n"}, "node-1", said.append)
+    assert here.skip_record(3).read_text() == "one\ntwo\n", "a new host has not what the old one had sent"
+    there.stacks(1).mkdir(parents=True)
+    there.rank_stacks(1, 3).write_text("x" * (1 << 19))
+    assert gatherer.new() == {}
+    assert said == [f"1 files of the record stay on this host, as {there.rank_stacks(1, 3)}"]
+
+
+def test_a_directory_without_the_record_says_where_the_record_is(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    paths.identity.write_text("{}")
+    write_elsewhere(paths, "head", "/data/run", print)
+    with pytest.raises(RunDirectoryError, match="its record is on head, in /data/run"):
+        require_run_directory(tmp_path)
