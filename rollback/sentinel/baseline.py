@@ -137,7 +137,8 @@ class Baseline:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state`."""
-        self._finest = math.inf if state["finest"] is None else state["finest"]
-        self._last, self._noise_before = state["last"], state["noise_before"]
+        finest = state.get("finest")
+        self._finest = math.inf if finest is None else finest
+        self._last, self._noise_before = state.get("last"), state.get("noise_before")
         self._level = RollingWindow(LEVEL_WINDOW, state["level"])
         self._noise = RollingWindow(NOISE_WINDOW, state["noise"])

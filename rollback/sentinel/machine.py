@@ -74,6 +74,8 @@ _RISING = 2.0  # noise units; an excursion reaches back over the steps just befo
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
 _SCHEMA = 2
+_READ = (1, _SCHEMA)
+"""What is read: 1 knows less of the noise, and not with what an excursion began."""
 
 
 class Sentinel:
@@ -293,9 +295,9 @@ class Sentinel:
 
         Raises RunDoesNotFit if another version wrote `state` with other contents.
         """
-        if state.get("schema") != _SCHEMA:
+        if state.get("schema") not in _READ:
             raise RunDoesNotFit(
-                f"the sentinel's state has schema {state.get('schema')!r}, and this version reads {_SCHEMA}",
+                f"the sentinel's state has schema {state.get('schema')!r}, and this version reads 1 to {_SCHEMA}",
                 hint="go on with the version of rollback that wrote the checkpoint",
             )
         self._state = State(state["state"])
@@ -307,5 +309,5 @@ class Sentinel:
         self._first_losses = list(state["first_losses"])
         self._rising_since = state["rising_since"]
         self._excused = state["excused"]
-        self._explaining = state["explaining"]
+        self._explaining = state.get("explaining", 0)
         self._since_epoch = state["since_epoch"]

@@ -281,6 +281,18 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
+def test_the_state_of_a_sentinel_that_knew_less_is_read() -> None:
+    older, newer = Sentinel(), Sentinel()
+    for step in range(100):
+        older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
+    state = older.state_dict() | {"schema": 1}
+    del state["explaining"]
+    for window in ("loss", "norm"):
+        state[window] = {name: state[window][name] for name in ("level", "noise")}
+    newer.load_state_dict(state)
+    assert newer.update(Observation(100, 30.0, 1.0)).kind is older.update(Observation(100, 30.0, 1.0)).kind
+
+
 def test_state_of_another_schema_is_refused() -> None:
     with pytest.raises(RunDoesNotFit, match="schema 0"):
         Sentinel().load_state_dict({"schema": 0})
