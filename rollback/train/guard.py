@@ -37,6 +37,7 @@ from rollback.train.snapshots.last import LastSnapshot
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
+from rollback.train.updates.hooks import weak_hook
 from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
@@ -90,7 +91,7 @@ class Guard(ScriptSide):
             self._build(model, loader, end)
         except RollbackError as error:
             attaching.refuse(error)
-        end_with_supervisor(self._last.keep)
+        end_with_supervisor(weak_hook(self._last.keep))
         atexit.register(self.close)
         at_exit(self.close)
         drilled = drill.DrilledGuard(
@@ -125,7 +126,7 @@ class Guard(ScriptSide):
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
             self._judge.foresee,
         )  # fmt: skip
-        heartbeat.before_the_end(self._last.keep)
+        heartbeat.before_the_end(weak_hook(self._last.keep))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's

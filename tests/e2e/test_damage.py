@@ -148,7 +148,7 @@ def test_a_rollback_that_finds_all_checkpoints_damaged_stops_the_run(tmp_path: P
 
     with pytest.raises(SystemExit) as stopped:
         train(Toy(nan=(57,)), run, hook=damage)
-    assert stopped.value.code == 76
+    assert stopped.value.code == 65
     assert facts(run, Planned)[-1].action == "stop"
     assert facts(run, Restored) == []
 

@@ -14,7 +14,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -92,7 +92,8 @@ class LastSnapshot:
             run.record.note(NoLastSnapshot(reason=why), None if why == _SWITCHED_OFF else f"no last snapshots: {why}")
             return
         before_update(state.optimizer, weak_hook(self._before_update))
-        threading.Thread(target=self._watch, name="rollback-last", daemon=True).start()
+        self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
+        self._thread.start()
 
     # At every step ---------------------------------------------------------------------------------------------------
 
@@ -147,7 +148,7 @@ class LastSnapshot:
             end_marks.ring_bell(self._paths, rank)
         began = time.monotonic()
         if self._pidfds:  # a dying rank's connections end a moment before it does
-            select.select(list(self._pidfds.values()), [], [], _MOMENT)
+            _any_ended(self._pidfds.values(), _MOMENT)
         gone = [rank for rank in self._pidfds if self._is_gone(rank) and not end_marks.has_left(self._paths, rank)]
         if gone:  # then what this rank has met follows from it
             reason = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
@@ -166,10 +167,16 @@ class LastSnapshot:
         if self._mark is None or os.getpid() != self._pid:
             return
         with self._once:
-            if not self._over:
-                self._over = True
-                if not self._done:
-                    self._mark.leave()
+            if self._over:
+                return
+            self._over = True
+            if not self._done:
+                self._mark.leave()
+            self._mark.wake()
+        self._thread.join()
+        for fd in self._pidfds.values():
+            os.close(fd)
+        self._mark.close()
 
     def _keep(self, account: LastAccount, began: float) -> LastAccount:
         standing, bodies = self._await_common_end(began + _SETTLE)
@@ -272,7 +279,7 @@ class LastSnapshot:
 
     def _is_gone(self, rank: int) -> bool:
         fd = self._pidfds.get(rank)
-        return fd is not None and bool(select.select([fd], [], [], 0)[0])
+        return fd is not None and _any_ended([fd])
 
     # The beginning ---------------------------------------------------------------------------------------------------
 
@@ -315,11 +322,19 @@ class LastSnapshot:
 
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
-        self._over = True
+        self.leave()
         self._run.record.note(NoLastSnapshot(reason=why), f"no last snapshots from now on: {why}")
 
 
 _SWITCHED_OFF = "it is switched off"
+
+
+def _any_ended(pidfds: Iterable[int], seconds: float = 0.0) -> bool:
+    """Whether one of these processes has ended, or does within that time."""
+    poll = select.poll()  # select() knows no descriptor above 1,023
+    for fd in pidfds:
+        poll.register(fd, select.POLLIN)
+    return bool(poll.poll(1000 * seconds))
 
 
 def _split(mark: bytes) -> tuple[bytes, bytes]:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import json
 import os
 import random
 import struct
+import threading
+import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -248,9 +252,44 @@ def test_the_sentinel_is_foreseen_as_it_will_be(tmp_path: Path, memory: Path) ->
         judge.settle()
         assert sentinel.state_dict() == foreseen.sentinel == judge.foresee([b""]).sentinel
         assert foreseen.metric is not None
-        assert foreseen.metric.model_dump() == guard._run.record.recent[-1]
+        assert json.loads(foreseen.metric) == guard._run.record.recent[-1]
 
     kept(tmp_path / "run", memory, act)
+
+
+def test_a_state_that_may_still_be_undone_is_not_kept(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def act(guard: rollback.Guard) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(guard._judge, "screens", lambda batch: True)
+            keep(guard)
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert account.checkpoint is None
+    assert account.why_not == "each update is screened, and may still be undone"
+
+
+def test_a_closed_guard_leaves_no_thread_no_descriptor_and_no_model(tmp_path: Path, memory: Path) -> None:
+    def descriptors() -> list[str]:
+        return [os.readlink(each) for each in Path("/proc/self/fd").iterdir() if each.is_symlink()]
+
+    def closed() -> tuple[threading.Thread, weakref.ref[torch.nn.Module]]:
+        found: list[Any] = []
+
+        def hook(guard: rollback.Guard | None, position: int) -> None:
+            if guard is not None and not found:
+                found.extend([guard._last._thread, weakref.ref(guard._state.model)])
+                assert any(str(memory) in each for each in descriptors())
+
+        train(TOY.with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
+        return found[0], found[1]
+
+    thread, model = closed()
+    assert not thread.is_alive()
+    gc.collect()
+    assert model() is None
+    assert not any(str(memory) in each for each in descriptors())
 
 
 def test_a_state_whose_last_step_stood_out_is_not_kept(
