@@ -78,7 +78,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Launched:
 def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
     launched = Launched(tmp_path, TOY, signal=[rank, KILL, signal.SIGKILL, 1])
     launched.finish()
-    assert launched.resumed_at == [KILL]
+    assert launched.resumed_at == [KILL], launched.outcomes
     (outcome,) = launched.outcomes
     assert (outcome.step, outcome.steps_lost, outcome.rank) == (KILL, 0, 1 - rank)
     assert f"rank {rank} is gone" in outcome.reason
@@ -93,7 +93,7 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank
 def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed: Launched, how: str) -> None:
     launched = Launched(tmp_path, TOY, ends=[1, KILL, how])
     launched.finish()
-    assert launched.resumed_at == [KILL]
+    assert launched.resumed_at == [KILL], launched.outcomes
     launched.require(undisturbed)
 
 
@@ -113,7 +113,7 @@ def test_a_rank_that_dies_in_its_update_leaves_the_older_checkpoint(tmp_path: Pa
 def test_a_stopped_rank_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
     launched = Launched(tmp_path, TOY, signal=[1, KILL, signal.SIGSTOP, 1])
     launched.finish("--hang-after", "8")
-    assert launched.resumed_at == [KILL]
+    assert launched.resumed_at == [KILL], launched.outcomes
     (outcome,) = launched.outcomes
     assert (outcome.rank, outcome.reason) == (0, "the ranks hang")
     launched.require(undisturbed)
@@ -134,7 +134,7 @@ def test_whoever_started_the_ranks_is_killed_and_no_step_is_lost(
     job.communicate(timeout=LIMIT)
     if who == "supervisor":
         launched.finish()
-    assert launched.resumed_at == [KILL]
+    assert launched.resumed_at == [KILL], launched.outcomes
     launched.require(undisturbed)
 
 
