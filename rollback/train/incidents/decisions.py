@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from rollback.facts.ending import GivingUp
 from rollback.facts.training import Incident, Planned, Window
 from rollback.policy import DataStream
-from rollback.sentinel import Hint
+from rollback.sentinel import Hint, Observation
+from rollback.train.comm.pulse import Beat
 from rollback.train.updates.habits import Habit
 
 
@@ -30,6 +31,11 @@ class StepMark:
     """The batch after the last batch of the epoch; None: epochs have no length."""
     epoch_batches: int | None = None
     """Batches of that epoch; None as above."""
+
+    def observation(self, beat: Beat, *, announced: bool) -> Observation:
+        """What the sentinel is told of this step. announced: whether an announced phase begins here."""
+        hints = self.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
+        return Observation(self.step, beat.loss, beat.grad_norm, hints | (Hint.ANNOUNCED if announced else Hint.NONE))
 
     @property
     def over_the_end(self) -> bool:

@@ -20,7 +20,7 @@ from rollback.facts.training import Incident, Noticed, PhaseAnnounced, ScalerSki
 from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
-from rollback.sentinel import Hint, Kind, Observation, Sentinel, Verdict
+from rollback.sentinel import Hint, Kind, Sentinel, Verdict
 from rollback.suspects import MOST
 from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse, beat_of
 from rollback.train.data.skips import SkipList
@@ -153,10 +153,8 @@ class Judge:
             if not all(sent) or (beat := beat_of(sent)) is None:
                 raise NotProved("it is not known what the ranks have told each other of the last step")
             mark = marks[-1]
-            hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
             begins = beat.announced or any(self._next_batch <= batch <= mark.last_batch for batch in set(self._phases))
-            hints |= Hint.ANNOUNCED if begins else Hint.NONE
-            verdict = sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+            verdict = sentinel.update(mark.observation(beat, announced=begins))
             if copy.deepcopy(self._scale).update(mark.step, beat.scaler_skipped, beat.scale) is not None:
                 raise NotProved("the last step was not healthy")
             metric = metric_line(
@@ -216,9 +214,7 @@ class Judge:
 
     def _screen(self, beat: Beat, mark: StepMark) -> Decision | None:
         """Judge an update that can still be undone. What does not stand out is judged like any other."""
-        hints = mark.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
-        hints |= Hint.ANNOUNCED if beat.announced else Hint.NONE
-        verdict = self._sentinel.screen(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        verdict = self._sentinel.screen(mark.observation(beat, announced=beat.announced))
         if verdict is None:
             return self._judge(beat, mark)
         self._checkpoints.advance(beat)
@@ -229,12 +225,7 @@ class Judge:
     def _judge(self, beat: Beat, mark: StepMark) -> Decision | None:
         self.beat = beat
         self._checkpoints.advance(beat)
-        hints = mark.hints
-        if beat.scaler_skipped:
-            hints |= Hint.SCALER_SKIPPED
-        if self._phase_begins(beat, mark):
-            hints |= Hint.ANNOUNCED
-        verdict = self._sentinel.update(Observation(mark.step, beat.loss, beat.grad_norm, hints))
+        verdict = self._sentinel.update(mark.observation(beat, announced=self._phase_begins(beat, mark)))
         collapse = self._scale.update(mark.step, beat.scaler_skipped, beat.scale)
         if collapse is not None and verdict.kind not in _ACTED_ON:
             verdict = collapse

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._dynamo  # makes its table of functions now: a test below replaces one of them
 from torch import Tensor, nn
 
 from rollback.train.updates import clipping
