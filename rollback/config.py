@@ -20,6 +20,7 @@ from rollback.facts.fact import SamplesFrom
 from rollback.facts.training import Window
 
 Sensitivity = Literal["low", "normal", "high"]
+Objective = Literal["auto", "supervised", "adversarial", "rl"]
 PresetName = Literal["balanced", "palm", "surgical", "screen"]
 
 
@@ -82,6 +83,9 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     retry_first: bool = Field(False, description="replay once without skipping, to tell data from transient faults")
     observe_only: bool = Field(False, description="journal what would have been done, and do nothing")
     sensitivity: Sensitivity = Field("normal", description="how readily the sentinel calls a spike")
+    objective: Objective = Field(
+        "auto", description="what the loss is of: of the last two only what is far beyond all seen is called"
+    )
     snapshot_every: Annotated[int, Field(ge=0)] | Literal["auto"] = Field(
         "auto", description="steps between checkpoints; auto: by what they cost; 0 takes none, not even the first"
     )
@@ -161,7 +165,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 DECIDING = (
     *Reach.model_fields, "policy", "horizon", "max_undone", "lr_after", "max_skipped", "quarantine", "retry_first",
-    "observe_only", "sensitivity", "snapshot_every", "keep", "probation", "accept_data_change", "skip", "skip_samples",
+    "observe_only", "sensitivity", "objective", "snapshot_every", "keep", "probation", "accept_data_change", "skip",
+    "skip_samples",
 )  # fmt: skip
 """Settings that decide what is an incident and what is done about it."""
 

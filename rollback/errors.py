@@ -31,6 +31,10 @@ class RollbackError(Exception):
 
     exit_code = ExitCode.FAILED
 
+    def __init_subclass__(cls, exit_code: ExitCode | None = None) -> None:
+        if exit_code is not None:
+            cls.exit_code = exit_code
+
     def __init__(self, message: str, *, hint: str | None = None, exit_code: int | None = None) -> None:
         super().__init__(message)
         self.message = message
@@ -55,68 +59,56 @@ def reporting(kind: type[RollbackError], doing: str, hint: str | None = None) ->
         raise kind(f"{doing}: {error.strerror or error}", hint=hint) from error
 
 
-class UsageError(RollbackError):
+class UsageError(RollbackError, exit_code=ExitCode.USAGE):
     """The command or the call is wrong; nothing was started or written."""
 
-    exit_code = ExitCode.USAGE
 
-
-class RunInUse(RollbackError):
+class RunInUse(RollbackError, exit_code=ExitCode.IN_USE):
     """Another live process holds the run directory."""
 
-    exit_code = ExitCode.IN_USE
 
-
-class NodesMissing(RollbackError):
+class NodesMissing(RollbackError, exit_code=ExitCode.RESUMABLE):
     """Other nodes of the job, or their leader, did not come within the waiting time."""
 
-    exit_code = ExitCode.RESUMABLE
 
-
-class RunDirectoryError(RollbackError):
+class RunDirectoryError(RollbackError, exit_code=ExitCode.IO):
     """The run directory cannot be read or written."""
 
-    exit_code = ExitCode.IO
 
-
-class OutputNotWritten(RollbackError):
+class OutputNotWritten(RollbackError, exit_code=ExitCode.IO):
     """A command could not write its output file."""
 
-    exit_code = ExitCode.IO
 
-
-class RingUnavailable(RollbackError):
+class RingUnavailable(RollbackError, exit_code=ExitCode.IO):
     """The ring's URL cannot be reached or used."""
-
-    exit_code = ExitCode.IO
 
 
 class JournalDamaged(RunDirectoryError):
     """A journal line other than the last is damaged."""
 
 
-class RunDoesNotFit(RollbackError):
+class RunDoesNotFit(RollbackError, exit_code=ExitCode.UNFIT):
     """The run directory belongs to another job: other model, optimizer, world size or data."""
 
-    exit_code = ExitCode.UNFIT
+
+class RanksDoNotFit(RunDoesNotFit):
+    """The run directory belongs to this job, and with so many ranks every batch would have other samples."""
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        return {**super().fields, "ranks_only": True}
 
 
-class StoppedAsStructural(RollbackError):
+class StoppedAsStructural(RollbackError, exit_code=ExitCode.STRUCTURAL):
     """The run was stopped because skipping data did not help, and nothing has changed since."""
 
-    exit_code = ExitCode.STRUCTURAL
 
-
-class NoUsableCheckpoint(RollbackError):
+class NoUsableCheckpoint(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
     """The run has a record but no checkpoint that verifies."""
 
-    exit_code = ExitCode.NO_CHECKPOINT
 
-
-class CheckpointDamaged(RollbackError):
+class CheckpointDamaged(RollbackError, exit_code=ExitCode.NO_CHECKPOINT):
     """A checkpoint fails verification: it goes to quarantine, and an older one is used."""
-
-    exit_code = ExitCode.NO_CHECKPOINT
 
 
 class CheckpointUnreadable(CheckpointDamaged):

@@ -11,7 +11,7 @@ MODULE = "rollback.agent.entry"
 """What runs in torchrun's process."""
 ENV_TORCHRUN = "ROLLBACK_TORCHRUN"
 """`Instructions` as JSON, for this process and not for the ranks."""
-ENV_PRELOAD, ENV_SPARE = "ROLLBACK_PRELOAD", "ROLLBACK_SPARE"
+ENV_PRELOAD, ENV_STANDBY = "ROLLBACK_PRELOAD", "ROLLBACK_STANDBY"
 """Set where ranks are to be forked (`rollback.agent.fork_server`), and where this process is to wait for an order at a
 descriptor (`rollback.supervisor.torchrun.standby`)."""
 LOGS_SPECS = "rollback-streams"
@@ -24,8 +24,6 @@ FORK_SERVER = "fork server"
 
 @dataclass(frozen=True)
 class Instructions:
-    """The supervisor's instructions to this process."""
-
     supervisor: int
     """The supervisor's pid."""
     refusal: str

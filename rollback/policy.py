@@ -16,8 +16,9 @@ The rules, in order:
 5. Otherwise roll back: restore the newest good checkpoint at least `rewind` steps before the onset; skip through the
    detection step and `skip_after` more batches. The policy `screen` judges the updates of these batches one by one
    instead, and skips what stands out. What it let through and came back is skipped whole.
-6. *Budgets*: a window with which incidents would cost more than `max_skipped` of the batches is cut down to half of
-   what is left, from the onset on. If already the way from onset to detection costs too much, or if the answers to this
+6. *Budgets*: where incidents would cost more than `max_skipped` of the batches with a window, its updates are screened
+   too. What a screen has let through, or is so early that nobody knows what is good, gets a window that is cut down to
+   half of what is left, from the onset on. If the way to the detection costs too much too, or if the answers to this
    trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
    and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed once with
    a lower learning rate, and nothing more is skipped.
@@ -38,6 +39,10 @@ from rollback.facts.training import Action, Incident, Planned, Window
 FIRST_ANSWER = 60
 """Updates that a first answer may always cost, besides `rewind` and `skip_after`: checkpoints are 50 apart in a run
 that has just begun, and a trouble is a few steps old when it is called."""
+
+LEVEL_KNOWN = 48
+"""A screen stands in for a window from this step on: the sentinel learns from the first 24 observations what is good,
+and what it learns in the middle of a bad stretch makes good batches stand out."""
 
 AT_ONCE = 5
 """Updates behind a window within which a trouble is the same stretch of bad data. An onset may be some steps late."""
@@ -100,7 +105,6 @@ def plan(
     reach = _reach(in_hand, back, settings)
     goes_on = back is not None and _goes_on(incident, back, stream)
     target, why = _target(incident, back if escalation > goes_on else None, held, reach)
-    screens = settings.policy == "screen" and not in_hand and not escalation
     action = _action(back is not None, settings)
     undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
     window = screen = lower_rate = None
@@ -113,16 +117,20 @@ def plan(
             reason += "; its batch alone did it: the loss was finite until then, and is not"
         if action != "retry":
             wide = _window(incident, target, back, reach, stream, goes_on=goes_on)
-            narrow = _narrowest(incident, target, back, stream, goes_on=goes_on)
-            excess = action == "rollback" and excess_of(narrow, stream, settings)
-            if screens:
+            least = _narrowest(incident, target, back, stream, goes_on=goes_on)
+            dear = action == "rollback" and excess_of(wide, stream, settings) is not None
+            instead = dear and target.step >= LEVEL_KNOWN and (back is None or back.screen is None)
+            if not in_hand and (instead or (settings.policy == "screen" and not escalation)):
                 screen = Window(first=target.batch, last=max(wide.last, target.batch))
-            elif action == "rollback" and excess_of(wide, stream, settings):
-                window = _cut_down(wide, narrow, stream, settings) if not excess else narrow
+                least = Window(first=least.first, last=stream.end_of_update(least.first, least.first))
+                if dear:
+                    reason += "; updates are screened, since a window would exceed max_skipped"
+            elif dear:
+                window = _cut_down(wide, least, stream, settings)
                 reason += "; no wider window, since that would exceed max_skipped"
             else:
                 window = wide
-            if excess:
+            if action == "rollback" and (excess := excess_of(least, stream, settings)):
                 action, reason = "stop", excess
         if action == "rollback" and back is not None and undone > settings.max_undone:
             action, reason = "stop", _structural(back, undone, settings)

@@ -1,7 +1,9 @@
-"""What `rollback.protect` adds to a step of a library's loop: plain and protected runs in turn, in one process.
+"""What `rollback.protect` adds to a step of a library's loop: two loops in one process take turns, step by step.
 
-Steps are timed from the end of one to the end of the next, by the clock and by the processor time of the thread that
-trains (which a busy machine hardly changes). Of all steps, but for each run's first ones.
+One is protected, one is not. So whatever else the machine does hits both alike. Steps are timed from the end of one to
+the end of the next, without the other loop's step in between: by the clock, and by the processor time of the thread
+that trains. Of all steps, but for each run's first ones: the median, the mean, and the tenth percentile, since what
+others do on the machine can only add to a step. And the median of the differences of neighbouring steps.
 """
 
 from __future__ import annotations
@@ -9,9 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from statistics import median
+from statistics import mean, median, quantiles
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 import lightning
@@ -24,6 +28,8 @@ from transformers.trainer_utils import set_seed
 import rollback
 
 WARM = 5
+Steps = list[tuple[float, float]]
+"""Seconds of each step by the clock and of the processor."""
 
 
 class Ids(Dataset[dict[str, torch.Tensor]]):
@@ -38,15 +44,30 @@ class Ids(Dataset[dict[str, torch.Tensor]]):
 
 
 class StepTimes:
+    """The steps of one loop, in turn with those of `other`."""
+
+    other: StepTimes
+
     def __init__(self) -> None:
-        self.ends: list[tuple[float, float]] = []
+        self.steps: Steps = []
+        self.turn = threading.Semaphore(0)
+        self._began: tuple[float, float] | None = None
+        self._over = False
 
     def note(self) -> None:
-        self.ends.append((time.perf_counter(), time.thread_time()))
+        """A step ends. Returns when the other loop has done one."""
+        ended = time.perf_counter(), time.thread_time()
+        if self._began is not None:
+            self.steps.append((ended[0] - self._began[0], ended[1] - self._began[1]))
+        if not self.other._over:
+            self.other.turn.release()
+            self.turn.acquire()
+        self._began = time.perf_counter(), time.thread_time()
 
-    def steps(self) -> list[tuple[float, float]]:
-        pairs = list(zip(self.ends, self.ends[1:], strict=False))[WARM:]
-        return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
+    def leave(self) -> None:
+        """The loop is over."""
+        self._over = True
+        self.other.turn.release()
 
 
 def model() -> GPT2LMHeadModel:
@@ -116,15 +137,36 @@ def by_lightning(folder: Path, steps: int, protected: bool, times: StepTimes) ->
 LIBRARIES = {"huggingface": by_huggingface, "accelerate": by_accelerate, "lightning": by_lightning}
 
 
-def run(library: str, steps: int, *, protected: bool) -> list[tuple[float, float]]:
-    times = StepTimes()
-    with tempfile.TemporaryDirectory() as folder:
-        LIBRARIES[library](Path(folder), steps, protected, times)
-    return times.steps()
+def run(library: str, steps: int) -> tuple[Steps, Steps]:
+    """Steps of a plain loop and of a protected one. The latter is in the main thread, for its signals."""
+    plain, protected = StepTimes(), StepTimes()
+    plain.other, protected.other = protected, plain
+
+    def in_turn(times: StepTimes) -> None:
+        torch.set_num_threads(1)  # counts for this thread
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                LIBRARIES[library](Path(folder), steps, times is protected, times)
+            finally:
+                times.leave()
+
+    def second() -> None:
+        plain.turn.acquire()
+        in_turn(plain)
+
+    thread = threading.Thread(target=second)
+    thread.start()
+    in_turn(protected)
+    thread.join()
+    return plain.steps[WARM:], protected.steps[WARM:]
 
 
-def more(plain: list[tuple[float, float]], protected: list[tuple[float, float]], place: int) -> tuple[float, ...]:
-    before, after = (median(step[place] for step in steps) * 1000 for steps in (plain, protected))
+def least_tenth(values: Iterable[float]) -> float:
+    return quantiles(values, n=10)[0]
+
+
+def more(plain: Steps, protected: Steps, place: int, kind: Callable[[Iterable[float]], float]) -> tuple[float, ...]:
+    before, after = (kind(step[place] for step in steps) * 1000 for steps in (plain, protected))
     return before, after, (after / before - 1) * 100
 
 
@@ -134,20 +176,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=100, help="of each run")
     parser.add_argument("--rounds", type=int, default=3)
     given = parser.parse_args()
-    torch.set_num_threads(1)
-    run(given.library, WARM + 3, protected=True)
-    plain: list[tuple[float, float]] = []
-    protected: list[tuple[float, float]] = []
+    run(given.library, WARM + 3)
+    plain: Steps = []
+    protected: Steps = []
     each: list[float] = []
-    for turn in range(given.rounds):
-        steps = {kind: run(given.library, given.steps, protected=kind) for kind in (turn % 2 == 1, turn % 2 == 0)}
-        each.append(more(steps[False], steps[True], 1)[2])
-        plain += steps[False]
-        protected += steps[True]
-    for place, kind in enumerate(("by the clock", "processor time")):
-        print("{}: {:.2f} ms a step, protected {:.2f} ms: {:+.2f} %".format(kind, *more(plain, protected, place)))
-        before, after = (sum(step[place] for step in steps) / len(steps) * 1000 for steps in (plain, protected))
-        print(f"{kind}, mean: {before:.2f} ms, protected {after:.2f} ms: {(after / before - 1) * 100:+.2f} %")
+    for _ in range(given.rounds):
+        one, other = run(given.library, given.steps)
+        each.append(more(one, other, 1, median)[2])
+        plain += one
+        protected += other
+    for place, clock in enumerate(("by the clock", "processor time")):
+        for kind in (median, mean, least_tenth):
+            figures = more(plain, protected, place, kind)
+            print(f"{clock}, {kind.__name__}: " + "{:.2f} ms a step, protected {:.2f} ms: {:+.2f} %".format(*figures))
+    added = median(after[1] - before[1] for before, after in zip(plain, protected, strict=False)) * 1000
+    share = added / (median(step[1] for step in plain) * 1000)
+    print(f"processor time, neighbours: {added:+.2f} ms in the median, {share:+.2%}")
+    print(f"load {os.getloadavg()[0]:.1f}")
     print(f"processor time, each round: {', '.join(f'{part:+.2f} %' for part in each)}")
 
 

@@ -32,14 +32,15 @@ MEMORY = Path("/dev/shm")
 
 
 class Script:
-    """A model with its optimizer, and one training step."""
+    """A model with its optimizer, and one training step. width: of its square layers."""
 
-    def __init__(self, megabytes: int) -> None:
+    def __init__(self, megabytes: int, device: str = "cpu", width: int = WIDTH, samples: int = SAMPLES) -> None:
         torch.manual_seed(0)
-        layers = max(1, round(megabytes * 1e6 / 12 / WIDTH**2))
-        self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(layers)))
+        layers = max(1, round(megabytes * 1e6 / 12 / width**2))
+        with torch.device(device):
+            self.model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+            self.x = torch.randn(samples, width)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-6, fused=True)
-        self.x = torch.randn(SAMPLES, WIDTH)
         self.train_on(self.x)
 
     def train_on(self, x: Tensor) -> Tensor:
@@ -149,9 +150,10 @@ class DcpAsync(Method):
         self.future: Any = None
         # Its thread talks to the other ranks while the job trains: in the job's own group both would wait for ever.
         self.group = dist.new_group(backend="gloo") if dist.is_initialized() and not self.in_process else None
+        device = script.x.is_cuda  # from which torch copies best into pinned memory, without waiting for each tensor
         self.stager = DefaultStager(
             StagingOptions(
-                use_pinned_memory=False, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=False
+                use_pinned_memory=device, use_shared_memory=True, use_async_staging=False, use_non_blocking_copy=device
             )
         )
 

@@ -21,9 +21,11 @@ if "TESTS_REGISTER" not in os.environ:  # of processes that are forked warm: see
     _register = tempfile.TemporaryDirectory(prefix="rollback-tests-")
     os.environ["TESTS_REGISTER"] = _register.name
 
-# A shell that starts the tests in the background has them ignore these, and every process of theirs would as well.
+# A shell that starts the tests in the background has them ignore these (the last one: nohup), and every process of
+# theirs would as well.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ours")

@@ -38,7 +38,7 @@ from rollback.agent.fork_server import (
     start_ranks_from,
 )
 from rollback.errors import UsageError
-from rollback.instructions import ENV_PRELOAD, ENV_SPARE, ENV_TORCHRUN, LOGS_SPECS, Instructions
+from rollback.instructions import ENV_PRELOAD, ENV_STANDBY, ENV_TORCHRUN, LOGS_SPECS, Instructions
 from rollback.system.durable import write_file
 
 _PR_SET_PDEATHSIG = 1
@@ -293,7 +293,7 @@ def wait_for_order(descriptor: int) -> None:
     thread = threading.Thread(target=import_at_leisure)
     thread.start()
     thread.join()
-    name_this_process("spare")
+    name_this_process("standby")
     orders.send(b"ready")
     body, streams, _, _ = socket.recv_fds(orders, 1 << 20, 2)
     if not body:
@@ -341,7 +341,7 @@ def _refuse(instructions: Instructions, reason: str) -> NoReturn:
 
 
 def main() -> None:
-    waits_at = os.environ.pop(ENV_SPARE, None)
+    waits_at = os.environ.pop(ENV_STANDBY, None)
     if waits_at is not None:
         wait_for_order(int(waits_at))
     instructions = Instructions(**json.loads(os.environ.pop(ENV_TORCHRUN)))

@@ -52,6 +52,7 @@ def import_ahead() -> None:
     find set before they have imported anything.
     """
     before = dict(os.environ)
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"  # to ask the driver itself whether there is a GPU breaks forks
     for name in AHEAD:
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
@@ -143,11 +144,9 @@ def start_ranks_from(fork_server: ForkServer) -> None:
         def _popen(self, args: Sequence[str], env: Mapping[str, str]) -> Any:
             if not is_plain_script(args):
                 return super()._popen(args, env)
-            stdout, stderr = (stream.fileno() if stream else number for stream, number in self._streams())
+            streams = ((self._stdout, 1), (self._stderr, 2))
+            stdout, stderr = (stream.fileno() if stream else number for stream, number in streams)
             return fork_server.start(args[2:], env, stdout, stderr)
-
-        def _streams(self) -> list[tuple[Any, int]]:
-            return [(self._stdout, 1), (self._stderr, 2)]
 
     api: Any = importlib.import_module("torch.distributed.elastic.multiprocessing.api")
     api.get_subprocess_handler = Handler

@@ -29,6 +29,8 @@ class Replay:
     observations: list[Observation]
     calls: list[Verdict]
     blips: list[Blip]
+    advice: list[Verdict]
+    """What would have been called if the loss measured progress."""
     plan: list[Planned]
     assumed: list[str]
     """What was assumed to read the log so, in words."""
@@ -45,6 +47,10 @@ class Replay:
             "assumed": self.assumed,
             "calls": [_call(verdict) for verdict in self.calls],
             "blips": [_blip(blip) for blip in self.blips],
+            "advice": [
+                {"onset": verdict.onset, "step": verdict.step, "rule": verdict.rule, "text": verdict.advice}
+                for verdict in self.advice
+            ],
             "plan": [_planned(planned) for planned in self.plan],
         }
 
@@ -54,17 +60,18 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
     table = read_table(path)
     columns = find_columns(path, table, overrides)
     seen, assumed = observations(path, table, columns)
-    calls, blips = judge(seen, Sentinel(settings.sensitivity))
-    return Replay(path, columns, seen, calls, blips, plans(calls, seen[0].step, settings), assumed)
+    calls, blips, advice = judge(seen, Sentinel(settings.sensitivity, settings.objective))
+    return Replay(path, columns, seen, calls, blips, advice, plans(calls, seen[0].step, settings), assumed)
 
 
-def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], list[Blip]]:
-    """Every verdict that demands action, and every excursion that was left alone.
+def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], list[Blip], list[Verdict]]:
+    """Every verdict that demands action, every excursion that was left alone, and every verdict with advice.
 
     A stretch of non-finite steps is one call: the guard would have acted on the first.
     """
     calls: list[Verdict] = []
     blips: list[Blip] = []
+    advice: list[Verdict] = []
     was_nonfinite = False
     for observation in seen:
         verdict = sentinel.update(observation)
@@ -73,8 +80,10 @@ def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], l
             calls.append(verdict)
         if verdict.ended is not None:
             blips.append(verdict.ended)
+        if verdict.advice:
+            advice.append(verdict)
         was_nonfinite = nonfinite
-    return calls, blips
+    return calls, blips, advice
 
 
 def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Planned]:

@@ -11,6 +11,7 @@ from rollback.sentinel import Verdict
 from rollback.terminal.braille import BLANK, DOTS
 
 _HEIGHT = 12  # lines of the plot
+_ADVICE_SHOWN = 3
 
 
 def describe(replay: Replay, width: int) -> str:
@@ -21,6 +22,12 @@ def describe(replay: Replay, width: int) -> str:
         lines += _call_in_words(verdict, planned, width)
     if not replay.calls:
         lines.append("nothing that would have demanded action")
+    for verdict in replay.advice[:_ADVICE_SHOWN]:
+        lines += [f"  advice at step {verdict.step} ({verdict.rule})", *_wrapped(verdict.advice, width)]
+    if replay.advice:
+        more = len(replay.advice) - _ADVICE_SHOWN
+        lines += [f"  and {more} more of such advice (--json has them all)"] if more > 0 else []
+        lines.append("  if this loss does measure progress, say so: --objective supervised")
     for blip in replay.blips[:10]:
         fate = "went back by itself" if blip.fate == "recovered" else "became the new level"
         lines.append(f"  left alone: steps {blip.first_step} to {blip.last_step}, peak {blip.peak:.6g}, {fate}")
@@ -81,9 +88,12 @@ def _call_in_words(verdict: Verdict, planned: Planned, width: int) -> list[str]:
         answer += f": restore step {planned.step}"
     if planned.skip is not None:
         answer += f", skip batches {planned.skip.first} to {planned.skip.last}"
-    wrap = TextWrapper(max(50, width), initial_indent=" " * 6, subsequent_indent=" " * 6)
     return [
         f"  {verdict.kind} at step {verdict.step}{onset} ({verdict.rule})",
-        *wrap.wrap(verdict.explanation),
-        *wrap.wrap(f"{answer} ({planned.reason})"),
+        *_wrapped(verdict.explanation, width),
+        *_wrapped(f"{answer} ({planned.reason})", width),
     ]
+
+
+def _wrapped(text: str, width: int) -> list[str]:
+    return TextWrapper(max(50, width), initial_indent=" " * 6, subsequent_indent=" " * 6).wrap(text)

@@ -27,7 +27,8 @@ def write_direct(path: Path, data: memoryview) -> Written:
     data: best at an address that is a multiple of BLOCK (a `Region`'s view, a mapped file). It must not change
     meanwhile. Raises OSError; a partial file is removed. The directory is not synced.
     """
-    return write_hashed(path, _create(path, direct=_is_aligned(data)), [data], _write, _CHUNK)
+    aligned = data.nbytes > 0 and address_of(data) % BLOCK == 0
+    return write_hashed(path, _create(path, direct=aligned), [data], _write, _CHUNK)
 
 
 def _create(path: Path, *, direct: bool) -> int:
@@ -45,7 +46,7 @@ def _write(fd: int, chunk: memoryview) -> None:
     """Write a chunk whole; whether the file is still open for O_DIRECT is the descriptor's to know."""
     whole = len(chunk) - len(chunk) % BLOCK
     done = 0
-    while done < whole and _is_direct(fd):
+    while done < whole and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT:
         try:
             done += os.write(fd, chunk[done:whole])
         except OSError as error:
@@ -57,14 +58,6 @@ def _write(fd: int, chunk: memoryview) -> None:
     if done < len(chunk):
         _go_through_cache(fd)
         write_all(fd, chunk[done:])
-
-
-def _is_aligned(data: memoryview) -> bool:
-    return data.nbytes > 0 and address_of(data) % BLOCK == 0
-
-
-def _is_direct(fd: int) -> bool:
-    return bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DIRECT)
 
 
 def _go_through_cache(fd: int) -> None:

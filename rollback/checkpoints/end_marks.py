@@ -6,9 +6,10 @@
     TIER/last/lock            held by the one that writes it
     TIER/last/account-00001   what rank 1 made of it, for the supervisor and the next start
 
-A mark has two halves, which are written in turn. Each half has a checksum over all of it, its step's end included. So a
-rank that is killed while it writes one half leaves the other, and half a mark is never believed. docs/format.md, "The
-last snapshot", has the layout. Nothing here knows torch.
+A mark has two halves, which are written in turn, and a third part for its *early mark*: what the rank knew of a step's
+end before it gave its gradients to the sum of that step. Each part has a checksum over all of it, its step's end
+included. So a rank that is killed while it writes one half leaves the other, and half a mark is never believed.
+docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
 from __future__ import annotations
@@ -36,17 +37,21 @@ from rollback.system.small_json import sound_model
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
-_HEAD = struct.Struct("<7Q")  # checksum, length, the five numbers of a StepEnd
-_HALF = (MOST + _HEAD.size + 4095) // 4096 * 4096
+_HEAD = struct.Struct("<9Q")  # checksum, length, the five numbers of a StepEnd, when it was written, patience
+_PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
+_EARLY = 2  # behind both halves
 _STATUS = struct.Struct("<7Q")  # checksum, digest, the five numbers
 _LEFT_AT = 2048  # in the first page
-_SIZE = 4096 + 2 * _HALF
+_STOPPED_AT, _STOPPED_MOST = 2056, 2000
+_SIZE = 4096 + 3 * _PART
 _ACCOUNT_LIMIT = 4 << 20
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
     b"!": "another rank is about to end",
 }  # fmt: skip
 """Why a bell is rung."""
+STOPPED = b"s"
+"""A rank leaves no marks any more: not a reason, but news."""
 
 
 class StepEnd(NamedTuple):
@@ -59,6 +64,17 @@ class StepEnd(NamedTuple):
     """Completed updates."""
     batch: int
     timeline: int
+
+
+class EarlyMark(NamedTuple):
+    """What a rank knew of a step's end before it gave its gradients to the sum."""
+
+    end: StepEnd
+    body: bytes
+    at: int
+    """When it was written: monotonic nanoseconds of its host."""
+    patience: int
+    """Nanoseconds from then on: a rank that has not come to the step's end by that time does what it never did."""
 
 
 class LastAccount(BaseModel, frozen=True):
@@ -139,8 +155,20 @@ class EndMark:
     def write(self, end: StepEnd, body: bytes) -> None:
         """Leave what this rank knows at the end of a step. The mark before stays."""
         self._half ^= 1
-        start = 4096 + self._half * _HALF
-        numbers = struct.pack("<6Q", len(body), *end)
+        self._put(self._half, body, end)
+
+    def write_early(self, end: StepEnd, body: bytes, patience: int) -> None:
+        """Leave what this rank knows of a step's end, if nothing changes it until then. patience: nanoseconds."""
+        self._put(_EARLY, body, end, time.monotonic_ns(), patience)
+
+    def withdraw(self) -> None:
+        """The early mark does not hold: this rank does not come to that step's end as it should."""
+        start = _start(_EARLY)
+        self._map[start : start + _HEAD.size] = bytes(_HEAD.size)
+
+    def _put(self, part: int, body: bytes, end: StepEnd, at: int = 0, patience: int = 0) -> None:
+        start = _start(part)
+        numbers = struct.pack("<8Q", len(body), *end, at, patience)
         check = xxhash.xxh3_64_intdigest(body, _seed(numbers))
         self._map[start : start + _HEAD.size] = bytes(_HEAD.size)  # nothing, until all of it is there
         self._map[start + _HEAD.size : start + _HEAD.size + len(body)] = body
@@ -150,6 +178,11 @@ class EndMark:
         """Tell the others the digest of this rank's parameters at that moment."""
         numbers = struct.pack("<6Q", digest, *end)
         self._map[: _STATUS.size] = struct.pack("<Q", _seed(numbers)) + numbers
+
+    def tell_stopped(self, why: str) -> None:
+        """This rank leaves no marks any more. Ring rank 0's bell behind it: the journal is its."""
+        text = why.encode()[: _STOPPED_MOST - 1]
+        self._map[_STOPPED_AT : _STOPPED_AT + len(text) + 1] = text + b"\0"
 
     def leave(self) -> None:
         """This rank ends as it should: nobody has to keep anything because it is gone."""
@@ -164,48 +197,68 @@ class EndMark:
         self._map.close()
 
 
+def _start(part: int) -> int:
+    return 4096 + part * _PART
+
+
 def _seed(numbers: bytes) -> int:
     return xxhash.xxh3_64_intdigest(numbers)
 
 
-def _read(paths: EndMarkPaths, rank: int) -> bytes:
-    """A mark's bytes; none where there is no mark."""
+def _read(paths: EndMarkPaths, rank: int, start: int, length: int) -> bytes:
+    """Bytes of a mark; none where there is no mark."""
     try:
         fd = os.open(paths.mark(rank), os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
         return b""
-    with os.fdopen(fd, "rb") as file:
-        found = file.read(_SIZE)
-    return found if len(found) == _SIZE else b""
+    try:
+        found = os.pread(fd, length, start)
+    finally:
+        os.close(fd)
+    return found if len(found) == length else b""
 
 
 def read_ends(paths: EndMarkPaths, rank: int) -> dict[StepEnd, bytes]:
     """The whole halves of a rank's mark: what it left, by the ends of its steps."""
-    found: dict[StepEnd, bytes] = {}
-    if not (mark := _read(paths, rank)):
-        return found
-    for start in (4096, 4096 + _HALF):
-        check, length, *end = _HEAD.unpack_from(mark, start)
-        if not length or length > MOST:
-            continue
-        body = mark[start + _HEAD.size : start + _HEAD.size + length]
-        if xxhash.xxh3_64_intdigest(body, _seed(mark[start + 8 : start + _HEAD.size])) == check:
-            found[StepEnd(*end)] = body
-    return found
+    return {part.end: part.body for half in range(_EARLY) if (part := _read_part(paths, rank, half)) is not None}
+
+
+def read_early(paths: EndMarkPaths, rank: int) -> EarlyMark | None:
+    """The early mark of a rank, if it is whole."""
+    return _read_part(paths, rank, _EARLY)
+
+
+def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
+    """A part of a mark, if it is whole."""
+    start = _start(part)
+    if not (head := _read(paths, rank, start, _HEAD.size)):
+        return None
+    check, length, *end, at, patience = _HEAD.unpack(head)
+    if not length or length > MOST:
+        return None
+    body = _read(paths, rank, start + _HEAD.size, length)
+    if xxhash.xxh3_64_intdigest(body, _seed(head[8:])) != check:
+        return None
+    return EarlyMark(StepEnd(*end), body, at, patience)
 
 
 def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:
     """The digest of a rank's parameters at that moment, if it has told it."""
-    if not (mark := _read(paths, rank)):
+    if not (told := _read(paths, rank, 0, _STATUS.size)):
         return None
-    check, digest, *told = _STATUS.unpack_from(mark)
-    return digest if tuple(told) == end and _seed(mark[8 : _STATUS.size]) == check else None
+    check, digest, *numbers = _STATUS.unpack(told)
+    return digest if tuple(numbers) == end and _seed(told[8:]) == check else None
 
 
 def has_left(paths: EndMarkPaths, rank: int) -> bool:
     """Whether a rank has ended as it should."""
-    mark = _read(paths, rank)
-    return bool(mark) and mark[_LEFT_AT] == 1
+    return _read(paths, rank, _LEFT_AT, 1) == b"\1"
+
+
+def read_stopped(paths: EndMarkPaths, rank: int) -> str | None:
+    """Why a rank leaves no marks any more; None: it does."""
+    text = _read(paths, rank, _STOPPED_AT, _STOPPED_MOST).partition(b"\0")[0]
+    return text.decode(errors="replace") or None
 
 
 def ring_bell(paths: EndMarkPaths, rank: int, why: bytes = b"!") -> bool:

@@ -55,8 +55,6 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Layout:
-    """Places of all tensors of a shard."""
-
     entries: Mapping[str, TensorEntry]
     header_space: int
     """Bytes before the first of them."""

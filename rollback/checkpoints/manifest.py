@@ -20,8 +20,6 @@ MANIFEST_LIMIT = 16 << 20
 
 
 class ShardRecord(BaseModel, frozen=True, extra="forbid"):
-    """One shard as it was written."""
-
     file: str
     size: int = Field(ge=8)
     hash: str = Field(pattern=r"^[0-9a-f]{32}$")
@@ -72,12 +70,12 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         body = self.model_dump(mode="json")
         if (key := seal.present()) is not None:
             body["seal"] = key.of("manifest", _canonical(body))
-        return json.dumps({**body, "check": _check(body)}, indent=1).encode()
+        return json.dumps({**body, "check": check_of(body)}, indent=1).encode()
 
     @property
     def content(self) -> str:
         """A hash that tells this checkpoint from all others, whichever host's manifest it is: without `created`."""
-        return _check(self.model_dump(mode="json", exclude={"created"}))
+        return check_of(self.model_dump(mode="json", exclude={"created"}))
 
     @property
     def bytes(self) -> int:
@@ -85,8 +83,18 @@ class Manifest(BaseModel, frozen=True, extra="forbid"):
         return sum(shard.size for shard in self.shards)
 
 
-def _check(body: dict[str, Any]) -> str:
+def check_of(body: dict[str, Any]) -> str:
     return xxhash.xxh3_128(_canonical(body).encode()).hexdigest()
+
+
+def parse_checked(data: bytes) -> dict[str, Any]:
+    """A JSON object without its check value, which is that of the rest. Raises ValueError where it is not."""
+    body = parse_json(data)
+    if not isinstance(body, dict):
+        raise ValueError("it is not a JSON object")
+    if body.pop("check", None) != check_of(body):
+        raise ValueError("its check value does not match its content")
+    return body
 
 
 def _canonical(body: dict[str, Any]) -> str:
@@ -115,12 +123,7 @@ def read_manifest(directory: Path, *, in_slot: bool = False) -> Manifest:
 def parse_manifest(data: bytes, name: str | None, where: str) -> Manifest:
     """The manifest of the checkpoint `name` (None: of any), found at `where`. Raises CheckpointDamaged."""
     try:
-        body = parse_json(data)
-        if not isinstance(body, dict):
-            raise ValueError("it is not a JSON object")
-        stated = body.pop("check", None)
-        if stated != _check(body):
-            raise ValueError("its check value does not match its content")
+        body = parse_checked(data)
         on_it, key = body.pop("seal", None), seal.present()
         if key is not None and not key.is_on("manifest", _canonical(body), on_it):
             raise ValueError("its seal is missing, or not of this key")

@@ -54,7 +54,6 @@ class Part:
 
 
 def whole(shape: Shape) -> Part:
-    """All of a tensor."""
     return Part(shape, Box((0,) * len(shape), shape))
 
 

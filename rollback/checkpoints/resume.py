@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
@@ -30,18 +31,22 @@ def of_present_timeline(history: History, manifests: Sequence[_Taken]) -> list[_
     A rollback cuts off what its timeline had beyond the restored checkpoint. Those checkpoints are usually listed in
     the plan, but one committed while the plan was being written is not, so the timeline in the manifest counts.
     """
-    cuts = [
-        (planned.seq, case.plan.timeline)
-        for case in history.cases
-        if case.plan and case.plan.action in ("rollback", "retry") and case.plan.checkpoint
-        if (planned := CheckpointName.parse(case.plan.checkpoint))
-    ]
-    return [
-        manifest
-        for manifest in manifests
-        if manifest.name not in history.discarded
-        and not any(manifest.seq > seq and manifest.timeline < timeline for seq, timeline in cuts)
-    ]
+    oldest = min((manifest.timeline for manifest in manifests), default=0)
+    beyond: list[tuple[int, int]] = []  # by timeline, descending: what it and all later ones have cut off begins here
+    for case in reversed(history.cases):
+        if (plan := case.plan) is None or not plan.goes_back or not plan.checkpoint:
+            continue
+        if plan.timeline <= oldest:  # timelines only grow
+            break
+        if planned := CheckpointName.parse(plan.checkpoint):
+            beyond.append((plan.timeline, min(planned.seq, beyond[-1][1] if beyond else planned.seq)))
+    timelines = [-timeline for timeline, _ in beyond]
+
+    def is_cut_off(manifest: _Taken) -> bool:
+        later = bisect_left(timelines, -manifest.timeline)
+        return later > 0 and manifest.seq > beyond[later - 1][1]
+
+    return [item for item in manifests if item.name not in history.discarded and not is_cut_off(item)]
 
 
 def candidates(history: History, manifests: Sequence[Manifest]) -> list[Manifest]:

@@ -1,17 +1,8 @@
 """Which checkpoints leave a full ring. Pure, and the same for slots, for the run directory's ring and for one at a URL.
 
-A trouble may be called long after it began, so the ring has to reach far back; but what lies far back need not lie
-close together. So a full ring is thinned: what leaves is the checkpoint whose neighbours, once it is gone, are closest
-to each other in proportion to their ages (steps before the newest). Where even these would be more than four times
-apart, the oldest leaves instead. Two things follow, for a ring of capacity k that gets a checkpoint every s steps:
-
-- The oldest good one is at least s * 2**(k - 2) steps old once the run is older than that (k - 3 where checkpoints come
-  faster than probation passes): when the oldest leaves, each age is more than four times the next but one.
-- Of two neighbours in age the older is at most four times as old: a trouble that began n steps ago costs going back at
-  most four times n.
-
-Never to let the oldest go, and so to keep the run's first checkpoint for ever, was rejected: the others would drift
-apart without bound, and nobody goes back a million steps.
+A full ring is thinned: what leaves is the checkpoint whose neighbours, once it is gone, are closest to each other in
+proportion to their ages (steps before the newest). Where even these would be more than four times apart, the oldest
+leaves instead. docs/design.md, "How far the ring reaches", says why, and what follows.
 """
 
 from __future__ import annotations

@@ -37,7 +37,14 @@ def commit(paths: RunPaths, manifest: Manifest) -> None:
     """
     if len(manifest.shards) != manifest.world_size:
         raise ValueError(f"{len(manifest.shards)} of {manifest.world_size} shards are listed")
-    directory = paths.writing(manifest.name)
+    complete(paths, manifest, paths.writing(manifest.name))
+
+
+def complete(paths: RunPaths, manifest: Manifest, directory: Path) -> None:
+    """Make the checkpoint whose shards are in a directory exist, durable on return.
+
+    Raises OSError, or CheckpointDamaged where a file is not as long as the manifest says; it then does not exist.
+    """
     require_sizes(manifest, directory)
     write_file(directory / MANIFEST, manifest.to_json())
     sync_directory(directory)
@@ -61,11 +68,14 @@ def abandon(paths: RunPaths, name: str) -> None:
 
 def names(paths: RunPaths) -> list[CheckpointName]:
     """Names of all committed checkpoints, oldest first, whether or not they verify."""
+    return sorted(filter(None, map(CheckpointName.parse, _directories(paths))), key=lambda name: name.order)
+
+
+def _directories(paths: RunPaths) -> list[str]:
     try:
-        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
+        return [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
     except FileNotFoundError:
         return []
-    return sorted(filter(None, map(CheckpointName.parse, found)), key=lambda name: name.order)
 
 
 def manifests(paths: RunPaths) -> tuple[list[Manifest], dict[str, str]]:
@@ -131,11 +141,7 @@ def quarantine(paths: RunPaths, name: str) -> None:
 
 def leftovers(paths: RunPaths) -> list[str]:
     """Directories of checkpoints in the making or on their way out: of a live run, or of one that crashed."""
-    try:
-        found = [entry.name for entry in os.scandir(paths.ring) if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return sorted(name for name in found if name.startswith((".writing-", ".evicting-")))
+    return sorted(name for name in _directories(paths) if name.startswith((".writing-", ".evicting-")))
 
 
 def sweep(paths: RunPaths) -> list[str]:

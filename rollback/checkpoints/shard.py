@@ -155,6 +155,13 @@ class ShardReader:
         self.read_into(name, memory)
         return memory
 
+    def mapped(self, name: str) -> memoryview | None:
+        """The bytes of a tensor where they lie in memory; None: they are in the file alone. While it is open."""
+        if self._memory is None:
+            return None
+        entry = self.entries[name]
+        return self._memory[entry.start : entry.end]
+
     def read_into(self, name: str, memory: memoryview, start: int | None = None) -> None:
         """Read a tensor into memory of exactly its size; with `start`, only as much of it as the memory has room for,
         from that byte on. Raises CheckpointUnreadable where the disk fails."""

@@ -25,7 +25,7 @@ from pathlib import Path
 from rollback.checkpoints.manifest import Manifest, read_manifest
 from rollback.checkpoints.region import Region
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
-from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, shard_name
+from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import read_json
@@ -44,13 +44,8 @@ class SlotPaths:
     """Paths of one run's fast tier on one host. Making it touches nothing."""
 
     root: Path
-
-    @property
-    def owner(self) -> Path:
-        return self.root / "tier.json"
-
-    def slot(self, number: int) -> Path:
-        return self.root / f"slot-{number:02d}"
+    owner = Below("tier.json")
+    slot = NamedBelow("slot-{:02d}")
 
     def numbers(self) -> list[int]:
         """Slots that there are. Raises OSError."""

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TextIO
 import typer
 
 from rollback.cli.answers import Answer, RunArgument, say_notices
-from rollback.errors import ExitCode, UsageError
+from rollback.errors import UsageError
 
 Format = Literal["text", "json", "jsonl", "csv", "parquet"]
 AUDIT_CODES = (
@@ -52,7 +52,11 @@ def audit(
     if verify and samples:
         raise UsageError("--verify and --samples are two questions", hint="leave one of them out")
     if verify:
-        raise typer.Exit(_verify(run, chosen, output))
+        from rollback.inspect.audit.verify import check_integrity, in_words
+
+        found = check_integrity(run)
+        _write_answer(found, in_words, run, chosen, output)
+        raise typer.Exit(found.exit_code)
     if samples:
         _write_suspects(run, chosen, output)
     elif chosen in ("text", "json"):
@@ -113,14 +117,6 @@ def _write_suspects(run: Path, form: Format, output: Path | None) -> None:
     account = read_sample_account(run)
     _write_answer(account, in_words, run, form, output)
     say_notices(account.notices)
-
-
-def _verify(run: Path, form: Format, output: Path | None) -> ExitCode:
-    from rollback.inspect.audit.verify import check_integrity, in_words
-
-    found = check_integrity(run)
-    _write_answer(found, in_words, run, form, output)
-    return found.exit_code
 
 
 def _write_answer(

@@ -10,7 +10,7 @@ from typing import Annotated
 
 import typer
 
-from rollback.config import PresetName, Sensitivity
+from rollback.config import Objective, PresetName, Sensitivity
 from rollback.errors import ExitCode, UsageError
 from rollback.terminal.messages import printable, show_error
 
@@ -22,6 +22,7 @@ def backtest(
     step: Annotated[str | None, typer.Option(help="Column of the step.", show_default="guessed")] = None,
     lr: Annotated[str | None, typer.Option(help="Column of the learning rate.", show_default="guessed")] = None,
     sensitivity: Annotated[Sensitivity, typer.Option(help="How readily a spike is called.")] = "normal",
+    objective: Annotated[Objective, typer.Option(help="What the loss is of (docs/sentinel.md).")] = "auto",
     policy: Annotated[PresetName, typer.Option(help="Preset for what would be restored and skipped.")] = "balanced",
     json: Annotated[bool, typer.Option("--json", help="Print one line of JSON per log (`schema`: 1).")] = False,
     plot: Annotated[Path | None, typer.Option(help="Draw a picture of the log here.", show_default=False)] = None,
@@ -41,7 +42,7 @@ def backtest(
         raise UsageError(f"--plot draws one log, and {len(logs)} were given", hint="name one log")
     overrides = Overrides(loss=loss, step=step, grad_norm=grad_norm, lr=lr)
     # A log does not tell how long the run was to be, so no share of it can be held against what would be skipped.
-    settings = Settings(sensitivity=sensitivity, policy=policy, max_skipped="100%")
+    settings = Settings(sensitivity=sensitivity, objective=objective, policy=policy, max_skipped="100%")
     failed = False
     for path, result in zip(logs, replay_all(logs, overrides, settings), strict=True):
         if isinstance(result, UsageError):

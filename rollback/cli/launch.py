@@ -25,9 +25,9 @@ from rollback.cli.windows import cumulative, parse_samples, parse_window
 from rollback.config import Settings, explain
 from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.fact import SamplesFrom
-from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.history import History, merge_windows
 from rollback.live.screen import Screen
-from rollback.rundir.journal import read_journal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import use
 from rollback.supervisor.attempts import LaunchOrder, Result
@@ -59,6 +59,7 @@ def launch(
     hang_after: str | None,
     stall_after: float | None,
     node_timeout: float | None,
+    spare_nodes: int | None,
     no_hangup: bool,
     secret_args: list[str] | None,
     seal: Path | None,
@@ -87,7 +88,7 @@ def launch(
     )
     order = LaunchOrder(
         paths, job, settings, budget, GRACE if grace is None else grace, limits, node_timeout or NODE_TIMEOUT,
-        preload=preload is not False, expects_guard=expects_guard,
+        spare_nodes or 0, preload=preload is not False, expects_guard=expects_guard,
     )  # fmt: skip
     if no_hangup:
         signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -225,7 +226,7 @@ def _history_of(run: Path) -> History:
     paths = RunPaths(run)
     if not paths.train_journal.is_file():
         raise UsageError(f"--skips-of: {run} is not a run directory (it has no journal of its ranks)")
-    return fold(read_journal(paths.train_journal).records)
+    return fold_journal(paths.train_journal).history
 
 
 def _restart_budget(own: int | None, torchruns: str | bool | None) -> int:

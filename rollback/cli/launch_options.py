@@ -99,16 +99,13 @@ def _setting_parameter(name: str, field: FieldInfo) -> inspect.Parameter:
     if field.annotation is bool:
         return flag(name, bool | None, panel, None, text, f"{option(name)}/{option('no_' + name)}")
     kind = list[str] if name in ("skip", "skip_samples") else str
-    return flag(name, kind | None, panel, _metavar_of(field), text)
+    own = field.json_schema_extra
+    metavar = str(own["metavar"]) if isinstance(own, dict) else _metavar(field.annotation)
+    return flag(name, kind | None, panel, metavar, text)
 
 
 def _show(value: object) -> str:
     return {True: "on", False: "off"}[value] if isinstance(value, bool) else str(value)
-
-
-def _metavar_of(field: FieldInfo) -> str:
-    own = field.json_schema_extra
-    return str(own["metavar"]) if isinstance(own, dict) else _metavar(field.annotation)
 
 
 def _metavar(kind: Any) -> str:
@@ -173,6 +170,14 @@ LAUNCH_PARAMETERS: tuple[inspect.Parameter, ...] = (
         "SECONDS",
         f"many nodes: how long one that is missing or lost is waited for (default: {NODE_TIMEOUT:g})",
         1.0,
+    ),
+    _run_parameter(
+        "spare_nodes",
+        int,
+        "N",
+        "many nodes: so many more than --nnodes says are started, with the same command, and wait to take the place of "
+        "one that is lost or fails again and again (default: 0)",
+        0,
     ),
     switch("no_hangup", _PANEL, "go on when the terminal is gone, as under nohup"),
     _run_parameter("seal", Path, "KEYFILE", "sign the record and the checkpoints with this key, and restore no others"),

@@ -33,9 +33,8 @@ def track(
     the same while the run goes on.
     """
     from rollback.inspect.audit.reading import require_run_directory
+    from rollback.trackers.follow import Tracker, group_of, name_of
     from rollback.trackers.follow import follow as tell_on
-    from rollback.trackers.follow import group_of, name_of
-    from rollback.trackers.story import Tracker
     from rollback.trackers.tensorboard import TensorBoard
     from rollback.trackers.wandb import WeightsAndBiases
 

@@ -26,7 +26,7 @@ from rollback.inspect.audit.report import Document
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests
-from rollback.rundir.journal import read_journal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request
@@ -107,7 +107,6 @@ def ask_to_rewind(run: Path, to: int, skip: Window | None, who: str, why: str) -
 
 
 def ask_to_skip(run: Path, skip: Window, who: str, why: str) -> Asked:
-    """Hand in a request to pass over batches that are still to come."""
     paths, status = _standing(run)
     held = read_held(run)
     # A job that is not running goes on from its newest checkpoint.
@@ -132,7 +131,6 @@ def ask_about_samples(run: Path, samples: Sequence[int], release: bool, who: str
 
 
 def ask_to_stop(run: Path, who: str, why: str) -> Asked:
-    """Hand in a request to save and stop."""
     paths, status = _standing(run)
     if status.state not in _LIVE:
         raise UsageError(f"{run} is not running, so there is nothing to stop", hint="`rollback status` shows more")
@@ -180,8 +178,7 @@ def _wait_for_end(asked: Asked, until: float, clock: Callable[[], float]) -> Non
 
 
 def _answer(asked: Asked) -> Answered | None:
-    facts = (record.fact for record in read_journal(asked.paths.train_journal).records)
-    return next((fact for fact in facts if isinstance(fact, Answered) and fact.request == asked.name), None)
+    return fold_journal(asked.paths.train_journal).history.answers.get(asked.name)
 
 
 def _reply(asked: Asked, state: Literal["carried_out", "refused", "open"], text: str, *, waited: bool = True) -> Reply:

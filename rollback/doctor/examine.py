@@ -42,8 +42,10 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
     try:
         identity = read_identity(paths)
         ranks = ranks or (identity.job.world_size if identity else None)
-        here = _bytes_here(paths, ranks) if state_bytes is None and ranks else None
-        state_bytes = state_bytes or _state_bytes(paths)
+        if state_bytes is None and (found := locate(paths)):
+            sizes = sorted(shard.size for shard in found[-1].manifest.shards)
+            state_bytes = sum(sizes)
+            here = sum(sizes[-ranks:]) if ranks else None  # what the ranks of one host store of it at the most
         tier = fast_tier_of(paths)
         held = bytes_of(tier.root) if tier else 0
     except (RollbackError, OSError) as error:
@@ -71,15 +73,3 @@ def examine(question: Question, tell: Callable[[str], None] = lambda text: None)
         ranks=ranks,
         findings=findings,
     )
-
-
-def _bytes_here(paths: RunPaths, ranks: int) -> int | None:
-    """What so many ranks, those of one host, store of the newest checkpoint at the most."""
-    found = locate(paths)
-    return sum(sorted(shard.size for shard in found[-1].manifest.shards)[-ranks:]) if found else None
-
-
-def _state_bytes(paths: RunPaths) -> int | None:
-    """Of the newest checkpoint; None where there is none."""
-    found = locate(paths)
-    return sum(shard.size for shard in found[-1].manifest.shards) if found else None

@@ -15,8 +15,6 @@ Level = Literal["ok", "warn", "fail"]
 
 
 class Finding(ReportItem):
-    """One thing that was looked at."""
-
     topic: str
     level: Level = Field(description="warn: a promise is weaker than it could be; fail: it cannot be kept")
     found: str

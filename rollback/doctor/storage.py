@@ -126,7 +126,6 @@ def judge_kind(disk: Disk) -> Finding:
 
 
 def judge_room(disk: Disk, state_bytes: int | None, keep: int) -> Finding:
-    """Whether the ring fits."""
     found = f"{size(disk.free)} free"
     if state_bytes is None:
         return ok("disk space", f"{found}; --state-bytes would tell whether that suffices")

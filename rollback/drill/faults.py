@@ -11,8 +11,6 @@ from rollback.rundir.exercise import FaultName
 
 
 class Expected(Enum):
-    """What must become of a fault."""
-
     CAUGHT = "an incident, a rewind, and a run that goes on"
     CAUGHT_OR_HARMLESS = "an incident and a rewind; or no incident, and a loss that is back where it would have been"
     FOUND = "a silent difference between ranks that is found"

@@ -31,8 +31,6 @@ _NEVER_STRUCK = {
 
 
 class DrillRow(ReportItem):
-    """What became of a fault."""
-
     fault: FaultName
     says: str = Field(description="what the fault is")
     passed: bool
@@ -64,7 +62,6 @@ class Comparison:
 
 
 def differences(trial: Trial, reference: Trial) -> set[Difference]:
-    """In what the ranks of two runs ended differently."""
     found: set[Difference] = set()
     others = {end.rank: end for end in reference.ends}
     for end in trial.ends:
@@ -101,7 +98,11 @@ def parts(differs: set[Difference]) -> str:
 def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Comparison | None) -> DrillRow:
     """The row of a fault. comparison: None where there is nothing to compare with, or nothing that can be compared."""
     row = DrillRow(fault=fault.name, says=fault.says, passed=False, seconds=round(trial.seconds, 1))
-    row = row.model_copy(update=_costs(trial.ledger))
+    if trial.ledger is not None:
+        totals = trial.ledger.totals
+        row = row.model_copy(
+            update={"steps_replayed": totals.steps_lost, "batches_skipped": totals.skipped_batches},
+        )
     struck = next(iter(trial.injected), None)
     if struck is None:
         never = (
@@ -113,7 +114,9 @@ def judge(fault: PlannedFault, trial: Trial, undisturbed: Trial, comparison: Com
         row = row.model_copy(update={"bitwise": comparison.bitwise, "differs": comparison.differs})
     seen = _SEE[fault.expected](fault, trial, undisturbed)
     row = row.model_copy(update={name: value for name, value in vars(seen).items() if value is not None})
-    why = row.why or _exactness(row, comparison)
+    why = row.why
+    if why is None and comparison is not None and comparison.bitwise == "no":
+        why = f"the end state is not that of an undisturbed run: {'; '.join(comparison.differs)}"
     # A state that is not the same on all ranks is never kept, so the run cannot end as one that is complete.
     if why is None and not trial.ended_well and (fault.expected is not Expected.FOUND or trial.overdue):
         why = f"the run did not end well{_unless_well(trial)}"
@@ -232,12 +235,6 @@ _SEE = {
 }
 
 
-def _exactness(row: DrillRow, comparison: Comparison | None) -> str | None:
-    if comparison is not None and comparison.bitwise == "no":
-        return f"the end state is not that of an undisturbed run: {'; '.join(comparison.differs)}"
-    return None
-
-
 def _first_incident(ledger: AuditReport | None, step: int) -> IncidentEntry | None:
     return next((e for e in (ledger.incidents if ledger else []) if e.detection.step >= step), None)
 
@@ -258,12 +255,6 @@ def _harmless(trial: Trial, undisturbed: Trial) -> str | None:
 def _begins(attempt: AttemptEntry) -> str:
     assert attempt.begins is not None
     return f"went on from step {attempt.begins.step}"
-
-
-def _costs(ledger: AuditReport | None) -> dict[str, int]:
-    if ledger is None:
-        return {}
-    return {"steps_replayed": ledger.totals.steps_lost, "batches_skipped": ledger.totals.skipped_batches}
 
 
 def _seconds(since: datetime, at: str | None) -> float | None:

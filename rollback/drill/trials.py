@@ -59,7 +59,6 @@ class Trial:
 
     @property
     def attempts(self) -> list[AttemptEntry]:
-        """On record."""
         return self.ledger.attempts if self.ledger else []
 
     @property

@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pydantic import TypeAdapter
+
 from rollback.errors import JournalDamaged
 from rollback.facts.fact import InitialState
 from rollback.facts.training import (
@@ -21,11 +23,14 @@ from rollback.facts.training import (
     CheckpointLost,
     Committed,
     Concluded,
+    Drained,
     Evicted,
     Fetched,
+    FinalStateLost,
     Finished,
     Incident,
     JournalEntry,
+    LeftDurableRing,
     PhaseAnnounced,
     Planned,
     Quarantined,
@@ -33,6 +38,7 @@ from rollback.facts.training import (
     Restored,
     SampleQuarantine,
     ScreenedOut,
+    ScriptLeft,
     SkipAdded,
     Stopped,
     Window,
@@ -103,6 +109,16 @@ class History:
     """The settings of the last attempt that attached, without those that had the default value."""
     given_up: Stopped | None = None
     """The stop for an incident that ended the run; None where the run has gone on since, or did not end so."""
+    attached: bool = False
+    """Whether the ranks of any attempt have attached."""
+    furthest: int | None = None
+    """The furthest step that a fact of the ranks names as reached."""
+    drained: dict[str, set[str]] = field(default_factory=dict)
+    """By place of a durable ring, the checkpoints that were copied there."""
+    left_ring: dict[str, set[str]] = field(default_factory=dict)
+    """Likewise, those that have left it."""
+    spoiled: set[str] = field(default_factory=set)
+    """Checkpoints that were good and were found damaged; a copy elsewhere may be sound."""
 
     @property
     def pending(self) -> Planned | None:
@@ -142,12 +158,18 @@ class History:
         return [fact.window for fact in self.added] + [window for case in self.cases for window in case.skips]
 
 
+_REACHED = (Attached, Committed, Finished, FinalStateLost, ScriptLeft, Stopped)
+history_as_json: TypeAdapter[History] = TypeAdapter(History)
+
+
 def fold(records: Iterable[JournalEntry], history: History | None = None) -> History:
     """Add journal entries to a history (default: a new one) and return it. Raises JournalDamaged if they contradict
     each other."""
     history = history or History()
     for record in records:
         history.last_attempt = max(history.last_attempt, record.attempt)
+        if isinstance(record.fact, _REACHED):
+            history.furthest = max(record.fact.step, history.furthest or 0)
         _apply(history, record)
     return history
 
@@ -175,6 +197,9 @@ def _apply(history: History, record: JournalEntry) -> None:
             _note_course(history, fact)
         case SampleQuarantine() as fact:
             history.quarantine.append(fact)
+        case Drained() | LeftDurableRing() as fact:
+            places = history.drained if isinstance(fact, Drained) else history.left_ring
+            places.setdefault(fact.place, set()).add(fact.checkpoint)
         case SkipAdded() | PhaseAnnounced() | Advice() | Requested() | Answered() | Accepted() as fact:
             _note_told(history, fact)
         case _:
@@ -191,7 +216,7 @@ def _note_screened_out(case: Case, fact: ScreenedOut) -> None:
 def _note_course(history: History, fact: Attached | Stopped | Finished) -> None:
     match fact:
         case Attached():
-            history.settings, history.given_up = fact.settings, None
+            history.settings, history.given_up, history.attached = fact.settings, None, True
             history.init = fact.init or history.init
             if history.first_writes is None:
                 history.first_writes = fact.writes
@@ -216,6 +241,7 @@ def _note_checkpoint(
             history.gone |= {fact.checkpoint} if fact.tier == "durable" else set()
         case Quarantined():
             history.gone.add(fact.checkpoint)
+            history.spoiled |= {fact.checkpoint} & history.good
             history.good.discard(fact.checkpoint)
         case Fetched():
             history.gone.discard(fact.checkpoint)
@@ -244,6 +270,11 @@ def _case(history: History, incident: int) -> Case:
         if case.incident.incident == incident:
             return case
     raise JournalDamaged(f"the journal has a fact about incident {incident}, which it does not report")
+
+
+def furthest_of(records: Iterable[JournalEntry]) -> int | None:
+    """As `History.furthest`, of some entries."""
+    return max((record.fact.step for record in records if isinstance(record.fact, _REACHED)), default=None)
 
 
 def merge_windows(windows: Iterable[Window]) -> list[Window]:

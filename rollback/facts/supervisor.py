@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar, Literal
 
+from pydantic import Field
+
 from rollback.facts.fact import Fact, Window, Writer
 
 Why = Literal[
@@ -23,7 +25,7 @@ class AttemptStarted(Fact):
     host: str
     pid: int
     nodes: tuple[str, ...] = ()
-    """All nodes of the attempt, where there are many."""
+    """All nodes of the attempt, where there are many; in the order of their ranks, where the leader gives them."""
     script: str | None = None
     """The first 32 hex digits of the SHA-256 of the script's content; null: it could not be read."""
     arguments: tuple[str, ...] | None = None
@@ -134,6 +136,37 @@ class RestartScheduled(Fact):
     delay: float
     budget_left: int
     reason: str
+
+
+class NodeReplaced(Fact):
+    """From the next attempt on, a spare node has the place of another node."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["node_replaced"] = "node_replaced"
+    node: str
+    by: str
+    rank: int
+    """The rank among the nodes that the spare takes over."""
+    why: Literal["lost", "failing"]
+    """`failing`: its ranks failed again and again, without progress in between."""
+
+    def in_words(self) -> str:
+        why = {"lost": "is lost", "failing": "fails again and again"}[self.why]
+        return f"{self.node} {why}: {self.by} takes its place (node rank {self.rank})"
+
+
+class SpareNodes(Fact):
+    """The nodes that wait have changed. They wait for the place of a node that is lost, or that fails."""
+
+    writer: ClassVar[Writer] = "supervisor"
+    kind: Literal["spare_nodes"] = "spare_nodes"
+    nodes: tuple[str, ...]
+    unfit: dict[str, str] = Field(default_factory=dict)
+    """Nodes that cannot take part, since they would run something else than the leader; what differs, by node."""
+
+    def in_words(self) -> str:
+        unfit = "".join(f"; {node} cannot take part: it has other {what}" for node, what in self.unfit.items())
+        return (", ".join(self.nodes) or "none") + unfit
 
 
 class Signalled(Fact):

@@ -36,9 +36,11 @@ from rollback.facts.supervisor import (
     AttemptStarted,
     Blamed,
     Hung,
+    NodeReplaced,
     RestartScheduled,
     RunEnded,
     Signalled,
+    SpareNodes,
     StuckAtExit,
 )
 
@@ -362,7 +364,8 @@ AnyFact = Annotated[
         Quarantined, NoLastSnapshot, LastSnapshotMade, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned,
         ScreenedOut, Restored, Concluded, SkipAdded, SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
         LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
-        AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, Signalled, RunEnded,
+        AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, NodeReplaced, SpareNodes, Signalled,
+        RunEnded,
         Drained, DrainFailed, LeftDurableRing, Fetched,
     ],
     Field(discriminator="kind"),

@@ -24,13 +24,10 @@ _VERDICTS = {"healthy": "green", "watch": "yellow", "spike": "red", "nonfinite":
 _LABEL, _VALUE, _BOUND = 10, 10, 8  # columns: of a row's name, of its value, of a curve's bounds
 _WIDEST, _WIDE = 100, 64
 _LONGEST = 240  # characters of words that are not ours
-_DONE_WELL = ("finished",)
 
 
 @dataclass
 class Curves:
-    """Loss and gradient norm of a run so far."""
-
     loss: Curve = field(default_factory=Curve)
     grad_norm: Curve = field(default_factory=Curve)
 
@@ -72,7 +69,7 @@ def _subtitle(status: Status, seconds: float | None, inner: int) -> Text:
     if status.world_size and inner >= _WIDE - 4:
         parts.append(f"{status.world_size} rank{'s' if status.world_size != 1 else ''}")
     if seconds is not None:
-        parts.append(_clock(seconds))
+        parts.append(duration(seconds) if seconds >= 120 else f"{seconds:.0f} s")
     return Text(" · ".join(parts), style="dim")
 
 
@@ -91,13 +88,10 @@ def _measures(status: Status, curves: Curves, inner: int) -> Table:
         ("loss", status.loss, verdict, curves.loss),
         ("grad norm", status.grad_norm, Text(), curves.grad_norm),
     ):
-        grid.add_row(label, _value(value, note), _curve(curve, room, wide))
+        style = "bold" if value is None or math.isfinite(value) else "bold red"
+        shown = Text("-" if value is None else number(value), style=style)
+        grid.add_row(label, Group(shown, note), _curve(curve, room, wide))
     return grid
-
-
-def _value(value: float | None, note: Text) -> Group:
-    finite = value is None or math.isfinite(value)
-    return Group(Text("-" if value is None else number(value), style="bold" if finite else "bold red"), note)
 
 
 def _curve(curve: Curve, room: int, wide: bool) -> Table:
@@ -108,7 +102,7 @@ def _curve(curve: Curve, room: int, wide: bool) -> Table:
     top, bottom = draw(columns, bounds, 2)
     grid = Table.grid(padding=(0, 1, 0, 0), pad_edge=False)
     grid.add_column(no_wrap=True, width=room)
-    ends = [Text(_short(bounds[1]), style="dim"), Text(_short(bounds[0]), style="dim")] if bounds else [Text(), Text()]
+    ends = [Text(f"{end:.3g}", style="dim") for end in reversed(bounds)] if bounds else [Text(), Text()]
     if wide:
         grid.add_column(no_wrap=True, justify="right", width=_BOUND)
     for row, end in zip((top, bottom), ends, strict=True):
@@ -178,7 +172,7 @@ def _incidents(status: Status) -> Text:
 
 def _now(status: Status, room: int) -> RenderableType:
     if status.ending is not None and status.state != "running":
-        well = status.ending.how in _DONE_WELL
+        well = status.ending.how == "finished"
         how = status.ending.how.replace("_", " ")
         if status.durable is not None and status.holder is not None and status.holder.alive == "yes":
             return Text(f"{how}; draining the newest checkpoints to the durable ring", style="yellow")
@@ -220,14 +214,6 @@ def _grid() -> Table:
 
 def _rate(per_second: float) -> str:
     return f"{per_second:.3g} steps/s" if per_second >= 1 else f"{1 / per_second:.3g} s/step" if per_second else ""
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}"
-
-
-def _clock(seconds: float) -> str:
-    return duration(seconds) if seconds >= 120 else f"{seconds:.0f} s"
 
 
 def _cut(text: str, width: int) -> str:

@@ -22,6 +22,7 @@ from rollback.terminal.quantities import duration, number
 
 _LINE_EVERY = 10.0  # seconds between two lines, where there is no panel
 _OVER = ("ended", "died")
+_TIME = slice(11, 19)  # of day, in a journal's line
 
 
 def watch_panel(root: Path, console: Console) -> Status | None:
@@ -35,7 +36,7 @@ def watch_panel(root: Path, console: Console) -> Status | None:
             view.refresh()
             for record in view.news:
                 if (line := line_of(record)) is not None:
-                    canvas.print(quoted(f"{_time(record.at)}  {line}", style="dim"))
+                    canvas.print(quoted(f"{record.at[_TIME]}  {line}", style="dim"))
             canvas.draw(view.panel(console.width))
             if _is_over(view) or pressed(EVERY) in ("q", "Q"):
                 break
@@ -48,7 +49,7 @@ def watch_lines(root: Path, out: TextIO) -> Status | None:
     with contextlib.suppress(KeyboardInterrupt):
         while True:
             view.refresh()
-            lines = [f"{_time(record.at)}  {line}" for record in view.news if (line := line_of(record)) is not None]
+            lines = [f"{record.at[_TIME]}  {line}" for record in view.news if (line := line_of(record)) is not None]
             over = _is_over(view)
             if view.status is not None and (over or time.monotonic() >= due):
                 due, line = time.monotonic() + _LINE_EVERY, standing(view.status)
@@ -85,10 +86,6 @@ def _is_over(view: View) -> bool:
     """Whether nothing more will come. A run whose supervisor is alive may start another attempt."""
     status = view.status
     return status is not None and status.state in _OVER and not (status.holder and status.holder.alive == "yes")
-
-
-def _time(at: str) -> str:
-    return at[11:19]
 
 
 def _no_key(seconds: float) -> str:

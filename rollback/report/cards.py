@@ -17,12 +17,13 @@ _BATCHES = 16
 _RANKS = 8
 _TONES = {"green": "good", "yellow": "warn", "red": "bad", "cyan": "calm"}
 _KINDS = {"nonfinite": "not finite", "overflow": "its norm overflows", "large": "large", None: ""}
+MOST = 200  # incidents
 _WIDTH, _HEIGHT, _EDGE = 300, 80, 6
 
 
 def cards(ledger: AuditReport, material: Material) -> list[dict[str, Any]]:
-    """A card for each incident."""
-    return [_card(entry, ledger, material.evidence.get(entry.incident, {})) for entry in ledger.incidents]
+    """A card for each incident; of very many, for the last ones."""
+    return [_card(entry, ledger, material.evidence.get(entry.incident, {})) for entry in ledger.incidents[-MOST:]]
 
 
 def _card(entry: IncidentEntry, ledger: AuditReport, seen: dict[int, RankEvidence]) -> dict[str, Any]:

@@ -39,7 +39,7 @@ _NO_ENDING = {"tone": "calm", "badge": "no end on record", "text": "It is runnin
 
 def make_page(root: Path) -> str:
     """The report of a run. Raises as `read_material`."""
-    material = read_material(root)
+    material = read_material(root, curve=True)
     return render(compile_ledger(material), material)
 
 
@@ -48,7 +48,7 @@ def render(ledger: AuditReport, material: Material) -> str:
     picture = chart(ledger, material.records, material.metrics) if material.metrics is not None else None
     drawn, around = picture or (None, None)
     tables = list(blocks(ledger, material.records, RunPaths(Path(material.directory))))
-    spent = account(ledger)
+    spent, shown = account(ledger), cards(ledger, material)
     style, script = _asset("report.css"), _asset("report.js")
     sections = [("curve", "Curve"), *([("account", "Time")] if spent else []), ("incidents", "Incidents")]
     environment = Environment(
@@ -67,7 +67,8 @@ def render(ledger: AuditReport, material: Material) -> str:
         notices=ledger.notices,
         chart=around,
         account=_shares(spent) if spent else None,
-        incidents=cards(ledger, material),
+        incidents=shown,
+        incidents_total=len(ledger.incidents),
         tables=tables,
         version=__version__,
         made=datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M"),

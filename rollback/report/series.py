@@ -11,6 +11,7 @@ from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
 
 BUCKETS = 12_000  # of the whole run, for each curve; two points each
 DETAIL = 400  # steps around an incident that are kept one by one
+ALL_DETAIL = 200_000  # of these, around all incidents together
 RANGES = 2_000  # of non-finite values, for each curve
 
 
@@ -132,13 +133,16 @@ def series(
     incidents: Iterable[tuple[int, int]],
 ) -> Series:
     """A column of a run as a curve. incidents: the steps of onset and detection, around which nothing is left out."""
-    keep = [(onset - DETAIL // 2, detection + DETAIL // 2) for onset, detection in incidents]
+    spans = np.array(list(incidents), np.int64).reshape(-1, 2)
+    margin = min(DETAIL, ALL_DETAIL // max(1, len(spans))) // 2
+    spans += np.array([-margin, margin])
     total = max(1, len(columns))
     lines, ranges = [], []
     for part in parts:
         steps, own = columns.step[part.rows], values[part.rows]
         share = max(2, round(BUCKETS * len(steps) / total))
-        index = thin(steps, own, share, keep)
+        near = (spans[:, 0] <= steps[-1]) & (spans[:, 1] >= steps[0])
+        index = thin(steps, own, share, spans[near].tolist())
         if len(index):
             lines.append(Line(part, steps[index], own[index]))
         most = max(8, round(RANGES * len(steps) / total))

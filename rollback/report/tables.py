@@ -12,12 +12,12 @@ from rollback.facts.supervisor import Hung
 from rollback.facts.training import JournalEntry
 from rollback.inspect.audit.report import AttemptEntry, AuditReport, CheckpointEntry
 from rollback.inspect.status.status import place_of
+from rollback.inspect.why.why import read_process_stacks
 from rollback.rundir.paths import RunPaths
-from rollback.rundir.stacks import read_processes, read_stacks
 from rollback.terminal.quantities import at_least, duration, number
 
 _MOST = 200  # rows of a table
-_STACK = 1 << 15  # bytes of the stacks of one process
+_STACK = 1 << 15  # characters of the stacks of one process
 _STACKS = 12
 
 
@@ -72,7 +72,7 @@ def _attempts(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPa
 
 
 def _attempt(entry: AttemptEntry) -> list[str]:
-    reached = at_least(_or_unknown(entry.reached), entry.at_least and entry.reached is not None)
+    reached = "unknown" if entry.reached is None else at_least(f"{entry.reached:,}", entry.at_least)
     begins = "-" if entry.begins is None else f"{entry.begins.step:,} to {reached}"
     ended = entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else "")
     ended += f"; {entry.last_snapshot}" if entry.last_snapshot else ""
@@ -86,19 +86,11 @@ def _attempt(entry: AttemptEntry) -> list[str]:
 
 def _stacks(paths: RunPaths, attempt: int) -> Iterator[tuple[str, str]]:
     """The stacks of a hanging attempt's processes."""
-    try:
-        seen = read_processes(paths.all_processes(attempt))
-    except (OSError, ValueError):
-        return
-    for process in seen:
-        if process.offset is None:
-            continue
-        try:
-            text = read_stacks(paths.rank_stacks(attempt, process.rank), process.offset, min(process.size, _STACK))
-        except (OSError, ValueError):
-            continue
-        what = "rank" if process.is_rank else f"{process.command}, below rank"
-        yield f"Attempt {attempt}: stacks of {what} {process.rank} (pid {process.pid})", text
+    for process in read_process_stacks(paths, attempt, []):
+        if process.stacks is not None:
+            what = "rank" if process.is_rank else f"{process.command}, below rank"
+            title = f"Attempt {attempt}: stacks of {what} {process.rank} (pid {process.pid})"
+            yield title, process.stacks[:_STACK]
 
 
 def _checkpoints(entries: Sequence[CheckpointEntry], drained: Mapping[str, Drained], paths: RunPaths) -> Block:
@@ -161,7 +153,3 @@ def _left_alone(ledger: AuditReport) -> Block:
         dropped = f"{len(ledger.scaler_skipped):,} updates dropped by the gradient scaler"
         rows.append([steps, "scaler", dropped, "no incident"])
     return _cut("noticed", "Seen and left alone", ["steps", "rule", "what", "what became of it"], rows)
-
-
-def _or_unknown(value: int | None) -> str:
-    return "unknown" if value is None else f"{value:,}"

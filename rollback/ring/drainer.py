@@ -17,13 +17,10 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from enum import Enum
-from pathlib import Path
-from typing import Protocol
 
 from rollback.checkpoints import pins, tiers
-from rollback.checkpoints.manifest import Manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, RollbackError, RunDoesNotFit
 from rollback.facts.history import History, fold
@@ -34,6 +31,7 @@ from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Transport
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 
@@ -43,30 +41,13 @@ _RECORD_EVERY = 30.0
 _FIRST_WAIT, _LONGEST_WAIT = 5.0, 300.0
 
 
-class DurableRing(Protocol):
-    """The target of the copies. The drainer's thread alone calls the methods, `open` first; any thread may call
-    `give_up`.
+DurableRing = RingInRun | RingAtUrl
+"""The target of the copies. The drainer's thread alone calls the methods, `open` first; any thread may call `give_up`.
 
-    The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointDamaged concerns that
-    one checkpoint; RunDoesNotFit means that this run may not write there any more.
-    """
-
-    @property
-    def place(self) -> str: ...
-    def open(self) -> None: ...
-    def held(self) -> Sequence[str]: ...
-    def put(self, manifest: Manifest, directory: Path) -> None: ...
-    def evict(self, name: str) -> None: ...
-    def keep_record(self) -> None: ...
-    def give_up(self) -> None: ...
-    def close(self) -> None: ...
-
-
-class SecondTarget(Protocol):
-    """Where the final state of a complete run is copied to as well: the run directory."""
-
-    def open(self) -> None: ...
-    def put(self, manifest: Manifest, directory: Path) -> None: ...
+The methods raise RollbackError or OSError where the ring cannot be reached or used. CheckpointDamaged concerns that one
+checkpoint; RunDoesNotFit means that this run may not write there any more."""
+SecondTarget = RingInRun | RunFromUrl
+"""Where the final state of a complete run is copied to as well: the run directory."""
 
 
 class Phase(Enum):
@@ -134,7 +115,7 @@ class Drainer:
         self._in_run = in_run
         self._paths, self._ring, self._pace, self._keep = paths, ring, pace, keep
         self._note, self._say = note, say
-        self._tail = JournalTail(paths.train_journal)
+        self._tail: JournalTail | None = None
         self._history = History()
         self._lost: set[str] = set()
         self._last: LastCopy | None = None
@@ -215,9 +196,7 @@ class Drainer:
             self._ring.open()
             self._opened = True
         while True:
-            new = self._tail.new()
-            fold(new, self._history)
-            self._record_changed |= bool(new)
+            self._record_changed |= self._read()
             now = self._situation(phase is not Phase.FOLLOWING)
             name = next_to_drain(now, self._pace, time.monotonic()) if phase is not Phase.CLOSING else None
             if name is None:
@@ -235,6 +214,16 @@ class Drainer:
             self._bring_home()
         if phase is Phase.CLOSING:
             tiers.release(self._paths, self._ring.held(), self._history.final)
+
+    def _read(self) -> bool:
+        """Read what is new in the ranks' journal. Returns whether there is anything."""
+        if self._tail is None:
+            past = fold_journal(self._paths.train_journal)
+            self._history, self._tail = past.history, JournalTail(self._paths.train_journal, past.reading)
+            return past.reading.lines > 0
+        new = self._tail.new()
+        fold(new, self._history)
+        return bool(new)
 
     def _bring_home(self) -> None:
         """Copy the final state of a complete run into the run directory, wherever else it is."""

@@ -11,17 +11,8 @@ from pathlib import Path
 from rollback.checkpoints import tiers
 from rollback.checkpoints.manifest import ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
+from rollback.facts import training as facts
 from rollback.facts.history import fold
-from rollback.facts.training import (
-    Attached,
-    Drained,
-    FinalStateLost,
-    Finished,
-    JournalEntry,
-    LeftDurableRing,
-    ScriptLeft,
-    Stopped,
-)
 from rollback.ring.drainer import lower_priority
 from rollback.ring.hosts import HostPart, Wanted, tidy
 from rollback.ring.in_run import copy_shard
@@ -54,6 +45,8 @@ class Helper:
         ring: str | None = None,
     ) -> None:
         self._paths, self._host, self._say, self._ring = paths, host, say, ring
+        self.waits = False
+        """Whether the ranks run on other hosts only: no part of a checkpoint is here then, and nothing is answered."""
         self._transport: Transport = transport or SharedDirectory(paths.nodes)
         self._tower = Watchtower(self._transport, paths.wanted.name, Wanted)
         self._beacon: Beacon[HostPart] | None = None
@@ -79,8 +72,11 @@ class Helper:
             if time.monotonic() - began > (patience if ended and self._met else _MOMENT):
                 return
             for record in tail.new():
-                if isinstance(record.fact, Attached | Finished | FinalStateLost | ScriptLeft | Stopped):
-                    ended = not isinstance(record.fact, Attached)
+                if isinstance(
+                    record.fact,
+                    facts.Attached | facts.Finished | facts.FinalStateLost | facts.ScriptLeft | facts.Stopped,
+                ):
+                    ended = not isinstance(record.fact, facts.Attached)
             time.sleep(_POLL)
 
     def close(self, *, over: bool, durable: Collection[str] = ()) -> None:
@@ -105,7 +101,7 @@ class Helper:
         with contextlib.suppress(OSError):
             self._transport.remove(self._paths.part(self._host).name)  # that of a process that was killed
         try:
-            while not self._ended.wait(_POLL):
+            while not self._ended.wait(_POLL + 3 * self._transport.pace):  # its news are not urgent
                 try:
                     self._turn()
                 except OSError as error:  # the run directory cannot be used; who fills the ring will say so, too
@@ -160,7 +156,7 @@ class Helper:
         files.rename(temporary, arriving / shard.file)
 
     def _wanted(self) -> Wanted | None:
-        wanted = self._tower.look().get(self._paths.wanted.name)
+        wanted = self._tower.look().get(self._paths.wanted.name) if not self.waits else None
         self._met |= wanted is not None
         return wanted
 
@@ -170,12 +166,12 @@ class Helper:
             beacon.put_out()
 
 
-def drained(records: Iterable[JournalEntry]) -> set[str]:
+def drained(records: Iterable[facts.JournalEntry]) -> set[str]:
     """Names of the checkpoints in the durable ring, according to the drainers' facts."""
     names: set[str] = set()
     for record in records:
-        if isinstance(record.fact, Drained):
+        if isinstance(record.fact, facts.Drained):
             names.add(record.fact.checkpoint)
-        elif isinstance(record.fact, LeftDurableRing):
+        elif isinstance(record.fact, facts.LeftDurableRing):
             names.discard(record.fact.checkpoint)
     return names

@@ -15,9 +15,9 @@ from rollback.checkpoints.direct import write_direct
 from rollback.checkpoints.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.hosts import Others
-from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.system.durable import open_regular, sync_directory, write_file
+from rollback.system.durable import open_regular
 
 
 class RingInRun:
@@ -55,16 +55,11 @@ class RingInRun:
                     if self._given_up.is_set():
                         raise RingUnavailable(f"copying {manifest.name} into {self.place}: its time was up")
                     copy_shard(directory / shard.file, arriving / shard.file, shard)
-            ring.require_sizes(manifest, arriving)  # others may have written some of them
-            write_file(arriving / MANIFEST, manifest.to_json())
-            sync_directory(arriving)
-            files.rename(arriving, self._paths.checkpoint(manifest.name))
+            ring.complete(self._paths, manifest, arriving)  # others may have written some of the shards
         except BaseException:
             with contextlib.suppress(OSError):
                 _remove(arriving)
             raise
-        sync_directory(self._paths.ring)
-        sync_directory(self._paths.root)
 
     def evict(self, name: str) -> None:
         """Remove a checkpoint; a pinned one stays."""

@@ -7,8 +7,9 @@ or is told to stop, the newest of all, from which the next start goes on.
 
 from __future__ import annotations
 
+import itertools
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from rollback.checkpoints.resume import of_present_timeline
@@ -17,6 +18,7 @@ from rollback.facts.history import History
 from rollback.rundir.paths import CheckpointName
 
 _SHARE = 20  # auto: draining takes at most one part in so many of the time
+_NEWEST = 256  # checkpoints, far more than a ring in memory or a run directory holds
 _SECONDS = {"s": 1.0, "m": 60.0, "h": 3600.0}
 
 
@@ -76,10 +78,16 @@ class Situation:
     ending: bool = False
     """The run ends, or is told to stop."""
 
+    @property
+    def considered(self) -> set[str]:
+        """The checkpoints that may be copied, or that others are compared with: not all that there have ever been."""
+        newest = itertools.islice(reversed(self.history.committed), _NEWEST)
+        return {*newest, *self.drained, *self.pinned}
+
 
 def next_to_drain(now: Situation, pace: DrainPace, clock: float) -> str | None:
     """The checkpoint to copy now; None: there is nothing to do yet. clock: monotonic seconds."""
-    present = of_present(now.history)
+    present = of_present(now.history, now.considered)
     open_ = [item for item in present if item.name not in now.drained and item.name not in now.lost]
     if now.ending and open_ and open_[-1] is present[-1]:
         return open_[-1].name
@@ -113,13 +121,15 @@ def to_evict(now: Situation, keep: int) -> list[tuple[str, str]]:
     """
     if now.history.pending is not None:
         return []
-    present = {item.name for item in of_present(now.history)}
+    present = {item.name for item in of_present(now.history, now.drained)}
     free = [name for name in now.drained if name not in now.pinned]
     discarded = {name for name in free if name in now.history.committed and name not in present}
     return choose_evictions(free, now.history.good, discarded, keep)
 
 
-def of_present(history: History) -> list[DrainCandidate]:
-    """Checkpoints of the present timeline, oldest first, including those that have left the local ring since."""
-    known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in history.committed.values()]
+def of_present(history: History, names: Iterable[str]) -> list[DrainCandidate]:
+    """Those of these checkpoints that are of the present timeline, oldest first, including those that have left the
+    local ring since."""
+    facts = [history.committed[name] for name in names if name in history.committed]
+    known = [DrainCandidate(fact.checkpoint, fact.step, fact.timeline) for fact in facts]
     return sorted(of_present_timeline(history, known), key=lambda item: item.seq)

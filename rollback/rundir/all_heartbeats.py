@@ -26,6 +26,6 @@ def read_all_heartbeats(paths: RunPaths) -> dict[int, Heartbeat]:
         with contextlib.suppress(OSError, ValueError):
             found |= parse_model(read_in_place(path), HostBeats).beats
     for rank, beat in read_heartbeats(paths.ranks).items():
-        if rank not in found or beat.attempt >= found[rank].attempt:
+        if rank not in found or (beat.attempt, beat.looked) >= (found[rank].attempt, found[rank].looked):
             found[rank] = beat
     return found

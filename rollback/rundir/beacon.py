@@ -30,6 +30,10 @@ from rollback.system.small_json import parse_model
 SILENT_AFTER = 20.0
 LIMIT = 1 << 20
 """Bytes of a record, at most."""
+_SIGNS, _READS = 200, 256
+"""Signs of life of all hosts in a second, and files that the leader reads, and as many that the followers do."""
+_POLL = 0.1  # seconds between two looks of a supervisor, of any number of hosts
+_SELDOM = 8.0  # seconds at most: two of them are less than SILENT_AFTER
 _ROOM = 1 << 14  # bytes that a file has from the start; one that needs more gets more, while the disk has some
 
 
@@ -42,6 +46,11 @@ class Transport(Protocol):
     @property
     def every(self) -> float:
         """Seconds between two signs of life."""
+        ...
+
+    @property
+    def pace(self) -> float:
+        """Seconds for which what was read is not read again."""
         ...
 
     def write(self, name: str, body: bytes) -> None:
@@ -58,12 +67,18 @@ class Transport(Protocol):
 
 
 class SharedDirectory:
-    """The transport by files in a directory that all hosts share."""
+    """The transport by files in a directory that all hosts share.
 
-    every = 1.0
+    hosts: how many take part. However many they are, all together visit some hundred files a second: a host shows signs
+    of life less often where there are many, and what is read again within `pace` seconds is what was read before. News
+    are written at once.
+    """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, hosts: int = 1) -> None:
         self._directory = directory
+        self.every = min(_SELDOM, max(1.0, hosts / _SIGNS))
+        self.pace = min(_SELDOM, max(0.0, hosts / _READS - _POLL))
+        self._last: dict[str, tuple[float, dict[str, bytes | None]]] = {}
 
     def write(self, name: str, body: bytes) -> None:
         try:
@@ -76,9 +91,18 @@ class SharedDirectory:
         files.unlink(self._directory / name)
 
     def read(self, pattern: str) -> dict[str, bytes | None]:
+        now = time.monotonic()
+        if pattern not in self._last or now - self._last[pattern][0] >= self.pace:
+            self._last[pattern] = now, self._read(pattern)
+        return self._last[pattern][1]
+
+    def _read(self, pattern: str) -> dict[str, bytes | None]:
         found: dict[str, bytes | None] = {}
-        # Listing the directory makes a network file system ask its server which files there are.
-        for path in sorted(self._directory.glob(pattern)) if self._directory.is_dir() else []:
+        paths = [self._directory / pattern]
+        if "*" in pattern:
+            # Listing the directory makes a network file system ask its server which files there are.
+            paths = sorted(self._directory.glob(pattern)) if self._directory.is_dir() else []
+        for path in paths:
             try:
                 found[path.name] = read_in_place(path)
             except OSError:
@@ -98,7 +122,7 @@ class Beacon(Generic[_Record]):
     """
 
     def __init__(self, transport: Transport, name: str, record: _Record, say: Callable[[str], None]) -> None:
-        self._transport, self._name, self._record, self._say = transport, name, record, say
+        self._transport, self._name, self.record, self._say = transport, name, record, say
         self._beat = 0
         self.failing = False
         self._guard = threading.Lock()
@@ -107,17 +131,13 @@ class Beacon(Generic[_Record]):
         self._thread = threading.Thread(target=self._keep_burning, name="rollback-beacon", daemon=True)
         self._thread.start()
 
-    @property
-    def record(self) -> _Record:
-        return self._record
-
     def show(self, **changes: object) -> None:
         """Write a new record at once."""
         with self._guard:
-            changed = self._record.model_copy(update=changes)
-            if changed == self._record:
+            changed = self.record.model_copy(update=changes)
+            if changed == self.record:
                 return
-            self._record = changed
+            self.record = changed
             self._write()
 
     def put_out(self, *, remove: bool = True) -> None:
@@ -134,7 +154,7 @@ class Beacon(Generic[_Record]):
 
     def _write(self) -> None:
         self._beat += 1
-        shown = self._record.model_copy(update={"beat": self._beat})
+        shown = self.record.model_copy(update={"beat": self._beat})
         try:
             self._transport.write(self._name, shown.model_dump_json().encode())
         except OSError as error:

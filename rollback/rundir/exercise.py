@@ -19,6 +19,7 @@ from typing import Literal, TypeVar
 
 from pydantic import BaseModel
 
+from rollback.rundir.paths import Below, NamedBelow
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model, sound_models
 
@@ -38,8 +39,6 @@ class _Written(BaseModel, frozen=True, extra="forbid"):
 
 
 class Exercise(_Written):
-    """One run of a drill."""
-
     run: str
     """The run directory that it is meant for."""
     steps: int
@@ -65,7 +64,6 @@ class Injected(_Written):
     batches: tuple[int, ...]
     """The positions that it affects."""
     what: str
-    """The fault in words."""
 
 
 class EndState(_Written):
@@ -81,23 +79,13 @@ class EndState(_Written):
 
 
 class Folder:
-    """The paths of one exercise's files."""
+    exercise = Below("exercise.json")
+    injected = NamedBelow("injected-{:05d}.json")
+    samples = NamedBelow("samples-{:05d}.jsonl")
+    end = NamedBelow("end-{:05d}.json")
 
     def __init__(self, root: Path) -> None:
         self.root = Path(os.path.realpath(root))
-
-    @property
-    def exercise(self) -> Path:
-        return self.root / "exercise.json"
-
-    def injected(self, rank: int) -> Path:
-        return self.root / f"injected-{rank:05d}.json"
-
-    def samples(self, rank: int) -> Path:
-        return self.root / f"samples-{rank:05d}.jsonl"
-
-    def end(self, rank: int) -> Path:
-        return self.root / f"end-{rank:05d}.json"
 
     def write(self, path: Path, note: _Written) -> None:
         """Write a file, durable on return: the writing process may be killed the next moment. Raises OSError."""

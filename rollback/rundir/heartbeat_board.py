@@ -46,7 +46,6 @@ class HeartbeatBoard:
         os.pwrite(self._fd, bytes(_CELL * _CELLS), 0)
 
     def read(self) -> dict[int, Heartbeat]:
-        """All heartbeats by rank."""
         found, whole = {}, os.pread(self._fd, _CELL * _CELLS, 0)
         for place in range(0, len(whole), _CELL):
             cell = whole[place : place + _CELL]

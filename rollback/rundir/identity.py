@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, Field
 
-from rollback.errors import RunDirectoryError, RunDoesNotFit
+from rollback.errors import RanksDoNotFit, RunDirectoryError, RunDoesNotFit
 from rollback.facts.training import Accepted
 from rollback.rundir import seal
 from rollback.rundir.paths import FORMAT, FORMATS, READS, RunPaths
@@ -122,7 +122,9 @@ def require_same_job(
     shown = "".join(f"\n  - {line}" for line in differences[:_SHOWN])
     more = f"\n  - and {len(differences) - _SHOWN} more" if len(differences) > _SHOWN else ""
     accepting_helps = not accept_data_change and not _compare(recorded, present, True)[1]
-    raise RunDoesNotFit(
+    as_many = present.model_copy(update={"world_size": recorded.world_size})
+    ranks_only = not _compare(recorded, as_many, accept_data_change)[1]
+    raise (RanksDoNotFit if ranks_only else RunDoesNotFit)(
         f"the run directory {paths.root} belongs to another job:{shown}{more}",
         hint="start this job with its own run directory (--run DIR), or start the recorded job; nothing was changed"
         + ("; --accept-data-change goes on with the changed data" if accepting_helps else ""),

@@ -8,24 +8,26 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from io import BytesIO
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
 from pydantic import ValidationError
+from pydantic_core import from_json
 
 from rollback.errors import JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import READ
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
+from rollback.rundir.journal_index import IndexedLines, Indexing, read_index, write_index
 from rollback.system import files
 from rollback.system.durable import append_line, open_regular, sync_directory
 from rollback.system.small_json import parse_json
 
-_GENESIS = "0" * 32
+GENESIS = "0" * 32
 _LIMIT = 1 << 30  # no journal of a sane run comes near it
 _LINE_LIMIT = 16 << 20
 _F = TypeVar("_F", bound=Fact)
@@ -47,6 +49,7 @@ class JournalContent:
     """The content of a journal file."""
 
     records: list[JournalEntry]
+    """All entries, or those from where the reader began."""
     sound_bytes: int
     """Size of the sound part."""
     torn_bytes: int
@@ -57,8 +60,19 @@ class JournalContent:
     `examine_journal` returns."""
     seals: int = 0
     """Number of sealed lines; where the key is there, the seals are verified."""
+    indexing: Indexing = field(default_factory=Indexing, repr=False, compare=False)
+    """The blocks of the index that hold, and those that it lacks."""
+    before: int = 0
+    """Number of lines before `records`."""
+
+    @property
+    def lines(self) -> int:
+        """Number of sound lines of the file."""
+        return self.before + len(self.records)
 
 
+_BESIDE_THE_FACT = ("chain", "seal")
+_validated = parse_fact.validator.validate_python  # a call less for each line
 _canonical = json.JSONEncoder(sort_keys=True, separators=(",", ":"), ensure_ascii=False, check_circular=False).encode
 
 
@@ -68,31 +82,41 @@ def _chain(previous: str, body: dict[str, Any]) -> str:
 
 
 def read_journal(path: Path) -> JournalContent:
-    """All entries of a journal; an absent file is an empty journal.
+    """All entries of a journal; an absent file is an empty journal. What its index vouches for is not verified again.
 
     Raises JournalDamaged where a line that is not the last is unreadable, out of sequence or breaks the chain, and
     RunDirectoryError where the file cannot be read.
     """
-    reading = examine_journal(path)
+    reading = _read(path, 0, 0, GENESIS, read_index(path))
     if reading.damage is not None:
         raise _damaged(path, reading.damage)
     return reading
 
 
+def read_journal_after(path: Path, index: Sequence[IndexedLines], known: int) -> JournalContent | None:
+    """As `read_journal`, without the entries of the first `known` blocks of the index; None if these do not hold."""
+    reading = _read(path, 0, 0, GENESIS, index, known)
+    if reading.damage is not None and len(reading.indexing.blocks) >= known:
+        raise _damaged(path, reading.damage)
+    return reading if len(reading.indexing.blocks) >= known else None
+
+
 def require_sealed(content: bytes, what: str) -> None:
     """Raise JournalDamaged unless each line of a journal, read elsewhere, bears the seal of the present key, if any."""
-    reading = _scan(BytesIO(content), 0, len(content), 0, _GENESIS, what)
+    reading = _scan(BytesIO(content), 0, len(content), 0, GENESIS, what)
     if seal.present() is not None and (reading.damage is not None or reading.torn_bytes):
         raise JournalDamaged(f"a line of the {what} journal is not what was written and sealed")
 
 
 class JournalTail:
-    """Reads a journal piece by piece while it grows. Each line is read once."""
+    """Reads a journal piece by piece while it grows. Each line is read once.
 
-    def __init__(self, path: Path) -> None:
+    after: what has been read of it already; None: nothing.
+    """
+
+    def __init__(self, path: Path, after: JournalContent | None = None) -> None:
         self._path = path
-        self._read = JournalContent([], 0, 0, _GENESIS)
-        self._lines = 0
+        self._read = after or JournalContent([], 0, 0, GENESIS)
 
     @property
     def seals(self) -> int:
@@ -107,10 +131,10 @@ class JournalTail:
     def new(self) -> list[JournalEntry]:
         """The entries after those of the last call. Raises as `read_journal`; also where the file has become shorter
         than the part already read, which no writer causes."""
-        self._read = _read(self._path, self._read.sound_bytes, self._lines, self._read.chain)
+        index = () if self._read.sound_bytes else read_index(self._path)
+        self._read = _read(self._path, self._read.sound_bytes, self._read.lines, self._read.chain, index)
         if self._read.damage is not None:
             raise _damaged(self._path, self._read.damage)
-        self._lines += len(self._read.records)
         return self._read.records
 
 
@@ -133,23 +157,27 @@ def _damaged(path: Path, damage: Damage) -> JournalDamaged:
 
 
 def examine_journal(path: Path) -> JournalContent:
-    """As `read_journal`, but the result describes a damaged line and holds all entries before it.
+    """As `read_journal`, but every line is verified, and the result describes a damaged line and holds all entries
+    before it.
 
     Raises RunDirectoryError where the file cannot be read, JournalDamaged where it cannot be a journal at all.
     """
-    return _read(path, 0, 0, _GENESIS)
+    return _read(path, 0, 0, GENESIS)
 
 
-def _read(path: Path, start: int, lines: int, chain: str) -> JournalContent:
+def _read(
+    path: Path, start: int, lines: int, chain: str, index: Sequence[IndexedLines] = (), known: int = 0
+) -> JournalContent:
     """The content of a journal from byte `start` on, after `lines` lines that end with `chain`; an absent file is
-    empty. Raises as `examine_journal`."""
+    empty. index: of the lines from the start on. known: number of its blocks whose entries are not wanted; if one of
+    these does not hold, the result lacks it, and means nothing. Raises as `examine_journal`."""
     try:
         with open_regular(path) as file:
             size = os.fstat(file.fileno()).st_size
             if not start <= size <= _LIMIT:
                 raise ValueError(f"{path} has {size} bytes; at least {start} and at most {_LIMIT} are believed")
             file.seek(start)
-            return _scan(file, start, size, lines, chain, path.stem)
+            return _scan(file, start, size, lines, chain, path.stem, index, known)
     except FileNotFoundError:
         if start == 0:
             return JournalContent([], 0, 0, chain)
@@ -160,11 +188,27 @@ def _read(path: Path, start: int, lines: int, chain: str) -> JournalContent:
         raise JournalDamaged(f"reading the journal: {error}") from error
 
 
-def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str) -> JournalContent:
+def _scan(
+    file: BinaryIO, start: int, size: int, lines: int, chain: str, what: str, index: Sequence[IndexedLines] = (),
+    known: int = 0,
+) -> JournalContent:  # fmt: skip
     """The entries from byte `start` up to `size`, line by line. what: which journal it is."""
     records: list[JournalEntry] = []
-    seals, key = 0, seal.present()
-    position = start
+    indexing = Indexing()
+    position, seals, key = start, 0, seal.present()
+    for number, block in enumerate(index):
+        text = file.read(block.bytes) if position + block.bytes <= size else b""
+        if hashlib.sha256(text).hexdigest() != block.sha256:
+            if number < known:
+                return JournalContent([], position, 0, chain, indexing=indexing)
+            break
+        if number < known:
+            lines += block.lines
+        else:
+            records += _entries(text, lines + len(records))
+        position, chain, seals = position + block.bytes, block.chain, seals + block.seals
+        indexing.keep(block)
+    file.seek(position)
     while position < size:
         line = file.readline(min(_LINE_LIMIT, size - position))
         last = position + len(line) >= size
@@ -172,62 +216,102 @@ def _scan(file: BinaryIO, start: int, size: int, lines: int, chain: str, what: s
         try:
             if not line.endswith(b"\n"):
                 raise ValueError("the line has no end" if last else f"it has more than {_LINE_LIMIT} bytes")
-            body, chain, stated = _parse(line, lines + len(records), chain)
+            body, stated = _parse(line, lines + len(records))
+            chain = _verified(body, chain)
             if key is not None and not key.is_on(what, chain, stated):
                 raise ValueError("its seal is missing, or not of this key")
-            record = _record(body, READ if line.isascii() and b"\\ud" not in line.lower() else None)
+            record = _record(body, _context(line))
         except ValueError as error:
             if last or not line:
-                return JournalContent(records, position, size - position, chain_before, seals=seals)
+                return JournalContent(records, position, size - position, chain_before, None, seals, indexing, lines)
             damage = Damage(lines + len(records) + 1, position, str(error))
-            return JournalContent(records, position, 0, chain_before, damage, seals)
+            return JournalContent(records, position, 0, chain_before, damage, seals, indexing, lines)
         records.append(record)
         seals += stated is not None
+        indexing.add(line, chain, sealed=stated is not None)
         position += len(line)
-    return JournalContent(records, position, 0, chain, seals=seals)
+    return JournalContent(records, position, 0, chain, None, seals, indexing, lines)
 
 
-def _parse(line: bytes, seq: int, chain: str) -> tuple[dict[str, Any], str, object]:
-    """The content of a line, its chain value and its seal (None: it has none). Raises ValueError."""
+def _entries(text: bytes, before: int) -> Iterator[JournalEntry]:
+    """The entries of lines that have been verified. before: the number of lines before them."""
+    context = _context(text)
+    for seq, line in enumerate(text.split(b"\n")[:-1], start=before):
+        try:
+            body = from_json(line)
+        except ValueError:  # a lone surrogate
+            body = parse_json(line)
+        if body["seq"] != seq:
+            raise ValueError(f"sequence number {body['seq']!r} where {seq} should stand")
+        for name in _BESIDE_THE_FACT:
+            body.pop(name, None)
+        yield _record(body, context)
+
+
+def _context(text: bytes) -> str | None:
+    """In which context the facts in it are validated: see `rollback.facts.fact`."""
+    return READ if text.isascii() and b"\\ud" not in text.lower() else None
+
+
+def _parse(line: bytes, seq: int) -> tuple[dict[str, Any], object]:
+    """The content of a line, and its seal (None: it has none). Raises ValueError."""
     body = parse_json(line)
     if not isinstance(body, dict):
         raise ValueError("not a JSON object")
-    stated, on_it = body.pop("chain", None), body.pop("seal", None)
+    on_it = body.pop("seal", None)
     if body.get("seq") != seq:
         raise ValueError(f"sequence number {body.get('seq')!r} where {seq} should stand")
+    return body, on_it
+
+
+def _verified(body: dict[str, Any], chain: str) -> str:
+    """The chain with this line, whose own statement of it leaves `body`. Raises ValueError where that is another."""
+    stated = body.pop("chain", None)
     expected = _chain(chain, body)
     if stated != expected:
         raise ValueError("the hash chain is broken")
-    return body, expected, on_it
+    return expected
 
 
 def _record(body: dict[str, Any], context: str | None) -> JournalEntry:
-    """Raises ValueError. context: see `rollback.facts.fact`."""
+    """The entry of a line with this content. Raises ValueError."""
     seq, at, attempt = body.pop("seq", None), body.pop("at", None), body.pop("attempt", None)
     if type(seq) is not int or type(attempt) is not int or type(at) is not str:
         raise ValueError("seq, at or attempt is missing, or not what it should be")
     try:
-        return JournalEntry(seq, at, attempt, parse_fact.validate_python(body, context=context))
+        return JournalEntry(seq, at, attempt, _validated(body, context=context))
     except ValidationError as error:
         first = error.errors()[0]
         raise ValueError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from error
 
 
+def journal_line(fact: Fact, seq: int, at: str, attempt: int, chain: str, what: str) -> tuple[bytes, str]:
+    """The line of a fact, sealed where there is a key, and the chain with it. chain: up to the line before. what: which
+    journal it is."""
+    body = {"seq": seq, "at": at, "attempt": attempt, **json.loads(fact.model_dump_json())}
+    chain = _chain(chain, body)
+    sealed = {"seal": key.of(what, chain)} if (key := seal.present()) else {}
+    line = json.dumps({**body, "chain": chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
+    return line.encode(), chain
+
+
 class Journal:
     """The writing end of a journal. One process holds it at a time: the caller's lock guarantees that.
 
-    Opening truncates a torn last line. Raises JournalDamaged or RunDirectoryError.
+    Opening truncates a torn last line. Raises JournalDamaged or RunDirectoryError. It keeps the journal's index too.
+
+    reading: the content, as just read by the same caller; None: it is read here.
     """
 
-    def __init__(self, path: Path, attempt: int) -> None:
+    def __init__(self, path: Path, attempt: int, reading: JournalContent | None = None) -> None:
         self.attempt = attempt
-        self._what = path.stem
-        reading = read_journal(path)
-        self.records = reading.records
+        self._path, self._what = path, path.stem
+        reading = reading or read_journal(path)
+        self._indexing = reading.indexing
         self.torn_bytes = reading.torn_bytes
         self._chain = reading.chain
-        self._next = len(reading.records)
-        self._backlog: list[bytes] = []
+        self._next = reading.lines
+        self._backlog: list[tuple[bytes, str]] = []
         hint = "check the permissions and free space of the run directory"
         with reporting(RunDirectoryError, f"opening the journal {path}", hint):
             files.make_directory(path.parent)
@@ -237,6 +321,8 @@ class Journal:
             os.fsync(self._fd)
             sync_directory(path.parent)
             sync_directory(path.parent.parent)
+        if self._indexing.blocks != read_index(path):
+            write_index(path, self._indexing.blocks)
 
     def append(self, fact: Fact) -> None:
         """Append a fact; it is on disk when this returns.
@@ -245,22 +331,22 @@ class Journal:
         a disk that was full for an hour costs no line.
         """
         at = datetime.now(timezone.utc).isoformat(timespec="milliseconds")
-        body = {"seq": self._next, "at": at, "attempt": self.attempt, **json.loads(fact.model_dump_json())}
-        self._chain = _chain(self._chain, body)
-        sealed = {"seal": key.of(self._what, self._chain)} if (key := seal.present()) else {}
-        line = json.dumps({**body, "chain": self._chain, **sealed}, ensure_ascii=True, separators=(",", ":")) + "\n"
-        record = JournalEntry(seq=self._next, at=at, attempt=self.attempt, fact=fact)  # type: ignore[arg-type]
+        line, self._chain = journal_line(fact, self._next, at, self.attempt, self._chain, self._what)
         self._next += 1
-        self.records.append(record)
-        self._backlog.append(line.encode())
+        self._backlog.append((line, self._chain))
         self.flush()
 
     def flush(self) -> None:
         """Write and sync the facts that earlier failures left in memory. Raises OSError."""
+        complete = False
         while self._backlog:
-            append_line(self._fd, self._backlog[0])
+            line, chain = self._backlog[0]
+            append_line(self._fd, line)
             del self._backlog[0]
+            complete |= self._indexing.add(line, chain, sealed=seal.present() is not None)
         os.fsync(self._fd)
+        if complete:
+            write_index(self._path, self._indexing.blocks)
 
     def close(self) -> None:
         os.close(self._fd)

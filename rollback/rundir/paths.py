@@ -5,9 +5,10 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 FORMAT = 4
 """What is written."""
@@ -55,14 +56,25 @@ MANIFEST = "manifest.json"
 WRITING = ".writing-"  # begins the name of a checkpoint in the making
 
 
-class _Below:
-    """A path of a run directory that needs nothing but its root."""
+class Below:
+    """A path below the `root` of its owner."""
 
-    def __init__(self, *parts: str) -> None:
-        self._parts = parts
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-    def __get__(self, run: RunPaths, kind: type[RunPaths]) -> Path:
-        return run.root.joinpath(*self._parts)
+    def __get__(self, owner: Any, kind: type) -> Path:
+        path: Path = owner.root / self._name
+        return path
+
+
+class NamedBelow:
+    """The same with names or numbers in it: a function of these."""
+
+    def __init__(self, pattern: str) -> None:
+        self._pattern = pattern
+
+    def __get__(self, owner: Any, kind: type) -> Callable[..., Path]:
+        return lambda *given: owner.root / self._pattern.format(*given)
 
 
 @dataclass(frozen=True)
@@ -72,51 +84,56 @@ class RunPaths:
     root: Path
     """The run directory with all links resolved: below it no link is followed (see `files`)."""
 
-    identity = _Below("run.json")
-    lock = _Below("lock")
-    holder = _Below("holder.json")
-    train_journal = _Below("journal", "train.jsonl")
-    supervisor_journal = _Below("journal", "supervisor.jsonl")
-    metrics = _Below("metrics", "train.jsonl")
-    ranks = _Below("ranks")
-    logs = _Below("logs")
-    skips = _Below("skips")
-    ring = _Below("ring")
-    quarantine = _Below("quarantine")
-    frozen = _Below("frozen")
-    fast_pointer = _Below("fast-tier.json")
-    nodes = _Below("nodes")
-    orders = _Below("nodes", "orders.json")
-    wanted = _Below("nodes", "wanted.json")
-    pins = _Below("pins")
-    requests = _Below("requests")
-    incidents = _Below("incidents")
-    saved_files = _Below("saved-files.jsonl")
-    record_elsewhere = _Below("record-elsewhere.json")
+    identity = Below("run.json")
+    lock = Below("lock")
+    holder = Below("holder.json")
+    train_journal = Below("journal/train.jsonl")
+    supervisor_journal = Below("journal/supervisor.jsonl")
+    metrics = Below("metrics/train.jsonl")
+    ranks = Below("ranks")
+    logs = Below("logs")
+    skips = Below("skips")
+    ring = Below("ring")
+    quarantine = Below("quarantine")
+    frozen = Below("frozen")
+    fast_pointer = Below("fast-tier.json")
+    nodes = Below("nodes")
+    orders = Below("nodes/orders.json")
+    wanted = Below("nodes/wanted.json")
+    pins = Below("pins")
+    requests = Below("requests")
+    incidents = Below("incidents")
+    saved_files = Below("saved-files.jsonl")
+    record_elsewhere = Below("record-elsewhere.json")
+
+    heartbeat = NamedBelow("ranks/rank-{:05d}.json")
+    draws = NamedBelow("draws/rank-{:05d}.bin")
+    failures = NamedBelow("failures/attempt-{:04d}")
+    failure = NamedBelow("failures/attempt-{:04d}/rank-{:05d}.json")
+    stacks = NamedBelow("stacks/attempt-{:04d}")
+    rank_stacks = NamedBelow("stacks/attempt-{:04d}/rank-{:05d}.txt")
+    attempt_logs = NamedBelow("logs/attempt-{:04d}")
+    rank_log = NamedBelow("logs/attempt-{:04d}/rank-{:05d}.{}")
+    torchrun_log = NamedBelow("logs/attempt-{:04d}/torchrun.{}")
+    skip_record = NamedBelow("skips/rank-{:05d}.jsonl")
+    checkpoint = NamedBelow("ring/{}")
+    writing = NamedBelow(f"ring/{WRITING}{{}}")
+    draining = NamedBelow("ring/.draining-{}")
+    evicting = NamedBelow("ring/.evicting-{}")
+    node = NamedBelow("nodes/{}.json")  # a node's name begins with `node-`
+    part = NamedBelow("nodes/part-{}.json")
+    node_lock = NamedBelow("nodes/{}.lock")
+    pin = NamedBelow("pins/{}")
+    request = NamedBelow("requests/{}.json")
+    incident = NamedBelow("incidents/{:04d}")
+    evidence = NamedBelow("incidents/{:04d}/rank-{:05d}.json")
+    incident_batch = NamedBelow("incidents/{:04d}/rank-{:05d}.safetensors")
 
     def __post_init__(self) -> None:
         with contextlib.suppress(OSError):  # the working directory is gone
             real = os.path.realpath(self.root)
             if real != os.path.abspath(self.root):
                 object.__setattr__(self, "root", Path(real))
-
-    def heartbeat(self, rank: int) -> Path:
-        return self.ranks / f"rank-{rank:05d}.json"
-
-    def draws(self, rank: int) -> Path:
-        return self.root / "draws" / f"rank-{rank:05d}.bin"
-
-    def failures(self, attempt: int) -> Path:
-        return self.root / "failures" / f"attempt-{attempt:04d}"
-
-    def failure(self, attempt: int, rank: int) -> Path:
-        return self.failures(attempt) / f"rank-{rank:05d}.json"
-
-    def stacks(self, attempt: int) -> Path:
-        return self.root / "stacks" / f"attempt-{attempt:04d}"
-
-    def rank_stacks(self, attempt: int, rank: int) -> Path:
-        return self.stacks(attempt) / f"rank-{rank:05d}.txt"
 
     def processes(self, attempt: int, node: str | None = None) -> Path:
         """node: the name of the node, in a job on many nodes."""
@@ -125,52 +142,3 @@ class RunPaths:
     def all_processes(self, attempt: int) -> list[Path]:
         """The existing files of all nodes."""
         return sorted(self.stacks(attempt).glob("processes*.json"))
-
-    def attempt_logs(self, attempt: int) -> Path:
-        return self.logs / f"attempt-{attempt:04d}"
-
-    def rank_log(self, attempt: int, rank: int, stream: Literal["out", "err"]) -> Path:
-        return self.attempt_logs(attempt) / f"rank-{rank:05d}.{stream}"
-
-    def torchrun_log(self, attempt: int, stream: Literal["out", "err"]) -> Path:
-        return self.attempt_logs(attempt) / f"torchrun.{stream}"
-
-    def skip_record(self, rank: int) -> Path:
-        return self.skips / f"rank-{rank:05d}.jsonl"
-
-    def checkpoint(self, name: str) -> Path:
-        return self.ring / name
-
-    def writing(self, name: str) -> Path:
-        return self.ring / f"{WRITING}{name}"
-
-    def draining(self, name: str) -> Path:
-        return self.ring / f".draining-{name}"
-
-    def evicting(self, name: str) -> Path:
-        return self.ring / f".evicting-{name}"
-
-    def node(self, name: str) -> Path:
-        """Report of a node; `name` begins with `node-`."""
-        return self.nodes / f"{name}.json"
-
-    def part(self, host: str) -> Path:
-        return self.nodes / f"part-{host}.json"
-
-    def node_lock(self, name: str) -> Path:
-        return self.nodes / f"{name}.lock"
-
-    def pin(self, name: str) -> Path:
-        return self.pins / name
-
-    def request(self, name: str) -> Path:
-        return self.requests / f"{name}.json"
-
-    def incident(self, number: int) -> Path:
-        return self.incidents / f"{number:04d}"
-
-    def evidence(self, incident: int, rank: int) -> Path:
-        return self.incident(incident) / f"rank-{rank:05d}.json"
-
-    def incident_batch(self, incident: int, rank: int) -> Path:
-        return self.incident(incident) / shard_name(rank)

@@ -39,10 +39,7 @@ _SETTLED_AFTER = 2.0
 
 
 class Request(BaseModel, frozen=True, extra="forbid"):
-    """Content of a request file."""
-
     order: Order
-    """The order."""
     to: int | None = Field(None, ge=0, lt=1 << 53)
     """The step to go back to (rewind)."""
     skip: Window | None = None
@@ -50,9 +47,7 @@ class Request(BaseModel, frozen=True, extra="forbid"):
     samples: tuple[Annotated[int, Field(ge=0, lt=1 << 53)], ...] = Field((), max_length=1000)
     """Data set indices to leave out from now on (quarantine), or no longer (release)."""
     who: str = Field(min_length=1, max_length=200)
-    """Who gave the order, for the record."""
     why: str = Field("", max_length=2000)
-    """The reason, for the record."""
     at: str = Field(max_length=40)
     launch: str | None = Field(None, max_length=200)
     """For a stop: the launch that is to stop, as in its holder.json. A late stop must not end the next launch."""

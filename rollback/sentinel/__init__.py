@@ -42,17 +42,27 @@ below that of an untrained model. The second and the third rule use this differe
 There, only a loss of 90 % of the progress counts. Patience is in steps: a log with a line every few steps needs one
 observation less, since no handful of bad batches covers so many steps.
 
-**Damage that no single step shows** has two rules of its own, with references that do not follow the change (`slow`):
+**Damage that no single step shows** has three rules of its own, with references that do not follow the change (`slow`):
 
 ``loss-drift``
     Three medians of 16 accepted losses in a row are above the lowest such median so far by 2.5 noise units and a
     fifth of the progress, and still rise. A shift steps up and then decays, so it does not rise.
+``loss-stays-high``
+    Four such medians in a row are above the lowest by 1.5 noise units and three tenths of what the loss had come down,
+    and do not fall; or an excursion of 64 observations is 2.8 noise units high and as much of the progress is lost. A
+    shift decays in that time; labels that are wrong from some point on stay wrong. The loss must have come down by 2.5
+    noise units, or there is no progress to lose.
 ``grad-norm-collapse``
     Over 10 observations the gradient norm is below half of what it was over the 32 before, while the loss is up by 1.5
     times its spread at that time: a dead plateau, without a gradient that could lower the loss.
 
 **Non-finite** values are called in their step, in every state (``nonfinite-loss``, ``nonfinite-grad-norm``). They enter
 no window. An infinite norm in a step that GradScaler skipped is routine.
+
+**Losses that measure no progress** (`objective`): adversarial objectives and reinforcement learning. Rules that rest on
+a level give advice there. Only non-finite values, losses far beyond all seen (``loss-beyond-seen``) and norms far
+beyond all seen (``grad-norm-beyond-seen``) are called. Such a loss is recognised by climbs that are large compared to
+the progress, or told.
 
 **Hints** explain a rise that begins with them (`machine.COMES_WITH_HINT`): only a loss that undoes three quarters of
 the progress is called then (``loss-beyond-start``), and a new level is accepted after 16 observations. A rise that
@@ -63,7 +73,7 @@ no excuse (`learning_rate_hint`), nor is the end of an epoch of less than 100 ob
 **Onset** is the first observation of the excursion, or of the raised observations (2 noise units) directly before it;
 for the slow rules, the onset is where the change began.
 
-**Presets** (`presets.PRESETS`) are the only setting. All other thresholds come from the data.
+**Presets** (`presets.PRESETS`) set the thresholds. All others come from the data.
 
 Cost: a few microseconds and a few kilobytes, whatever the length of the run. State is JSON. No clock, no randomness, no
 input or output: verdicts are a pure function of state and observation, so all ranks agree.

@@ -9,6 +9,7 @@ from enum import Enum
 from typing import Any
 
 from rollback.sentinel.presets import Preset
+from rollback.sentinel.slow import HAS_COME_DOWN, STAYS_LOST
 
 OPENS = 3.5
 """Height (noise units above the level) at which the loss alone begins an excursion."""
@@ -28,6 +29,8 @@ _LEAST_PROGRESS_IN_NOISE = 5.0  # less than this, and the share of it that is lo
 _SOLVED = 0.05  # share of the first losses below which ratios to the level no longer measure damage
 
 _FEWEST = 4  # two outliers in a row are common in noisy logs, four are not
+_LASTS = 64  # readings; before an excursion becomes the new level
+_LASTING = 16
 _HEIGHT_KEPT = 1e6  # sums must stay finite
 _HEIGHT_COUNTED = 50.0  # one monstrous value must not outweigh the others
 _NEARLY_BACK = 0.4  # of the highest reading
@@ -103,6 +106,8 @@ class ExcursionEvidence:
 
     count: int
     loss: float
+    least: float
+    """The lowest of the losses."""
     height: float
     lost: float
     support: float | None
@@ -130,6 +135,8 @@ class Excursion:
     """Height of the highest reading."""
     explained: bool = False
     """A hint came with its first readings."""
+    advised: bool = False
+    """It would have been called if the loss measured progress."""
     opening: list[float] = field(default_factory=list)
     """Norm heights of the first readings: the gradient norm rises early, and is back while the loss is still high."""
     recent: deque[MeasuredObservation] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
@@ -181,10 +188,30 @@ class Excursion:
         return ExcursionEvidence(
             count=needed,
             loss=sum(reading.loss / needed for reading in last),
+            least=min(reading.loss for reading in last),
             height=sum(min(reading.height, _HEIGHT_COUNTED) for reading in last) / needed,
             lost=(min(lost) + sum(lost) / needed) / 2,
             support=sum(opening) / len(opening) if opening else None,
             recovering=falling and last[-1].height < _NEARLY_BACK * self.highest and last[-1].lost < _LOST_IS_SUPPORT,
+        )
+
+    def lasting(self) -> ExcursionEvidence | None:
+        """Evidence from the last 16 readings if it has lasted for long and does not fall, else None."""
+        if self.count < _LASTS or self.lows:
+            return None
+        heights = [min(reading.height, _HEIGHT_COUNTED) for reading in self.recent]
+        before, now = heights[:_LASTING], heights[-_LASTING:]
+        last = list(self.recent)[-_LASTING:]
+        if sum(now) < sum(before):
+            return None
+        return ExcursionEvidence(
+            count=_LASTING,
+            loss=sum(reading.loss / _LASTING for reading in last),
+            least=min(reading.loss for reading in last),
+            height=sum(now) / _LASTING,
+            lost=sum(reading.lost for reading in last) / _LASTING,
+            support=None,
+            recovering=False,
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -230,6 +257,18 @@ def judge(evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Exc
     if found is None and evidence.support is not None and evidence.support > preset.support:
         found = _found("loss-and-grad-norm-high", evidence, scale, bar * preset.supported)
     return found or _found("loss-back-at-start", evidence, scale, bar * preset.supported, _LOST_IS_SUPPORT)
+
+
+def judge_lasting(
+    evidence: ExcursionEvidence, preset: Preset, scale: Scale, excuse: Excuse, start: float
+) -> Found | None:
+    """The rule by which an excursion is called because it stays. start: the typical first loss."""
+    came_down = start - scale.level
+    if excuse is Excuse.EXPLAINED or scale.solved or came_down <= HAS_COME_DOWN * scale.noise:
+        return None
+    bar = _BAR_WHILE_EXCUSED if excuse is Excuse.NEAR else 1.0
+    height = max(bar * preset.supported, STAYS_LOST * came_down / scale.noise)
+    return _found("loss-stays-high", evidence, scale, height)
 
 
 def stands_out_alone(reading: MeasuredObservation, preset: Preset, scale: Scale, *, excused: bool) -> Found | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale
 from rollback.sentinel.slow import Slow
 from rollback.sentinel.verdict import Blip, Kind, Verdict
@@ -41,6 +43,8 @@ def spike(
             f"{above}, {units}, and the gradient norm (logarithm) began {support:.1f} of its noise units up"
         ),
         "loss-back-at-start": f"{above}, {undone}",
+        "loss-stays-high": f"{above}, {units}, and it does not fall",
+        "loss-beyond-seen": f"{above}, far beyond all losses seen",
         "loss-beyond-start": f"{above}, {undone}: more than a new learning rate, resume or phase explains",
     }[found.rule]
     text = (
@@ -73,16 +77,28 @@ def stands_out(
     return Verdict(Kind.SPIKE, reading.step, reading.step, found.rule, witness, value, found.threshold, text, window)
 
 
+def norm_beyond(step: int, onset: int, log_norm: float, bound: float, window: tuple[float, ...]) -> Verdict:
+    """Gradient norms far beyond all that were seen."""
+    value, threshold = _exp(log_norm), _exp(bound)
+    text = f"the gradient norm is {value:.3g}, and the last five were above {threshold:.3g}: far beyond all norms seen"
+    return Verdict(Kind.SPIKE, step, onset, "grad-norm-beyond-seen", "grad_norm", value, threshold, text, window)
+
+
+def advice(verdict: Verdict, kind: Kind) -> Verdict:
+    """What a rule says that rests on a level, where the loss has none."""
+    text = f"{verdict.explanation}; not called, since this loss does not seem to measure progress"
+    return Verdict(kind, verdict.step, verdict.onset, verdict.rule, advice=text)
+
+
 def drift(step: int, found: Slow) -> Verdict:
     """A slow rise that is called now."""
+    rule, how = ("loss-stays-high", "stays up") if found.stays else ("loss-drift", "still rises")
     text = (
-        f"the loss has risen slowly since about step {found.onset} and still rises: the median of the last 16 accepted "
-        f"losses is {found.value:.6g}, the lowest such median was {found.reference:.6g}, and from "
-        f"{found.threshold:.6g} on a rise is called"
+        f"the loss has risen since about step {found.onset} and {how}: the median of the last 16 accepted losses is "
+        f"{found.value:.6g}, the lowest such median was {found.reference:.6g}, and from {found.threshold:.6g} on a "
+        "rise is called"
     )
-    return Verdict(
-        Kind.SPIKE, step, found.onset, "loss-drift", "loss", found.value, found.threshold, text, found.window
-    )
+    return Verdict(Kind.SPIKE, step, found.onset, rule, "loss", found.value, found.threshold, text, found.window)
 
 
 def collapse(step: int, found: Slow) -> Verdict:
@@ -102,6 +118,10 @@ def collapse(step: int, found: Slow) -> Verdict:
         text,
         found.window,
     )
+
+
+def _exp(logarithm: float) -> float:
+    return math.exp(min(logarithm, 700.0))
 
 
 def ended(excursion: Excursion, persisted: bool) -> Blip:

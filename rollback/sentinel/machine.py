@@ -6,10 +6,23 @@ import math
 from enum import Enum
 from typing import Any
 
+from rollback.config import Objective
 from rollback.errors import RunDoesNotFit, UsageError
 from rollback.sentinel import explain
 from rollback.sentinel.baseline import Baseline
-from rollback.sentinel.excursion import Excursion, Excuse, MeasuredObservation, Scale, judge, stands_out_alone
+from rollback.sentinel.excursion import (
+    LOW,
+    Excursion,
+    ExcursionEvidence,
+    Excuse,
+    Found,
+    MeasuredObservation,
+    Scale,
+    judge,
+    judge_lasting,
+    stands_out_alone,
+)
+from rollback.sentinel.objective import OBJECTIVES, Seen
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.slow import Collapse, Drift
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
@@ -66,6 +79,8 @@ COMES_BEFORE_HINT = 2
 """A log may note the cause a line later than its effect."""
 SHORTEST_EPOCH = 100
 """Shorter epochs excuse nothing: otherwise a large share of the run would be excused."""
+BEYOND_SEEN = ("loss-beyond-seen", "grad-norm-beyond-seen")
+"""The rules that call where the loss measures no progress."""
 NEW_REFERENCE = Hint.LR_CHANGED | Hint.RESUMED | Hint.ANNOUNCED
 """Hints after which the slow rules need a new reference. The end of an epoch is not one of them."""
 
@@ -73,9 +88,9 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 2
-_READ = (1, _SCHEMA)
-"""What is read: 1 knows less of the noise, and not with what an excursion began."""
+_SCHEMA = 3
+_READ = (1, 2, _SCHEMA)
+"""What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen."""
 
 
 class Sentinel:
@@ -85,9 +100,11 @@ class Sentinel:
     numbers, so all ranks reach the same verdict.
     """
 
-    def __init__(self, sensitivity: Sensitivity = "normal") -> None:
+    def __init__(self, sensitivity: Sensitivity = "normal", objective: Objective = "auto") -> None:
         if sensitivity not in PRESETS:
             raise UsageError(f"no sensitivity is called {sensitivity!r}", hint=f"one of {', '.join(PRESETS)}")
+        if objective not in OBJECTIVES:
+            raise UsageError(f"no objective is called {objective!r}", hint=f"one of {', '.join(OBJECTIVES)}")
         self.sensitivity = sensitivity
         self._preset = PRESETS[sensitivity]
         self._state = State.LEARNING
@@ -95,6 +112,7 @@ class Sentinel:
         self._norm = Baseline(tail_aware=False)
         self._drift = Drift(self._preset.drift)
         self._collapse = Collapse()
+        self._seen = Seen(objective)
         self._excursion: Excursion | None = None
         self._first_losses: list[float] = []
         self._rising_since: int | None = None
@@ -141,19 +159,26 @@ class Sentinel:
         if loss is None or skipped or not self._loss.ready or hints & NEW_REFERENCE:
             return None
         reading, scale = self._measure(step, loss, math.log(norm) if norm is not None and norm > 0 else None)
-        found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0)
+        if self._measures_progress():
+            found = stands_out_alone(reading, self._preset, scale, excused=self._excused > 0)
+        else:
+            bound = self._seen.loss_beyond(scale.noise)
+            found = Found("stands-out-loss", bound) if loss > bound else None
         return explain.stands_out(reading, found, scale, norm, self._loss.recent()) if found is not None else None
 
     def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
-        start = sorted(self._first_losses)[len(self._first_losses) // 2]
-        scale = Scale.of(self._loss.level(), self._loss.noise(), start)
+        scale = Scale.of(self._loss.level(), self._loss.noise(), self._start())
         return scale.read(step, loss, log_norm, self._norm_height(log_norm)), scale
 
     def _judge(self, step: int, loss: float, log_norm: float | None) -> Verdict:
         reading, scale = self._measure(step, loss, log_norm)
+        beyond = self._seen.norm_beyond(log_norm) if log_norm is not None else None
         if log_norm is not None:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
             stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
+            if beyond is not None and self._state is not State.CALLED and not self._measures_progress():
+                found = explain.norm_beyond(step, self._onset(step), log_norm, beyond, self._loss.recent())
+                return self._call(found, reading, scale)
             if stuck is not None and self._state is not State.CALLED:
                 return self._call(explain.collapse(step, stuck), reading, scale)
         if self._excursion is not None:
@@ -168,7 +193,7 @@ class Sentinel:
         """Nothing stands out: learn from the observation, and check the slow rules."""
         self._rising_since = self._onset(reading.step) if reading.height > _RISING else None
         self._accept(reading.loss, reading.log_norm)
-        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress)
+        drift = self._drift.update(reading.step, reading.loss, scale.noise, scale.progress, self._start())
         if drift is not None:
             return self._call(explain.drift(reading.step, drift), reading, scale)
         return Verdict(self._move(Event.CALM), reading.step)
@@ -183,16 +208,33 @@ class Sentinel:
             if excursion.lows:
                 self._accept(reading.loss, reading.log_norm)
             evidence = excursion.evidence(self._preset.patience)
-            found = judge(evidence, self._preset, scale, self._excuse(excursion)) if evidence else None
-            if evidence and found:
+            if evidence and (found := self._judged(evidence, excursion, scale)):
                 verdict = explain.spike(reading.step, excursion.onset, found, evidence, scale, self._loss.recent())
                 return self._call(verdict, reading, scale)
+            if (lasting := excursion.lasting()) and not excursion.advised:
+                found = judge_lasting(lasting, self._preset, scale, self._excuse(excursion), self._start())
+                if found is not None:
+                    verdict = explain.spike(reading.step, excursion.onset, found, lasting, scale, self._loss.recent())
+                    return self._call(verdict, reading, scale)
         if excursion.count >= self._persists_after(excursion):
             return self._end(Event.PERSISTED, excursion, reading, scale)
         return explain.watch(self._move(Event.HIGH), reading, excursion, scale)
 
+    def _judged(self, evidence: ExcursionEvidence, excursion: Excursion, scale: Scale) -> Found | None:
+        """The rule that holds. One that was advised is not said again."""
+        if not self._measures_progress() and evidence.least > (bound := self._seen.loss_beyond(scale.noise)):
+            return Found("loss-beyond-seen", bound)
+        return None if excursion.advised else judge(evidence, self._preset, scale, self._excuse(excursion))
+
     def _call(self, verdict: Verdict, reading: MeasuredObservation, scale: Scale) -> Verdict:
-        """Demand action, once: what follows belongs to the same incident."""
+        """Demand action, once: what follows belongs to the same incident.
+
+        Where the loss measures no progress, rules that rest on its level only give advice.
+        """
+        if verdict.rule not in BEYOND_SEEN and not self._measures_progress():
+            if self._excursion is not None:
+                self._excursion.advised = True
+            return explain.advice(verdict, self._move(Event.CALM if self._excursion is None else Event.HIGH))
         self._move(Event.CALL)
         if self._excursion is None:
             onset = verdict.onset if verdict.onset is not None else reading.step
@@ -203,6 +245,10 @@ class Sentinel:
         """The excursion is over. A called one is not reported again; one that was left alone is reported as a blip."""
         ended = explain.ended(excursion, event is Event.PERSISTED) if self._state is State.WATCHING else None
         self._excursion = self._rising_since = None
+        if self._state is State.WATCHING and event is Event.RECOVERED:
+            for high in excursion.recent:
+                if high.height > LOW:
+                    self._seen.update(high.loss, high.log_norm, self._loss.noise)
         if event is Event.PERSISTED:
             self._relearn(excursion)
         else:
@@ -218,7 +264,8 @@ class Sentinel:
             self._accept(reading.loss, reading.log_norm)
 
     def _persists_after(self, excursion: Excursion) -> int:
-        if self._state is State.WATCHING and excursion.explained and self._excused:
+        explained = excursion.advised or (excursion.explained and self._excused > 0)
+        if self._state is State.WATCHING and explained:
             return PERSISTS_WHEN_EXCUSED
         return PERSISTS_AFTER[self._state]
 
@@ -245,11 +292,19 @@ class Sentinel:
 
     def _begin_phase(self) -> None:
         """Another loss or other data may have any level: learn everything anew, the first losses included."""
+        self._seen.begin_phase(measured_progress=self._loss.ready and self._measures_progress())
         self._loss.begin_phase()
         self._norm.begin_phase()
         self._first_losses.clear()
         self._excursion = self._rising_since = None
         self._state = State.LEARNING
+
+    def _start(self) -> float:
+        return sorted(self._first_losses)[len(self._first_losses) // 2]
+
+    def _measures_progress(self) -> bool:
+        """Only once the loss's level is known."""
+        return self._seen.measures_progress(self._start(), self._loss.level(), self._loss.noise())
 
     def _move(self, event: Event) -> Kind:
         self._state, kind = TRANSITIONS[self._state, event]
@@ -270,6 +325,7 @@ class Sentinel:
         self._loss.accept(loss)
         if log_norm is not None:
             self._norm.accept(log_norm)
+        self._seen.update(loss, log_norm, lambda: self._loss.noise() if self._loss.ready else None)
         if len(self._first_losses) < _FIRST_LOSSES:
             self._first_losses.append(loss)
 
@@ -282,6 +338,7 @@ class Sentinel:
             "norm": self._norm.state_dict(),
             "drift": self._drift.state_dict(),
             "collapse": self._collapse.state_dict(),
+            "seen": self._seen.state_dict(),
             "excursion": self._excursion.state_dict() if self._excursion else None,
             "first_losses": list(self._first_losses),
             "rising_since": self._rising_since,
@@ -305,6 +362,7 @@ class Sentinel:
         self._norm.load_state_dict(state["norm"])
         self._drift.load_state_dict(state["drift"])
         self._collapse.load_state_dict(state["collapse"])
+        self._seen.load_state_dict(state.get("seen"))
         self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
         self._first_losses = list(state["first_losses"])
         self._rising_since = state["rising_since"]

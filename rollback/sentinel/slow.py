@@ -15,6 +15,12 @@ _BLOCKS_ABOVE = 3
 _BLOCKS_KEPT = 32
 _LEAST_RISE = 0.5  # in noise units, from the first to the last of the blocks above: a shift decays, a ramp does not
 _LEAST_PROGRESS_LOST = 0.2
+_BLOCKS_STAYING = 4
+_STAYS = 0.6  # of the margin: what neither rises nor falls for so long is no chance
+STAYS_LOST = 0.3
+"""Share of what the loss had come down by that a rise undoes which is called because it stays."""
+HAS_COME_DOWN = 2.5
+"""Noise units; a loss that has come down by less has nothing of which a share can be lost."""
 
 _NOW = 10
 _BEFORE = 32
@@ -36,13 +42,16 @@ class Slow:
     """For a drift, the lowest block; for a collapse, the rise of the loss."""
     window: tuple[float, ...]
     """For a drift, the medians of the blocks so far; for a collapse, the gradient norms that were compared."""
+    stays: bool = False
+    """The loss has risen and stays up, and does not rise on."""
 
 
 class Drift:
     """Compares medians of 16 accepted losses with the lowest such median so far.
 
     A drift is called when three blocks in a row are above the lowest by a margin that would be called in a single jump,
-    *and* they still rise. A healthy shift steps up and decays, so it fails the second test.
+    *and* they still rise. A healthy shift steps up and decays, so it fails the second test. Four blocks in a row may be
+    lower if they do not fall: a shift decays, but labels that are wrong from some point on go on to be wrong.
     """
 
     def __init__(self, margin: float) -> None:
@@ -59,10 +68,10 @@ class Drift:
         self._medians.clear()
         self._block.clear()
 
-    def update(self, step: int, loss: float, noise: float, progress: float) -> Slow | None:
+    def update(self, step: int, loss: float, noise: float, progress: float, start: float) -> Slow | None:
         """Add an accepted loss; return a finding when it completes a block that makes a drift.
 
-        noise: of the loss now. progress: the first loss minus the level, zero if the loss rose.
+        noise: of the loss now. progress: the first loss minus the level, zero if the loss rose. start: the first loss.
         """
         if not self._block:
             self._block_began = step
@@ -74,22 +83,29 @@ class Drift:
         self._block.clear()
         if self._lowest is None or median < self._lowest:
             self._lowest, self._noise_at_lowest = median, noise
-        return self._found(progress)
-
-    def _found(self, progress: float) -> Slow | None:
-        if self._lowest is None or len(self._medians) < _BLOCKS_ABOVE:
-            return None
-        last = [median for _, median in list(self._medians)[-_BLOCKS_ABOVE:]]
         margin = max(self._margin * self._noise_at_lowest, _LEAST_PROGRESS_LOST * progress)
-        if min(last) - self._lowest <= margin or last[-1] - last[0] <= _LEAST_RISE * self._noise_at_lowest:
-            return None
+        if self._above(_BLOCKS_ABOVE, margin, _LEAST_RISE * self._noise_at_lowest):
+            return self._found(margin)
+        came_down, stays = start - self._lowest, _STAYS * self._margin * self._noise_at_lowest
+        margin = max(stays, STAYS_LOST * came_down)
+        if came_down > HAS_COME_DOWN * self._noise_at_lowest and self._above(_BLOCKS_STAYING, margin, 0.0):
+            return self._found(margin, stays=True)
+        return None
+
+    def _above(self, count: int, margin: float, rise: float) -> bool:
+        """Whether the last `count` blocks are all above the lowest by more than `margin`, and rise by `rise`."""
+        last = [median for _, median in self._medians][-count:]
+        return len(last) == count and min(last) - (self._lowest or 0.0) > margin and last[-1] - last[0] >= rise
+
+    def _found(self, margin: float, *, stays: bool = False) -> Slow:
+        assert self._lowest is not None
         onset = self._medians[-1][0]
         for began, median in reversed(self._medians):
             if median - self._lowest <= margin / 3:
                 break
             onset = began
         window = tuple(median for _, median in self._medians)
-        found = Slow(onset, last[-1], self._lowest + margin, self._lowest, window)
+        found = Slow(onset, window[-1], self._lowest + margin, self._lowest, window, stays)
         self.restart()  # a further call needs a further rise
         return found
 

@@ -89,5 +89,7 @@ class Verdict:
     window: tuple[float, ...] = ()
     """The values that the observation was compared with, oldest first (spike and nonfinite only): the recent accepted
     losses, or what the explanation of a slow rule names."""
+    advice: str = ""
+    """What would have been called if the loss measured progress; empty otherwise."""
     ended: Blip | None = None
     """Set on the step at which an excursion ended without a call."""

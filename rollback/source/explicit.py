@@ -131,7 +131,10 @@ class _Script:
 
     def _made(self, scope: Scope, before: ast.For) -> dict[str, str]:
         """Names of model, optimizer, schedulers and scaler."""
-        optimizers = self._names(scope, before, lambda call: _last(call)[0].isupper() and _takes_parameters(call))
+        optimizers = self._names(
+            scope, before,
+            lambda call: _last(call)[0].isupper() and ".parameters()" in "".join(map(ast.unparse, call.args)),
+        )  # fmt: skip
         if len(optimizers) != 1:
             found = ", ".join(f"`{name}`" for name in optimizers) or "none"
             raise self._by_hand(before, f"has before it {len(optimizers)} optimizers made of .parameters() ({found})",
@@ -210,9 +213,7 @@ class _Script:
         numbers = range_of(epochs)
         assert numbers is not None
         match [*numbers.args]:
-            case [count]:
-                self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
-            case [ast.Constant(value=0), count]:
+            case [count] | [ast.Constant(value=0), count]:
                 self._instead.append((numbers, f"{guard}.epochs({ast.unparse(count)}{rehearse})"))
             case [ast.Constant(value=int(first)), last]:
                 match last:
@@ -262,10 +263,6 @@ def _indent(node: ast.stmt) -> str:
 
 def _last(call: ast.Call) -> str:
     return ast.unparse(call.func).rpartition(".")[2]
-
-
-def _takes_parameters(call: ast.Call) -> bool:
-    return ".parameters()" in "".join(map(ast.unparse, call.args))
 
 
 def _words(node: ast.AST) -> set[str]:

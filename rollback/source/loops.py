@@ -74,7 +74,6 @@ class ScriptLoops:
         return None
 
     def counters(self, batches: ast.For) -> list[OwnCounter]:
-        """Those of a loop over batches."""
         deciding = {
             name.id
             for node in ast.walk(batches)
@@ -84,13 +83,11 @@ class ScriptLoops:
         }
         found: dict[str, OwnCounter] = {}
         for node in ast.walk(batches):
-            if isinstance(node, ast.AugAssign) and isinstance(node.op, ast.Add) and _is_one(node.value):
-                name = ast.unparse(node.target)
-                found.setdefault(name, OwnCounter(name, node.lineno, name in deciding))
+            match node:
+                case ast.AugAssign(op=ast.Add(), value=ast.Constant(value=1)):
+                    name = ast.unparse(node.target)
+                    found.setdefault(name, OwnCounter(name, node.lineno, name in deciding))
         return list(found.values())
-
-    def functions(self, name: str) -> list[ast.FunctionDef | ast.AsyncFunctionDef]:
-        return self._functions.get(name, [])
 
     def _inside(self, loop: ast.For, loops: list[ast.For]) -> list[ast.For]:
         reached = set(map(id, self._reached(loop)))
@@ -179,7 +176,3 @@ def _is_call_of(node: ast.AST, name: str) -> bool:
 
 def _is_backward(node: ast.AST) -> bool:
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "backward"
-
-
-def _is_one(node: ast.AST) -> bool:
-    return isinstance(node, ast.Constant) and node.value == 1

@@ -10,15 +10,7 @@ from dataclasses import dataclass
 
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
-from rollback.facts.training import (
-    AttemptEnded,
-    AttemptStarted,
-    Hung,
-    RestartScheduled,
-    RunEnded,
-    Signalled,
-    StuckAtExit,
-)
+from rollback.facts import training as facts
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
@@ -47,8 +39,6 @@ _POLL = 0.1
 
 @dataclass(frozen=True)
 class LaunchOrder:
-    """The order to `rollback launch`."""
-
     paths: RunPaths
     job: LaunchedJob
     settings: Settings
@@ -60,6 +50,8 @@ class LaunchOrder:
     """How long the ranks may show no progress."""
     node_timeout: float = NODE_TIMEOUT
     """Seconds that the launch waits for missing nodes."""
+    spare_nodes: int = 0
+    """Nodes that wait for the place of another one."""
     preload: bool = True
     """Whether ranks are forked from a process that has imported torch (`rollback.agent.fork_server`)."""
     expects_guard: bool = False
@@ -97,19 +89,21 @@ class Attempts:
         self._nodes = nodes
         self._requests = StopRequests(order.paths)
         self._stop_signals: list[signal.Signals] = []
-        self._last_start: AttemptStarted | None = None
+        self._last_start: facts.AttemptStarted | None = None
         self._journal = TrainJournal(order.paths.train_journal)
         self._draining = Draining(order.paths, ledger, say, nodes.transport)
         self._salt = new_salt()
 
     def run(self, past: EarlierAttempts) -> Result:
-        self._last_start = past.last_start
-        if self._last_start is not None and self._last_start.salt is not None:
-            self._salt = self._last_start.salt
+        if (last := past.last_start) is not None:
+            self._last_start, self._salt = last, last.salt or self._salt
+            self._nodes.resume(last.nodes)
         self._host.end_leftovers(self._say)
-        best = furthest_step(self._paths, self._journal.records())
+        self._journal = TrainJournal(self._paths.train_journal, past.train)
+        best = furthest_step(self._paths, past.train.history.furthest)
         budget = Budget.full(self._order.restart_budget)
         attempt = past.last_attempt
+        self._ledger.attempt = max(attempt, 1)  # of what happens before the first attempt of this launch
         while True:
             attempt += 1
             if not self._gather(attempt):
@@ -119,9 +113,8 @@ class Attempts:
             if end != "failed" or first is None or first.rank == output.held_of:
                 output.release()  # the exception is itself the account
             if evidence.refusal is not None:
-                if evidence.attached:
-                    self._begin_record()
-                raise self._refused(evidence)
+                self._refuse(evidence)
+                continue
             if evidence.guarded:
                 self._begin_record()
             if end != "failed":
@@ -129,6 +122,7 @@ class Attempts:
             progressed = got_further(self._journal.records(attempt), evidence.step, best)
             best = max((step for step in (best, evidence.step) if step is not None), default=None)
             blamed = self._blame(first, attempt)
+            self._nodes.failed(first.rank if first is not None and not blamed else None, progressed=progressed)
             decision: Restart | GiveUp
             if evidence.guarded or evidence.hung is not None:
                 budget, decision = budget.after_failure(
@@ -141,7 +135,7 @@ class Attempts:
                 self._tell_failure(evidence, why)
                 return self._end(ExitCode.FAILED, f"{why}; {decision.reason}")
             self._ledger.note(
-                RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
+                facts.RestartScheduled(delay=decision.delay, budget_left=budget.left, reason=decision.reason),
             )
             when = f"in {decision.delay:.0f} s" if decision.delay else "at once"
             left = f"; {budget.left} of {budget.limit} restarts left" if evidence.guarded else ""
@@ -169,9 +163,9 @@ class Attempts:
             self._note_start(running)
             status, ended = self._watch(running)
         left = self._nodes.left(self._host.left(status, running))
-        if isinstance(ended, StuckAtExit):  # their work was complete: our kill is no failure
+        if isinstance(ended, facts.StuckAtExit):  # their work was complete: our kill is no failure
             left = left.model_copy(update={"status": 0, "failures": None})
-        hung = ended if isinstance(ended, Hung) else None
+        hung = ended if isinstance(ended, facts.Hung) else None
         self._hear_signals()
         told = bool(self._stop_signals)
         evidence = gather(self._paths, self._journal, attempt, left=left, told_to_stop=told, hung=hung)
@@ -181,7 +175,7 @@ class Attempts:
             self._ledger.note(last)
             self._say(last.in_words())
         self._ledger.note(
-            AttemptEnded(
+            facts.AttemptEnded(
                 status=left.status,
                 cause=cause(evidence, first),
                 step=evidence.step,
@@ -200,7 +194,7 @@ class Attempts:
     def _note_start(self, running: Running) -> None:
         """Journal the attempt, and say what differs from the last start."""
         job = self._order.job
-        started = AttemptStarted(
+        started = facts.AttemptStarted(
             command=redacted(running.command, job.secret_args), host=socket.gethostname(), pid=running.pid,
             nodes=self._nodes.names, job=fingerprint(job, self._order.settings, self._salt),
             **self._host.conditions(self._salt),
@@ -212,14 +206,14 @@ class Attempts:
             told = "; ".join(started.changed)
             self._say(f"attempt {running.attempt}: other than at the last start: {told}")
 
-    def _watch(self, running: Running) -> tuple[int, Hung | StuckAtExit | None]:
+    def _watch(self, running: Running) -> tuple[int, facts.Hung | facts.StuckAtExit | None]:
         """Watch until the attempt has ended on all nodes. Returns torchrun's status, and the hang, if there was one.
 
         This method ends the attempt if the grace is over, if the attempt failed on another node, or if the ranks hang.
         """
         deadline: float | None = None
         attached = False
-        ended: Hung | StuckAtExit | None = None
+        ended: facts.Hung | facts.StuckAtExit | None = None
         lookout = Lookout(self._paths, self._order.hang, running, self._nodes)
         while (move := self._nodes.move(running.poll())) != "settled":
             if not attached and self._journal.has_attached(running.attempt):
@@ -227,7 +221,7 @@ class Attempts:
                 self._nodes.attached()
                 self._begin_record()
             if self._ledger.opened:
-                self._draining.look(self._journal.records)
+                self._draining.look(lambda: self._journal.history)
             for name in self._hear_signals():
                 if deadline is None:
                     deadline = time.monotonic() + self._order.grace
@@ -247,7 +241,7 @@ class Attempts:
                 self._say(ended.in_words())
                 running.kill(b"h", hopeless=True)
             elif lookout.trains:
-                self._host.keep_spare()
+                self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
         status = running.poll()
@@ -256,18 +250,18 @@ class Attempts:
 
     def _hear_signals(self) -> list[str]:
         """The names of the stop signals since the last call, from here and from other nodes."""
-        facts = [Signalled(signal=signum.name) for signum in self._signals.take()]
-        facts += [Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
-        facts += [Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
-        for fact in facts:
+        noted = [facts.Signalled(signal=signum.name) for signum in self._signals.take()]
+        noted += [facts.Signalled(signal=f"rollback stop by {who}") for who in self._requests.take()]
+        noted += [facts.Signalled(signal=name, node=node) for node, name in self._nodes.signals()]
+        for fact in noted:
             self._ledger.note(fact)
-        self._stop_signals += [signal.Signals.__members__.get(fact.signal, signal.SIGTERM) for fact in facts]
-        return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in facts]
+        self._stop_signals += [signal.Signals.__members__.get(fact.signal, signal.SIGTERM) for fact in noted]
+        return [fact.signal if fact.node is None else f"{fact.signal} on {fact.node}" for fact in noted]
 
     def _begin_record(self) -> None:
         """The ranks did not refuse the job: from now on, facts and output go to the run directory."""
         self._ledger.open()
-        self._draining.follow(self._journal.records())
+        self._draining.follow(self._journal.history)
         self._host.output.keep()
 
     def _tell_failure(self, evidence: AttemptEvidence, account: str) -> None:
@@ -294,13 +288,19 @@ class Attempts:
             time.sleep(_POLL)
         return bool(self._stop_signals)
 
-    def _refused(self, evidence: AttemptEvidence) -> RollbackError:
-        """The ranks' refusal as an error. It is journalled only if this launch has a journal already."""
+    def _refuse(self, evidence: AttemptEvidence) -> None:
+        """Raise the ranks' refusal, unless the job would fit more nodes. It is journalled only if this launch has a
+        journal already."""
         assert evidence.refusal is not None
         error = evidence.refusal.as_error()
+        if evidence.refusal.ranks_only and self._nodes.wait_for_more():
+            self._say(f"{error.message}\nwaiting for more nodes, with which it fits")
+            return
+        if evidence.attached:
+            self._begin_record()
         if self._ledger.opened:
             self._end(error.exit_code, error.message)
-        return error
+        raise error
 
     def _finish(self, end: Ending, evidence: AttemptEvidence, first: FirstCause | None) -> Result:
         """End a run whose last attempt did not fail."""
@@ -323,7 +323,7 @@ class Attempts:
 
     def _end(self, exit_code: ExitCode, reason: str) -> Result:
         self._draining.finish(self._out_of_time)
-        self._ledger.note(RunEnded(exit_code=exit_code, reason=reason))
+        self._ledger.note(facts.RunEnded(exit_code=exit_code, reason=reason))
         self._draining.close()
         return Result(exit_code, reason, recorded=self._ledger.opened)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
+from rollback.rundir.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.identity import read_identity, require_key
 from rollback.rundir.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
@@ -20,12 +21,12 @@ from rollback.system.durable import read_small_file, temporary_of
 class EarlierAttempts:
     """The record of earlier attempts in a run directory."""
 
-    train: list[JournalEntry]
+    train: FoldedJournal
     supervisor: list[JournalEntry]
 
     @property
     def last_attempt(self) -> int:
-        return max((record.attempt for record in [*self.train, *self.supervisor]), default=0)
+        return max([self.train.history.last_attempt, *(record.attempt for record in self.supervisor)])
 
     @property
     def last_start(self) -> AttemptStarted | None:
@@ -42,9 +43,9 @@ def read_past(paths: RunPaths) -> EarlierAttempts:
     with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
         _require_run_directory(paths)
     read_identity(paths)
-    train, supervisor = read_journal(paths.train_journal), read_journal(paths.supervisor_journal)
-    require_key(paths, train.seals + supervisor.seals)
-    return EarlierAttempts(train.records, supervisor.records)
+    train, supervisor = fold_journal(paths.train_journal), read_journal(paths.supervisor_journal)
+    require_key(paths, train.reading.seals + supervisor.seals)
+    return EarlierAttempts(train, supervisor.records)
 
 
 def _require_access(paths: RunPaths) -> None:

@@ -17,7 +17,6 @@ from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
-from rollback.facts.history import fold
 from rollback.facts.training import Finished, RunEnded
 from rollback.instructions import MODULE
 from rollback.rundir.paths import RunPaths
@@ -76,11 +75,11 @@ def nothing_left(
 
 def _completed(paths: RunPaths, past: EarlierAttempts) -> Finished | None:
     """The end of a run that a supervisor saw; None where something happened after it, or a request is open."""
-    history = fold(past.train)
+    history = past.train.history
     last = past.supervisor[-1] if past.supervisor else None
     if last is None or not isinstance(last.fact, RunEnded) or last.fact.exit_code != 0 or history.final is None:
         return None
-    later = any(record.attempt > last.attempt for record in past.train)
+    later = history.last_attempt > last.attempt
     if later or not _is_there(paths.checkpoint(history.final)) or Inbox(paths, history.answers).open(now=True):
         return None
     return history.finished

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 
 from rollback.config import Settings
-from rollback.facts.training import Attached, JournalEntry
+from rollback.facts.history import History
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Transport
-from rollback.rundir.journal import last_fact, read_journal
+from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
 
@@ -53,23 +53,22 @@ class Draining:
         self._drainer: Drainer | None = None
         self._looked_at = 0.0
 
-    def follow(self, records: Iterable[JournalEntry]) -> None:
+    def follow(self, history: History) -> None:
         """Start the drainer once the ranks have attached and name a ring. More calls have no effect."""
         if self._drainer is not None:
             return
         self._looked_at = time.monotonic()
-        attached = last_fact(records, Attached)
-        if attached is None:
+        if not history.attached:
             return
-        settings = Settings.model_validate(attached.settings)
+        settings = Settings.model_validate(history.settings)
         self._drainer = drainer_for(self._paths, settings, self._ledger.note, self._say, self._transport)
         if self._drainer is not None:
             self._drainer.start()
 
-    def look(self, records: Callable[[], Iterable[JournalEntry]]) -> None:
+    def look(self, history: Callable[[], History]) -> None:
         """As `follow`, once a second: the ranks make the fast tier a moment after they have attached."""
         if self._drainer is None and time.monotonic() - self._looked_at > _LOOK_EVERY:
-            self.follow(records())
+            self.follow(history())
 
     def finish(self, out_of_time: Callable[[], bool]) -> None:
         """The ranks are gone: wait until their checkpoints are copied or cannot be copied, or until `out_of_time`."""

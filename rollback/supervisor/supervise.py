@@ -34,7 +34,7 @@ from rollback.supervisor.journal import SupervisorJournal
 from rollback.supervisor.nodes.follow import Follower
 from rollback.supervisor.nodes.lead import Leader, Nodes
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting, find_meeting
-from rollback.supervisor.nodes.membership import NodePlace, membership, place_among_nodes
+from rollback.supervisor.nodes.membership import NodePlace, command_of, membership, place_among_nodes
 from rollback.supervisor.nodes.protocol import RunResult
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.host import Host
@@ -49,7 +49,9 @@ def supervise(order: LaunchOrder, audience: Audience) -> Result:
     Raises RollbackError, with the run directory unchanged, where the directory cannot be used or the ranks refuse it;
     also where processes of an attempt cannot be ended.
     """
-    place = place_among_nodes(order.job.flags, order.node_timeout)
+    place = place_among_nodes(
+        order.job.flags, order.node_timeout, order.spare_nodes, command_of(order.job, order.settings)
+    )
     store = reach(order.settings.ring, writing=place is None)
     others = str(order.job.flags.get("signals-to-handle", ""))
     with tempfile.TemporaryDirectory(prefix="rollback-") as made, StopSignals(others) as signals:
@@ -84,7 +86,7 @@ def _take_part(
 ) -> Result:
     """One node of many: lead if no other node leads, else follow. A follower without a leader starts again here."""
     paths, ring = order.paths, order.settings.ring
-    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths))
+    follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most))
     while True:
         read_past(paths)
         try:
@@ -124,7 +126,7 @@ def _lead(
     """Decide about attempts, then release the run directory. store: the ring's URL, from which a run may be fetched."""
     ledger = SupervisorJournal(order.paths, say)
     try:
-        with _all_nodes(order.paths, place, say, meeting) as nodes:
+        with _all_nodes(order.paths, place, say, meeting, ledger) as nodes:
             verdict = RunResult(exit_code=ExitCode.FAILED, reason="the leading supervisor failed; its output says how")
             try:
                 if store is not None:
@@ -152,13 +154,17 @@ def _lead(
 
 @contextmanager
 def _all_nodes(
-    paths: RunPaths, place: NodePlace | None, say: Callable[[str], None], meeting: Meeting | None
+    paths: RunPaths,
+    place: NodePlace | None,
+    say: Callable[[str], None],
+    meeting: Meeting | None,
+    ledger: SupervisorJournal,
 ) -> Iterator[Nodes]:
     if place is None or meeting is None:
         yield Nodes()
         return
     with membership(paths, place):
-        yield Leader(paths, place, say, meeting)
+        yield Leader(paths, place, say, meeting, ledger.note)
 
 
 @contextmanager

@@ -8,8 +8,6 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class Mount:
-    """A file system."""
-
     point: str
     kind: str
     """Its type: `ext4`, `nfs4`, ..."""

@@ -16,12 +16,10 @@ def say(text: str) -> None:
 
 
 def line_for(text: str) -> str:
-    """The line that `say` writes."""
     return f"{_paint(_BOLD, 'rollback:')} {printable(text)}\n"
 
 
 def show_error(error: RollbackError) -> None:
-    """An error with what to do about it."""
     hint = f"\n  hint: {error.hint}" if error.hint else ""
     _write(f"{_paint(_RED, 'rollback: error:')} {printable(error.message + hint)}\n")
 

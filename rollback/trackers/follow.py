@@ -10,8 +10,13 @@ from rollback.rundir.identity import read_identity
 from rollback.rundir.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, MetricTail
-from rollback.trackers.story import Story, Tracker
+from rollback.trackers.story import Story
+from rollback.trackers.tensorboard import TensorBoard
+from rollback.trackers.wandb import WeightsAndBiases
 
+Tracker = TensorBoard | WeightsAndBiases
+"""Hears a run's story, in order. `metric` is a judged step: in a new leg, steps from it on that older legs had no
+longer count. Methods may raise OSError."""
 _EVERYTHING = 1 << 62
 _EVERY = 1.0  # seconds between two looks: the ranks write their metrics about as often
 

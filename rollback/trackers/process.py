@@ -14,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rollback.rundir.journal import read_journal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 
 _PATIENCE = 60.0  # seconds for the last of it to be written, or sent
@@ -27,8 +27,8 @@ def trackers_beside(run: Path, flags: Sequence[str], say: Callable[[str], None])
         yield
         return
     # Not those that are on record already: the launch that made them has told of them.
-    before = [record.attempt for record in read_journal(RunPaths(run).train_journal).records]
-    own = ["--until-eof", f"--after-attempt={max(before, default=0)}"]
+    before = fold_journal(RunPaths(run).train_journal).history.last_attempt
+    own = ["--until-eof", f"--after-attempt={before}"]
     command = [sys.executable, "-m", "rollback", "track", str(run), *own, *flags]
     with tempfile.TemporaryFile() as errors:
         # A session of its own: a Ctrl-C in the terminal is the supervisor's to act on.

@@ -8,9 +8,9 @@ incident ends its leg, so it is told after the leg's steps; passed-over batches 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
-from rollback.facts.training import Fact, Incident, JournalEntry, PassedOver, Planned, Restored
+from rollback.facts.training import Incident, JournalEntry, PassedOver, Planned, Restored
 from rollback.rundir.records import Metric
 
 
@@ -19,20 +19,6 @@ class Leg(NamedTuple):
 
     attempt: int
     timeline: int
-
-
-class Tracker(Protocol):
-    """Hears a run's story, in order. Methods may raise OSError."""
-
-    def metric(self, leg: Leg, metric: Metric) -> None:
-        """A judged step. In a new leg, steps from it on that older legs had no longer count."""
-
-    def fact(self, leg: Leg, fact: Fact) -> None:
-        """An incident, a plan, a restore, or batches that were passed over."""
-
-    def flush(self) -> None: ...
-
-    def close(self) -> None: ...
 
 
 _BEGINS, _STEPS, _ENDS = range(3)

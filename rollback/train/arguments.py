@@ -83,7 +83,7 @@ def whole_number(value: Any, what: str) -> int:
 
 def sentinel_for(settings: Settings) -> Sentinel:
     """The run's sentinel. Raises UsageError where probation is too short for the sentinel's patience."""
-    sentinel = Sentinel(settings.sensitivity)
+    sentinel = Sentinel(settings.sensitivity, settings.objective)
     if settings.probation <= sentinel.patience:
         raise UsageError(
             f"probation={settings.probation} is no longer than the sentinel's patience of {sentinel.patience} "

@@ -25,15 +25,10 @@ from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of
 from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
-from rollback.facts.history import History, fold
-from rollback.facts.training import (
-    Accepted,
-    Attached,
-    Blamed,
-    Evicted,
-    Quarantined,
-    entry_as_json,
-)
+from rollback.facts.fact import READ
+from rollback.facts.history import History, history_as_json
+from rollback.facts.training import Accepted, Attached, Blamed, Evicted, Quarantined
+from rollback.rundir.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -133,6 +128,8 @@ class FoundRun:
     """The data that the supervisor blames crashes on."""
     identity: Identity | None
     accepted: list[Accepted]
+    journal: FoldedJournal | None = None
+    """Rank 0: the ranks' journal, read once for the whole start."""
 
 
 def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings) -> tuple[FoundRun, RunLock | None]:
@@ -143,6 +140,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     """
     lock: RunLock | None = None
     body: dict[str, Any] = {}
+    journal: FoldedJournal | None = None
     accepted: list[Accepted] = []
     if ranks.first:
         try:
@@ -156,8 +154,10 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
             if (identity := read_identity(paths)) is not None:  # again: it may have been fetched
                 accept = settings.accept_data_change
                 accepted = require_same_job(paths, identity.job, job, accept_data_change=accept)
-            require_a_change(paths, settings)
-            body = {**_read(paths, identity), "accepted": [fact.model_dump(mode="json") for fact in accepted]}
+            journal = fold_journal(paths.train_journal, to_keep=True)
+            require_a_change(paths, settings, journal.history)
+            body = _read(paths, identity, journal.history)
+            body["accepted"] = [fact.model_dump(mode="json") for fact in accepted]
         except (RollbackError, OSError) as failure:
             error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
             body = {"error": type(error).__name__, "message": error.message, "hint": error.hint}
@@ -175,7 +175,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
     found = FoundRun(
         attempt=body["attempt"],
-        history=fold(entry_as_json.validate_python(record) for record in body["records"]),
+        history=history_as_json.validate_json(body["history"], context=READ),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],
@@ -185,6 +185,7 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
         blamed=[Blamed.model_validate(fact) for fact in body["blamed"]],
         identity=Identity.model_validate(body["identity"]) if body["identity"] else None,
         accepted=[Accepted.model_validate(fact) for fact in body["accepted"]],
+        journal=journal,
     )
     return found, lock
 
@@ -196,9 +197,7 @@ def _refused_by_disk(paths: RunPaths, error: OSError) -> RunDirectoryError:
     )
 
 
-def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
-    records = read_journal(paths.train_journal).records
-    last = max((record.attempt for record in records), default=0)
+def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[str, Any]:
     manifests, damaged = ring.manifests(paths)
     if identity is None and (manifests or damaged):
         raise RunDirectoryError(
@@ -206,8 +205,8 @@ def _read(paths: RunPaths, identity: Identity | None) -> dict[str, Any]:
             hint="restore run.json from a copy, or use another run directory",
         )
     return {
-        "attempt": int(os.environ.get(ENV_ATTEMPT) or last + 1),
-        "records": [json.loads(entry_as_json.dump_json(record)) for record in records],
+        "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
+        "history": history_as_json.dump_json(history).decode(),
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
         "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],
@@ -284,7 +283,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     if ranks.first:
         take_over_last_snapshot(paths, history, chosen, record)
     leave_out_what_is_new(history, found.blamed, settings, state.cursor.batch, record)
-    if chosen is not None and not any(isinstance(entry.fact, Attached) for entry in record.records):
+    if chosen is not None and ranks.first and not record.history.attached:
         record.advise_of(JOURNAL_GONE, [chosen.name])
     ranks_before = chosen.world_size if chosen and chosen.world_size != ranks.world_size else None
     record.note(
@@ -360,7 +359,7 @@ def _first_writes(paths: RunPaths, found: FoundRun, state: TrainingState, ranks:
             require_key(paths)
             identity = read_identity(paths)
             run_id = identity.run_id if identity else ""
-            record = Recorder(paths, found.attempt, first=True, advised=advised)
+            record = Recorder(paths, found.attempt, first=True, advised=advised, journal=found.journal)
         except (OSError, RollbackError) as error:
             fault = f"writing to the run directory {paths.root}: {error}"
     fault, run_id = ranks.from_first([fault, run_id])

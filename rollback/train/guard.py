@@ -28,16 +28,17 @@ from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
+from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
 from rollback.train.snapshots.draining import at_exit, end_draining
-from rollback.train.snapshots.last import LastSnapshot
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor
 from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.layers import Layers
 from rollback.train.updates.learning_rate import LoweredRate
 from rollback.train.updates.optimizer import Updates
 
@@ -105,7 +106,8 @@ class Guard(ScriptSide):
         run, state = self._run, self._state
         cursor, optimizer, objects = state.cursor, state.optimizer, state.objects
         stop, heartbeat = StopRequest(), HeartbeatWriter(run.paths, run.ranks, run.attempt, cursor)
-        updates, skips = Updates(optimizer, objects.get("scaler"), model), SkipList(run)
+        layers, skips = Layers(state.model), SkipList(run)
+        updates = Updates(optimizer, objects.get("scaler"), model, layers)
         self._batches = Batches(run, loader, cursor, skips)
         self._checkpoints = checkpoint_side(run, state, heartbeat.turn_to)
         manager, schedule = self._checkpoints.manager, self._checkpoints.schedule
@@ -113,7 +115,7 @@ class Guard(ScriptSide):
         pulse = Pulse(run.ranks, next((p.device for p in model.parameters()), torch.device("cpu")))
         self._judge = Judge(
             run, pulse, state.sentinel, state.finite, manager, self._checkpoints.snapshots, evidence, cursor.batch,
-            Advisor(state.model, optimizer), skips, max_steps,
+            Advisor(state.model, optimizer, layers), skips, max_steps,
         )  # fmt: skip
         self._lowered_rate = LoweredRate(optimizer, lambda: state.counters.step, run.history.lowered)
         prefetch = PrefetchWatch(model, optimizer, updates.telltale)
@@ -124,9 +126,10 @@ class Guard(ScriptSide):
         self._end = TrainingEnd(run, state, schedule, manager, self._judge, max_steps)
         self._last = LastSnapshot(
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
-            self._judge.foresee,
+            self._judge.foresee, updates.telltale,
+            lambda: self._step_in_progress.batches >= state.counters.batches_per_step,
         )  # fmt: skip
-        heartbeat.before_the_end(weak_hook(self._last.keep))
+        heartbeat.before_the_end(weak_hook(self._last.raised))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
@@ -235,7 +238,7 @@ class Guard(ScriptSide):
         if not self._run.leave():
             return
         if (raised := self._end.raised) is not None and not isinstance(raised, SystemExit):
-            self._last.keep(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
+            self._last.raised(f"rank {self._run.ranks.rank} raised {type(raised).__name__}")
         self._last.leave()
         step = self._step_in_progress
         if not step.heartbeat.raised:

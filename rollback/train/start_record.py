@@ -9,7 +9,7 @@ from rollback.checkpoints import end_marks, tiers
 from rollback.checkpoints.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
-from rollback.facts.history import History, fold
+from rollback.facts.history import History
 from rollback.facts.training import (
     THE_SUPERVISOR,
     Blamed,
@@ -20,19 +20,17 @@ from rollback.facts.training import (
     SkipAdded,
     Tier,
 )
-from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, sound_requests
 from rollback.train.comm.recorder import Recorder
 
 
-def require_a_change(paths: RunPaths, settings: Settings) -> None:
+def require_a_change(paths: RunPaths, settings: Settings, history: History) -> None:
     """Raise StoppedAsStructural, or NoUsableCheckpoint, where an incident stopped the run and nothing has changed.
 
     The run may go on with other deciding settings, after a request of an operator, or with `accept_structural`, which
     says that the change is in the script, the data or the machine.
     """
-    history = fold(read_journal(paths.train_journal).records)
     stopped = history.given_up
     if stopped is None or settings.accept_structural or settings.decides_otherwise(history.settings):
         return

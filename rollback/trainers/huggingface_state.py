@@ -8,13 +8,13 @@ from typing import Any
 
 from transformers.trainer_callback import ExportableState, TrainerCallback
 
-from rollback.train.comm.recorder import say
+from rollback.trainers.saved_files import rename_undone
 
 _STATE = (
-    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "log_history",
-    "best_metric", "best_global_step", "best_model_checkpoint",
+    "epoch", "global_step", "num_input_tokens_seen", "total_flos", "best_metric", "best_global_step",
+    "best_model_checkpoint",
 )  # fmt: skip
-"""Of TrainerState; what else it has follows from arguments."""
+"""Of TrainerState, with its `log_history`; what else it has follows from arguments."""
 _LOOP = ("_total_loss_scalar", "_globalstep_last_logged", "current_flos", "_total_train_tokens")
 """Of the Trainer; the last one TRL's trainers have. `_tr_loss` and `_metrics` (TRL) are put back in place."""
 
@@ -39,11 +39,13 @@ class LoopState:
         self._mark = mark
         self.moved = False
         self.last_update: tuple[Any, Any] = None, None
+        self._logs = _Logs()
 
     def state_dict(self) -> dict[str, Any]:
         trainer, state = self._trainer, self._trainer.state
         return {
             "state": {name: getattr(state, name) for name in _STATE if hasattr(state, name)},
+            "logs": self._logs.as_text(state.log_history),
             "stateful_callbacks": state.stateful_callbacks,
             "callbacks": [[type(item).__name__, item.state()["attributes"]] for item in self._exportable()],
             "loop": {name: getattr(trainer, name) for name in _LOOP if hasattr(trainer, name)},
@@ -56,6 +58,8 @@ class LoopState:
         trainer, state = self._trainer, self._trainer.state
         for name, value in kept["state"].items():
             setattr(state, name, value)
+        if "logs" in kept:  # else an earlier version has kept them in the state
+            state.log_history = [json.loads(row) for row in kept["logs"].splitlines()]
         for name in state.stateful_callbacks.keys() & kept["stateful_callbacks"].keys():
             state.stateful_callbacks[name] = kept["stateful_callbacks"][name]
         for item, (name, attributes) in zip(self._exportable(), kept["callbacks"], strict=False):
@@ -78,20 +82,37 @@ class LoopState:
         return [item for item in callbacks if isinstance(item, ExportableState) and item is not self._mark]
 
 
+class _Logs:
+    """What a Trainer has logged so far, as text: a row to a line.
+
+    The guard reads it at every step's end, and the rows of a long run are thousands. They only become more.
+    """
+
+    def __init__(self) -> None:
+        self._rows: list[dict[str, Any]] = []
+        self._known = 0
+        self._text = ""
+
+    def as_text(self, rows: list[dict[str, Any]]) -> str:
+        if rows is not self._rows or len(rows) < self._known:
+            self._rows, self._known, self._text = rows, 0, ""
+        if len(rows) > self._known:
+            self._text += "".join(f"{json.dumps(row, default=_in_json)}\n" for row in rows[self._known :])
+            self._known = len(rows)
+        return self._text
+
+
+def _in_json(value: Any) -> Any:
+    """A number of another library, or what people would read."""
+    return value.item() if getattr(value, "shape", None) == () else str(value)
+
+
 def _set_aside(output: Path, reached: int, mark: RunMark) -> None:
     """Rename what this run has saved of steps that are undone, so that nobody takes it for one of its checkpoints."""
     for folder in output.glob("checkpoint-*"):
         step = folder.name.removeprefix("checkpoint-")
-        if not step.isdecimal() or int(step) <= reached or not _has(folder, mark):
-            continue
-        taken = len(list(output.glob(f"undone-*{folder.name}")))
-        undone = output / f"undone-{f'{taken}-' if taken else ''}{folder.name}"
-        try:
-            folder.rename(undone)
-        except OSError as error:
-            say(f"{folder} is of steps that are undone, and cannot be renamed: {error}")
-            continue
-        say(f"{folder} is of steps that are undone: renamed to {undone.name}")
+        if step.isdecimal() and int(step) > reached and _has(folder, mark):
+            rename_undone(folder, "steps that are undone")
 
 
 def _has(folder: Path, mark: RunMark) -> bool:

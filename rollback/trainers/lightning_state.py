@@ -56,7 +56,11 @@ class FitState:
             "logged": {key: self._of_logged(item) for key, item in loop._results.items()},
             "metrics": {name: self._of_metric(item) for name, item in self._metrics()},
             "callbacks": [
-                [name, *(_packed(part, f"the state of {name}") for part in (item.state_dict(), _of_checkpoint(item)))]
+                [
+                    name,
+                    _packed(item.state_dict(), f"the state of {name}"),
+                    _packed(_attributes(item, _CHECKPOINT), f"the state of {name}"),
+                ]
                 for name, item in self._stateful()
             ],
             "rows": [rows.state_dict() for rows in self._rows] if trainer.is_global_zero else [],
@@ -154,10 +158,6 @@ class FitState:
 
     def _unpacked(self, value: Any) -> Any:
         return _unpacked(value, self._trainer.strategy.root_device)
-
-
-def _of_checkpoint(callback: Any) -> dict[str, Any]:
-    return _attributes(callback, _CHECKPOINT)
 
 
 def _attributes(item: Any, names: tuple[str, ...]) -> dict[str, Any]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.metadata
+import re
 from typing import Any
 
 from rollback.errors import RollbackError, UsageError
 from rollback.train import attach
-from rollback.trainers.versions import require_version
 
 _KNOWN = {
     ("transformers.trainer", "Trainer"): ("huggingface", "transformers", "accelerate"),
@@ -18,6 +18,12 @@ _KNOWN = {
 }
 """The class whose loop, or whose objects, a module of this room knows; that module, and the libraries that it stands
 on. A subclass is known by what it inherits."""
+SUPPORTED = {
+    "transformers": ("5.3", "6"), "accelerate": ("1.3", "2"), "lightning": ("2.6", "3"),
+    "pytorch-lightning": ("2.6", "3"), "torchtitan": ("0.3", "0.4"),
+}  # fmt: skip
+"""From the first of the two on, and below the second. transformers has `_run_epoch` since 5.3, and cannot do without
+what accelerate has since 1.3."""
 
 
 def protect(*given: Any, **settings: Any) -> Any:
@@ -57,3 +63,20 @@ def module_of(given: tuple[Any, ...]) -> Any:
         hint="it takes a Trainer of Hugging Face transformers, of Lightning or of torchtitan, or an Accelerator and "
         "what its prepare() returned; in a loop of your own make a rollback.Guard",
     )
+
+
+def require_version(library: str) -> None:
+    """Raises UsageError, with both numbers, where the installed version is not one that is supported."""
+    first, below = SUPPORTED[library]
+    installed = importlib.metadata.version(library)
+    if not _numbers(first) <= _numbers(installed) < _numbers(below):
+        raise UsageError(
+            f"rollback.protect knows the loop of {library} {first} and later, below {below}; installed is {installed}",
+            hint=f"pip install '{library}>={first},<{below}'",
+        )
+
+
+def _numbers(version: str) -> tuple[int, ...]:
+    """The numbers that it begins with: those of a version before its release are the release's own."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(int(number) for number in found[0].split(".")) if found else ()

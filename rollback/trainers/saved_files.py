@@ -39,7 +39,7 @@ class SavedFiles:
             file: step for file, step in self._read().items() if step > reached and os.path.dirname(file) in known
         }
         for file, step in undone.items():
-            _rename(Path(file), step)
+            rename_undone(Path(file), f"step {step}, which is undone")
         self._append([{"file": file, "step": 0} for file in undone])
 
     def _read(self) -> dict[str, int]:
@@ -71,14 +71,15 @@ class SavedFiles:
             say(f"{self._path}: {error}; files of steps that are undone may keep their names")
 
 
-def _rename(file: Path, step: int) -> None:
-    taken = len(list(file.parent.glob(f"undone-*{file.name}")))
-    undone = file.with_name(f"undone-{f'{taken}-' if taken else ''}{file.name}")
+def rename_undone(path: Path, of: str) -> None:
+    """Rename what was saved of steps that are undone, and say so, whatever becomes of it. of: which steps, in words."""
+    taken = len(list(path.parent.glob(f"undone-*{path.name}")))
+    undone = path.with_name(f"undone-{f'{taken}-' if taken else ''}{path.name}")
     try:
-        file.rename(undone)
+        path.rename(undone)
     except FileNotFoundError:
         return
     except OSError as error:
-        say(f"{file} is of step {step}, which is undone, and cannot be renamed: {error}")
+        say(f"{path} is of {of}, and cannot be renamed: {error}")
         return
-    say(f"{file} is of step {step}, which is undone: renamed to {undone.name}")
+    say(f"{path} is of {of}: renamed to {undone.name}")

@@ -238,7 +238,8 @@ def test_the_part_of_a_host_that_is_lost_is_with_nobody() -> None:
 @pytest.mark.parametrize("lost", ["nothing", "contents", "names"])
 def test_whoever_fills_the_ring_may_die_at_any_moment(run: Run, monkeypatch: pytest.MonkeyPatch, lost: str) -> None:
     """The other host goes on, and helps the successor. lost: with the power, of what was not synced."""
-    monkeypatch.setattr(beacon.SharedDirectory, "every", 1000.0)
+    monkeypatch.setattr(beacon, "_SIGNS", 0.001)  # one host shows signs of life every 1,000 s
+    monkeypatch.setattr(beacon, "_SELDOM", 1000.0)
     old, new = run.into_slots(0, 0), run.into_slots(1, 10)
     mortal = Mortal(monkeypatch)
     seen = set()

@@ -18,8 +18,8 @@ from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Drained, Fact
 from rollback.ring.drainer import Phase, drainer_for
 from rollback.ring.in_run import RingInRun
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.journal import SupervisorJournal
@@ -130,7 +130,7 @@ def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     run = RecordedRun(tmp_path / "run", monkeypatch)
     run.attach(0, 1, None, 0)
     draining = Draining(run.paths, SupervisorJournal(run.paths, print), print)
-    draining.follow(read_journal(run.paths.train_journal).records)
+    draining.follow(fold_journal(run.paths.train_journal).history)
     identity = read_identity(run.paths)
     assert identity is not None
     (tmp_path / "memory").mkdir()
@@ -139,7 +139,7 @@ def test_a_fast_tier_that_is_made_after_the_ranks_have_attached_is_drained_too(
     tiers.point_to_fast_tier(run.paths, tier)
     into_slot(tier, tmp_path / "source", 0, 0)
     run.commit(0.0, manifest_of(0, 0).name, 0)
-    draining.look(lambda: read_journal(run.paths.train_journal).records)
+    draining.look(lambda: fold_journal(run.paths.train_journal).history)
     draining.finish(lambda: False)
     draining.close()
     assert ring.names(run.paths) == [manifest_of(0, 0).name]

@@ -66,7 +66,7 @@ def offered(there: RemoteRing) -> list[str]:
 
 
 def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPaths, bucket: Bucket) -> None:
-    there, done, record = reaching(paths)
+    there, done, _ = reaching(paths)
     operations = len(bucket.operations)
     assert offered(there) == NAMES
     assert len(bucket.operations) == operations, "nobody asks a network to make a plan"
@@ -75,7 +75,7 @@ def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPath
     assert found == read_manifest(paths.checkpoint(NAMES[1]))
     assert whole(paths, NAMES[1])
     assert done == ["fetching", "rewinding"]
-    (fact,) = [line.fact for line in record.records if isinstance(line.fact, Fetched)]
+    (fact,) = [line.fact for line in read_journal(paths.train_journal).records if isinstance(line.fact, Fetched)]
     assert (fact.checkpoint, fact.step, fact.bytes) == (NAMES[1], 10, found.bytes)
 
 
@@ -83,7 +83,7 @@ def test_what_the_record_says_is_there_is_offered_and_comes_whole(paths: RunPath
 def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
     paths: RunPaths, bucket: Bucket, manner: Manner
 ) -> None:
-    there, _, record = reaching(paths)
+    there, _, _ = reaching(paths)
     bucket.fail(10**6, "once")
     there.fetch(NAMES[1])
     ring.evict(paths, NAMES[1])
@@ -98,7 +98,7 @@ def test_whatever_operation_fails_the_checkpoint_is_here_whole_or_not_at_all(
             found = "the process is no more"
         assert isinstance(found, Manifest) == (manner == "once"), f"operation {number}"
         assert ring.names(paths) == ([NAMES[1]] if manner == "once" else [])
-        assert not [line for line in record.records if isinstance(line.fact, Quarantined)]
+        assert not [line for line in read_journal(paths.train_journal).records if isinstance(line.fact, Quarantined)]
         if manner == "for ever":
             assert offered(there) == [], "the next one would have to be waited for just as long"
         bucket.heal()

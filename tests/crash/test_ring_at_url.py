@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,8 @@ from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.nodes import waiting
+from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 
 URL = "faulty://bucket/runs/one"
 NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]
@@ -87,6 +90,38 @@ def test_an_empty_machine_gets_the_record_and_the_newest_checkpoint(
     for path in (run.paths.identity, run.paths.train_journal, run.paths.pin(NAMES[0])):
         assert (new.root / path.relative_to(run.paths.root)).read_bytes() == path.read_bytes()
     assert bucket.listed == 0, "a listing may be out of date: everything is found by key"
+
+
+def test_a_spare_has_the_newest_checkpoint_and_no_other(
+    run: RecordedRun, bucket: Bucket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(waiting, "_EVERY", 0.01)
+    at_url, spare, said = opened(run.paths), RunPaths(tmp_path / "spare"), []
+    spare.root.mkdir()
+    ahead = FetchAhead(spare, URL, said.append)
+    try:
+        for name in NAMES:
+            put(at_url, run.paths, name)
+            until(lambda name=name: ring.names(spare) == [name])
+            assert whole(spare, name)
+        got, asked = [key for key in bucket.operations if ".safetensors" in key], len(bucket.operations)
+        until(lambda: len(bucket.operations) > asked + 4)
+        assert [key for key in bucket.operations if ".safetensors" in key] == got, "each checkpoint comes once"
+        shard = spare.checkpoint(NAMES[-1]) / "rank-00000.safetensors"
+        shard.unlink()
+        until(shard.exists)
+    finally:
+        ahead.close()
+    assert said == []
+    forget_fetched(spare)
+    assert ring.names(spare) == []
+
+
+def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
 
 
 def change(paths: RunPaths, told: list[str]) -> None:
@@ -349,7 +384,7 @@ def test_what_a_url_says_of_itself_is_not_believed(run: RecordedRun, bucket: Buc
 
     def signed(changed: dict[str, Any]) -> bytes:
         rest = {key: value for key, value in changed.items() if key != "check"}
-        return json.dumps({**rest, "check": indexes._check(rest)}).encode()
+        return json.dumps({**rest, "check": indexes.check_of(rest)}).encode()
 
     def index_with(**changes: Any) -> None:
         bucket.objects = {**sound, "runs/one/index-1.json": signed({**body, **changes})}

@@ -13,7 +13,7 @@ from faulty import Bucket, new_bucket
 from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import _check, read_manifest
+from rollback.checkpoints.manifest import check_of, read_manifest
 from rollback.errors import (
     CheckpointDamaged,
     JournalDamaged,
@@ -80,11 +80,11 @@ def forge(path: Path) -> None:
 def forged(manifest: bytes, **changes: Any) -> bytes:
     body = {**json.loads(manifest), **changes}
     body.pop("check")
-    return json.dumps({**body, "check": _check(body)}).encode()
+    return json.dumps({**body, "check": check_of(body)}).encode()
 
 
 def test_what_is_sealed_is_read_with_its_key(run: RecordedRun) -> None:
-    assert len(read_past(run.paths).train) == 5
+    assert read_past(run.paths).train.reading.lines == 5
     assert read_manifest(run.paths.checkpoint("c000001-s00000010")).step == 10
     for journal in check_integrity(run.paths.root).journals[:1]:
         assert (journal.seal, journal.broken) == ("verified", None)
@@ -154,7 +154,7 @@ def test_another_key_and_an_unsealed_run_are_refused(
         read_past(run.paths)
     monkeypatch.delenv(seal.ENV_SEAL)
     plain = RecordedRun(tmp_path / "plain", monkeypatch)
-    assert read_past(plain.paths).train == []
+    assert read_past(plain.paths).train.reading.records == []
     monkeypatch.setenv(seal.ENV_SEAL, str(new_key(tmp_path)))
     with pytest.raises(RunDoesNotFit, match="is not sealed"):
         read_past(plain.paths)

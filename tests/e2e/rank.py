@@ -90,6 +90,19 @@ def die_once() -> None:
         until_told()
 
 
+def die_if_faulty() -> None:
+    """The ranks of a node that is started with FAULTY in its environment die, in every attempt, as soon as the node of
+    that name has come."""
+    attach()
+    beat(7)
+    if "FAULTY" in os.environ:
+        while not PATHS.node(os.environ["FAULTY"]).exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGKILL)
+    if ATTEMPT < 3:
+        until_told()
+
+
 def lose_the_peer() -> None:
     """Rank 1 is killed in the first attempt, and rank 0 raises because of it, as a collective does."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which may come in the middle of the traceback
@@ -122,7 +135,7 @@ def train_until_the_next_one_waits() -> None:
     for step in range(1, 1500):
         beat(step)
         others = [child.pid for child in supervisor.children() if child.pid != torchrun]
-        if others and Path(f"/proc/{others[0]}/comm").read_text() == "spare\n":  # it is through with its imports
+        if others and Path(f"/proc/{others[0]}/comm").read_text() == "standby\n":  # it is through with its imports
             Path(os.environ["NOTES"], "waits").write_text(str(others[0]))
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(0.1)

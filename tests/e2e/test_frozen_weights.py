@@ -114,7 +114,7 @@ def write_as_format_3(path: Path) -> None:
     body = json.loads(path.read_text())
     del body["frozen"], body["check"]
     body["format"] = 3
-    path.write_text(json.dumps({**body, "check": manifests._check(body)}))
+    path.write_text(json.dumps({**body, "check": manifests.check_of(body)}))
 
 
 class OtherBase(Base):

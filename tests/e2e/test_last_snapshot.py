@@ -97,16 +97,14 @@ def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed:
     launched.require(undisturbed)
 
 
-def test_a_rank_that_dies_in_its_update_leaves_the_older_checkpoint(tmp_path: Path, undisturbed: Launched) -> None:
-    """All gradients were summed, so the other rank has gone on; what the dead one would have drawn is not known."""
+def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbed: Launched) -> None:
+    """All gradients were summed, so the other rank finishes the step. The dead one had told before what it knew."""
     launched = Launched(tmp_path, TOY, ends=[1, KILL, "update"])
     launched.finish()
-    assert launched.resumed_at == [0]
-    (outcome,) = launched.outcomes
-    assert outcome.checkpoint is None
-    assert outcome.steps_lost in (KILL, KILL + 1)
-    assert "step" in (outcome.why_not or "")
+    assert launched.resumed_at == [KILL + 1], launched.outcomes
     launched.require(undisturbed)
+    rows = [json.loads(line) for line in RunPaths(launched.run).metrics.read_text().splitlines()]
+    assert [row["step"] for row in rows] == list(range(50))
 
 
 @pytest.mark.soak
@@ -135,6 +133,21 @@ def test_whoever_started_the_ranks_is_killed_and_no_step_is_lost(
     if who == "supervisor":
         launched.finish()
     assert launched.resumed_at == [KILL], launched.outcomes
+    launched.require(undisturbed)
+
+
+@pytest.mark.soak
+def test_a_grace_that_is_too_short_for_the_step_in_progress_costs_no_step(
+    tmp_path: Path, undisturbed: Launched
+) -> None:
+    launched = Launched(tmp_path, TOY, shell=[1, KILL, f"kill -TERM $(cat {tmp_path}/pid); sleep 20"])
+    job = launched.start("--grace", "1")
+    (tmp_path / "pid").write_text(str(job.pid))
+    job.communicate(timeout=LIMIT)
+    (outcome,) = launched.outcomes
+    assert (outcome.step, outcome.reason) == (KILL, "the grace is over")
+    launched.finish()
+    assert launched.resumed_at == [KILL]
     launched.require(undisturbed)
 
 

@@ -49,12 +49,12 @@ class Nodes:
         self.port = _free_port()
         self.started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, node: int, behaviour: str, *flags: str) -> subprocess.Popen[bytes]:
+    def start(self, node: int, behaviour: str, *flags: str, **environment: str) -> subprocess.Popen[bytes]:
         command = [
             *LAUNCH, "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", f"127.0.0.1:{self.port}", "--run", str(self.run), *flags, str(RANK), behaviour,
         ]  # fmt: skip
-        environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1"}
+        environment = {**os.environ, "NOTES": str(self.folder), "NO_COLOR": "1", **environment}
         with open(self.folder / f"output-{node}", "ab") as output:
             process = WarmPopen(command, env=environment, stdout=output, stderr=output)
         self.started.append(process)

@@ -12,7 +12,7 @@ from attempts import Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
 
 from rollback.facts.training import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, rank_ends
@@ -57,7 +57,7 @@ class Supervised:
                 samples=tuple(record.unreadable or record.samples) if record else (),
             )
         )  # fmt: skip
-        found = blame(first, self.attempt, journal.records)
+        found = blame(first, self.attempt, read_journal(self.paths.supervisor_journal).records)
         if found is not None:
             journal.append(found)
         journal.close()

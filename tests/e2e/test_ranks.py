@@ -154,7 +154,7 @@ def test_a_restore_that_fails_twice_on_one_rank_sends_all_to_an_older_checkpoint
 def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp_path: Path) -> None:
     for rank in (0, 1):
         result = two.result("of one rank", rank)
-        assert result["error"] == "RunDoesNotFit"
+        assert result["error"] == "RanksDoNotFit"
         assert "the run has 1 ranks, this job 2" in result["message"]
     train(Toy(120), tmp_path / "alike")
     assert files(two.run("of one rank")).keys() == files(tmp_path / "alike").keys()

@@ -1,4 +1,5 @@
-"""Hosts that share nothing: each has a disk, a memory and a run directory of its own; there is a bucket."""
+"""Hosts of one job. They share nothing but a bucket: each has a disk, a memory and a run directory of its own. Or they
+share the run directory."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from hosts import CABLE, Host, hosts_on_a_switch
 from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
@@ -18,57 +20,77 @@ from rollback.config import ENV_FAST_TIER
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
-LIMIT = 180.0
+LIMIT = 600.0  # seconds; with all cores busy, a host takes minutes to start
 
 
 class Fleet:
-    """One job on hosts without a shared disk. The first host has the store of the rendezvous."""
+    """One job on hosts. The first host has the store of the rendezvous.
+
+    ring: the URL of the bucket. shared: the hosts share the run directory instead. spares: so many hosts wait. faulty:
+    `(node, batch)`: no rank on that host gets further than this batch.
+    """
 
     def __init__(
-        self, hosts: tuple[Host, ...], folder: Path, toy: Toy, ring: str | None = None, **more: object
+        self,
+        hosts: tuple[Host, ...],
+        folder: Path,
+        toy: Toy,
+        ring: str | None = None,
+        *,
+        shared: bool = False,
+        spares: int = 0,
+        faulty: tuple[int, int] | None = None,
+        **more: object,
     ) -> None:
-        self.hosts, self.folder, self.toy = hosts, folder, toy
+        self.hosts, self.folder, self.toy, self.shared, self.spares = hosts, folder, toy, shared, spares
+        self.ranks = len(hosts) - spares
         self.ring = ring or f"file://{folder}/bucket"
         self.scenarios = Scenarios(folder)
+        if faulty is not None:
+            more["faulty_host"] = [hosts[faulty[0]].name, faulty[1]]
         self.scenarios.add("job", toy, **more)
         self.environment: dict[str, str] = {}
 
     def run(self, node: int) -> RunPaths:
         """The run directory of a host."""
-        return RunPaths(self.folder / f"disk-{node}" / "run")
+        return RunPaths(self.folder / ("shared" if self.shared else f"disk-{node}") / "run")
 
     def launch(self, *nodes: int, flags: tuple[str, ...] = ()) -> None:
         """Start the job on some of the hosts; on all, if none are named."""
         for node in nodes or range(len(self.hosts)):
             command = [
-                *WARM_PYTHON, *LAUNCH[1:], "--nnodes", str(len(self.hosts)), "--node-rank", str(node), "--nproc", "1",
-                "--rdzv-endpoint", f"{self.hosts[0].address}:29400", "--ring", self.ring,
-                "--run", str(self.run(node).root), *flags, str(JOB), str(self.scenarios.path),
+                *WARM_PYTHON, *LAUNCH[1:], "--nnodes", str(self.ranks), "--node-rank", str(node), "--nproc", "1",
+                "--rdzv-endpoint", f"{self.hosts[0].address}:29400", *([] if self.shared else ["--ring", self.ring]),
+                "--spare-nodes", str(self.spares), "--run", str(self.run(node).root), *flags,
+                str(JOB), str(self.scenarios.path),
             ]  # fmt: skip
             environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto", "OMP_NUM_THREADS": "1"}
             with open(self.folder / f"output-{node}", "a") as output:
                 self.hosts[node].start(command, {**environment, **self.environment}, self.folder, output)
 
     def lose(self, node: int) -> None:
-        """Lose a host: its processes, its memory and its disk."""
+        """Lose a host: its processes, its memory, and its disk if it has one of its own."""
         self.hosts[node].lose()
+        if self.shared:
+            return
         shutil.rmtree(self.folder / f"disk-{node}", ignore_errors=True)
 
-    def wait(self) -> list[int]:
+    def wait(self, *nodes: int) -> list[int]:
+        """The exit codes of some of the hosts; of all, if none are named."""
         try:
-            return [host.wait(LIMIT) for host in self.hosts]
+            return [self.hosts[node].wait(LIMIT) for node in nodes or range(len(self.hosts))]
         except subprocess.TimeoutExpired as error:
             raise AssertionError(f"the job did not end\n{self.told()}") from error
 
     def reached(self, step: int, attempt: int = 1) -> bool:
-        """Whether every host's rank has shown this step in this attempt, or in a later one."""
-        beats = [
-            beat
+        """Whether every rank has shown this step in this attempt, or in a later one."""
+        ranks = {
+            rank
             for node in range(len(self.hosts))
-            for beat in read_heartbeats(self.run(node).ranks).values()
+            for rank, beat in read_heartbeats(self.run(node).ranks).items()
             if beat.attempt >= attempt and beat.step >= step
-        ]
-        return len(beats) >= len(self.hosts)
+        }
+        return len(ranks) == self.ranks
 
     def until(self, condition: Callable[[], object]) -> None:
         deadline = time.monotonic() + LIMIT
@@ -86,15 +108,15 @@ class Fleet:
         undisturbed = Scenarios(self.folder / "undisturbed")
         undisturbed.folder.mkdir()
         undisturbed.add("job", self.toy, **more)
-        undisturbed.torchrun(len(self.hosts))
-        for rank in range(len(self.hosts)):
+        undisturbed.torchrun(self.ranks)
+        for rank in range(self.ranks):
             require_same(self.scenarios.portrait("job", rank), undisturbed.portrait("job", rank), f"rank {rank}")
 
     def results(self) -> list[dict[str, object]]:
-        return [json.loads((self.folder / f"job-{rank}.json").read_text()) for rank in range(len(self.hosts))]
+        return [json.loads((self.folder / f"job-{rank}.json").read_text()) for rank in range(self.ranks)]
 
 
 @contextmanager
-def fleet_of(count: int, folder: Path, toy: Toy, ring: str | None = None, **more: object) -> Iterator[Fleet]:
+def fleet_of(count: int, folder: Path, toy: Toy, ring: str | None = None, **more: Any) -> Iterator[Fleet]:
     with hosts_on_a_switch(count) as hosts:
         yield Fleet(hosts, folder, toy, ring, **more)

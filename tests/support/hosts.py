@@ -8,11 +8,14 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+
+import psutil
 
 CABLE = "cable"  # the interface, on each host
 
@@ -61,6 +64,12 @@ class Host:
     @property
     def running(self) -> bool:
         return self._process is not None and self._process.poll() is None
+
+    def tell(self, number: signal.Signals) -> None:
+        """Send a signal to the program."""
+        assert self._process is not None
+        (program,) = psutil.Process(self._process.pid).children()
+        program.send_signal(number)
 
     def lose(self) -> None:
         """End all that runs on it, without a word."""

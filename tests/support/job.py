@@ -8,8 +8,11 @@ there a bit of a weight of that rank changes), `ask` (`[batch, request]`, or sev
 request there, see asking.py), `unreadable` (`[rank, checkpoint, times]`: so often that rank fails to read it when it
 is restored, see unreadable.py), `dies_in_restore` (`[rank, before | after]`: in the first attempt that rank is killed
 before or after it reads a state that is restored), `shell` (`[rank, batch, command]`, or several in a row: that rank
-runs the command there, in the first attempt), `ends` (`[rank, batch, raise | leave | update]`: there that rank raises,
-leaves by os._exit, or is killed within its update, in the first attempt), `slow` (seconds that each batch takes at
+runs the command there, in the first attempt), `ends` (`[rank, batch, raise | leave | update | assertion |
+memory]`: there that rank raises, leaves by os._exit, is killed within its update, breaks an assertion of the device's,
+or asks it for too much memory, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host
+is killed there, in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file
+exists), `slow` (seconds that each batch takes at
 least). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`. Consumed samples are
 logged to `<name>-<rank>.log`, over all attempts.
 """
@@ -20,6 +23,7 @@ import contextlib
 import errno
 import os
 import signal
+import socket
 import subprocess
 import time
 from functools import partial
@@ -50,7 +54,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
         with unreadable(*what) if reader == rank else contextlib.nullcontext():
-            return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, rank), log=log)}
+            return {"portrait": train(toy, Path(run) if run else None, hook=hook(scenario, toy, rank), log=log)}
     except SystemExit as end:
         return {"exit": end.code}
     except RollbackError as error:
@@ -59,7 +63,7 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
         vars(pipeline)["write_direct"] = write
 
 
-def hook(scenario: dict[str, Any], rank: int) -> Hook:
+def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
     def at_batch(guard: rollback.Guard | None, position: int) -> None:
         if scenario.get("signal", [])[:2] == [rank, position]:
             number, *attempt = scenario["signal"][2:]
@@ -67,9 +71,14 @@ def hook(scenario: dict[str, Any], rank: int) -> Hook:
                 os.kill(os.getpid(), number)
         if scenario.get("full_disk") == [rank, position]:
             vars(pipeline)["write_direct"] = refuse
+        if scenario.get("faulty_host") == [socket.gethostname(), position]:
+            os.kill(os.getpid(), signal.SIGKILL)
+        for batch, file in zip(*[iter(scenario.get("holds", []))] * 2, strict=True):
+            while position == batch and not os.path.exists(file):
+                time.sleep(0.02)
         time.sleep(scenario.get("slow", 0.0))
         if scenario.get("ends", [])[:2] == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
-            end(guard, scenario["ends"][2])
+            end(guard, scenario["ends"][2], toy.device)
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
@@ -93,11 +102,15 @@ def die(load: Any, moment: str, *given: Any) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def end(guard: rollback.Guard | None, how: str) -> None:
+def end(guard: rollback.Guard | None, how: str, device: str) -> None:
     if how == "raise":
         raise ArithmeticError("this rank raises")
     if how == "leave":
         os._exit(3)
+    if how == "assertion":
+        torch.arange(4, device=device)[torch.tensor([9], device=device)].tolist()
+    if how == "memory":
+        torch.empty(1 << 50, dtype=torch.uint8, device=device)
     assert guard is not None
     guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
 

@@ -20,18 +20,19 @@ _SLOW_DOWN = (
 
 
 class S3Server:
-    """`refuses`: given `METHOD PATH` of a request, whether it is answered with 503. `requests`: all of them."""
+    """host: the address at which it listens. `refuses`: given `METHOD PATH` of a request, whether it is answered with
+    503. `requests`: all of them."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         logging.getLogger("werkzeug").setLevel(logging.ERROR)
         self.refuses: Callable[[str], bool] = lambda request: False
         self.requests: list[str] = []
         self.refused = 0
         self._moto = DomainDispatcherApplication(create_backend_app)
-        self._server = make_server("127.0.0.1", 0, self._answer, threaded=True)
+        self._server = make_server(host, 0, self._answer, threaded=True)
         self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
         self._thread.start()
-        self.url = f"http://127.0.0.1:{self._server.port}"
+        self.url = f"http://{host}:{self._server.port}"
 
     def _answer(self, environment: dict[str, Any], start: Any) -> Iterable[bytes]:
         request = f"{environment['REQUEST_METHOD']} {environment['PATH_INFO']}"
@@ -51,11 +52,11 @@ class S3Server:
 
 
 @contextmanager
-def serving_s3(monkeypatch: pytest.MonkeyPatch, bucket: str) -> Iterator[S3Server]:
+def serving_s3(monkeypatch: pytest.MonkeyPatch, bucket: str, host: str = "127.0.0.1") -> Iterator[S3Server]:
     """A server with an empty bucket, and the environment by which fsspec finds it."""
     import s3fs
 
-    server = S3Server()
+    server = S3Server(host)
     try:
         urllib.request.urlopen(urllib.request.Request(f"{server.url}/moto-api/reset", method="POST")).close()
         for name, value in {

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+BACKEND = "TESTS_BACKEND"
+
 
 def perform_all(perform: Callable[[dict[str, Any], int, Path], dict[str, Any]]) -> None:
     """Perform the scenarios of the file that the command line names; each rank writes what `perform` returns.
@@ -20,7 +22,7 @@ def perform_all(perform: Callable[[dict[str, Any], int, Path], dict[str, Any]]) 
     scenarios = Path(sys.argv[1])
     rank = int(os.environ.get("RANK", "0"))
     if "MASTER_ADDR" in os.environ:
-        dist.init_process_group("gloo")
+        dist.init_process_group(os.environ.get(BACKEND, "gloo"))
     for scenario in json.loads(scenarios.read_text()):
         result = perform(scenario, rank, scenarios.parent)
         (scenarios.parent / f"{scenario['name']}-{rank}.json").write_text(json.dumps(result))

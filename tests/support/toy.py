@@ -92,6 +92,18 @@ class Toy:
     `tensor parallel`: over half the ranks, FSDP2 over the rest."""
     bucket_cap_mb: float | None = None
     """Of DistributedDataParallel."""
+    device: str = "cpu"
+    """`cpu`, or `cuda`: then with kernels that are deterministic."""
+    narrow: str | None = None
+    """What the forward computes in under autocast: `bfloat16`, `float16`."""
+    adamw: str | None = None
+    """`foreach`, `fused`."""
+    compiled: str | None = None
+    """The mode of torch.compile."""
+    recomputed: bool = False
+    """Activations are not kept but computed again in the backward."""
+    pinned: bool = False
+    """Batches lie in pinned memory."""
     patient: bool = True
     """Wait for the disk at each batch. A toy's step is shorter than a sync: which checkpoints there are would otherwise
     depend on the disk's speed, and with them what a rollback restores and skips."""
@@ -160,6 +172,9 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
     portrait covers attempts that were killed.
     """
     rank = dist.get_rank() if dist.is_initialized() else 0
+    if toy.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
     parts = _Parts(toy, rank)
     guard = None
     if run is not None:
@@ -219,9 +234,14 @@ class Base(nn.Module):
         return x + wide.reshape(len(x), 8, -1).mean(2)
 
 
-def shard(model: nn.Module, sharding: str) -> None:
-    """The linear layers each for itself, the rest with the root."""
+def recompute(model: nn.Module, *kinds: type[nn.Module]) -> None:
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import apply_activation_checkpointing
+
+    apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, kinds))
+
+
+def shard(model: nn.Module, sharding: str, device: str) -> None:
+    """The linear layers each for itself, the rest with the root."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     from torch.distributed.tensor import Replicate
@@ -231,11 +251,11 @@ def shard(model: nn.Module, sharding: str) -> None:
     kind, *with_ = sharding.split(", ")
     match kind:
         case "fsdp":
-            mesh = init_device_mesh("cpu", (ranks,))
+            mesh = init_device_mesh(device, (ranks,))
         case "hsdp":
-            mesh = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
+            mesh = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("replicas", "shards"))
         case _:
-            both = init_device_mesh("cpu", (2, ranks // 2), mesh_dim_names=("shards", "tensors"))
+            both = init_device_mesh(device, (2, ranks // 2), mesh_dim_names=("shards", "tensors"))
             plan = {
                 layers[0]: ColwiseParallel(output_layouts=Replicate()),
                 layers[-1]: RowwiseParallel(input_layouts=Replicate()),
@@ -248,7 +268,7 @@ def shard(model: nn.Module, sharding: str) -> None:
         "mesh": mesh, "reshard_after_forward": "gathered" not in with_, "offload_policy": offload,
     }  # fmt: skip
     if "recomputed" in with_:
-        apply_activation_checkpointing(model, check_fn=lambda part: isinstance(part, nn.Linear))
+        recompute(model, nn.Linear)
     for name in layers:
         of_layer: dict[str, Any] = {"mp_policy": narrow} if "mixed" in with_ else {}
         fully_shard(model.get_submodule(name), **options, **of_layer)
@@ -268,13 +288,20 @@ class _Parts:
             self.model = nn.Sequential(Level(toy.level), self.model)
         if toy.base is not None:
             self.model = nn.Sequential(Base(toy.base), self.model)
+        self.model.to(toy.device)
+        if toy.recomputed:
+            recompute(self.model, nn.Linear, nn.Dropout)
+        if toy.compiled is not None:
+            self.model = torch.compile(self.model, mode=toy.compiled)  # type: ignore[assignment]
         if toy.sharding is not None:
-            shard(self.model, toy.sharding)
+            shard(self.model, toy.sharding, toy.device)
         elif dist.is_initialized():
             self.model = DistributedDataParallel(self.model, bucket_cap_mb=toy.bucket_cap_mb)
-        self.optimizer = torch.optim.AdamW([p for p in self.model.parameters() if p.requires_grad], lr=1e-2)
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        how: dict[str, Any] = {toy.adamw: True} if toy.adamw is not None else {}
+        self.optimizer = torch.optim.AdamW(trained, lr=1e-2, **how)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, gamma=0.8 if toy.between else 0.998)
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=20) if toy.scaler else None
+        self.scaler = torch.amp.GradScaler(toy.device, init_scale=1024.0, growth_interval=20) if toy.scaler else None
         data = Samples(toy.samples - 40 * rank * toy.join, toy.augment, toy.poison)
         data.y[list(toy.bad)] = float("nan")
         self.sampler: DistributedSampler[Any] | None = None
@@ -297,7 +324,10 @@ class _Parts:
             case _:
                 Loader = DataLoader
         shuffle = toy.sampler == "random"
-        return Loader(data, batch_size=toy.batch_size, sampler=self.sampler, shuffle=shuffle, num_workers=toy.workers)
+        return Loader(
+            data, batch_size=toy.batch_size, sampler=self.sampler, shuffle=shuffle, num_workers=toy.workers,
+            pin_memory=toy.pinned,
+        )  # fmt: skip
 
 
 def _slice(data: Samples, start: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -362,6 +392,7 @@ class _Loop:
         if {*ids.tolist()} & {*toy.breaking}:
             raise ArithmeticError(f"the step at batch {position} broke")
         self.note(ids.tolist())
+        x, y = (each.to(toy.device, non_blocking=toy.pinned) for each in (x, y))
         y = self.spoil(y, position)
         if position in toy.nan_input and toy.nan_rank in (None, self.rank):
             x = x.clone()
@@ -373,7 +404,9 @@ class _Loop:
         alone = whole or toy.sharding is not None or not dist.is_initialized()
         quiet = contextlib.nullcontext() if alone else parts.model.no_sync()  # type: ignore[operator]
         with quiet:
-            loss = ((parts.model(x) - y) ** 2).mean() / toy.accumulate
+            with torch.autocast(toy.device, getattr(torch, toy.narrow)) if toy.narrow else contextlib.nullcontext():
+                seen = parts.model(x)
+            loss = ((seen.float() - y) ** 2).mean() / toy.accumulate
             if position in toy.overflow:
                 loss = loss * 1e38
             (parts.scaler.scale(loss) if parts.scaler is not None else loss).backward()
@@ -410,7 +443,7 @@ class _Loop:
     def evaluate(self) -> None:
         """Without eval(): dropout draws and the batch norm moves, so that what is left out or done twice shows."""
         with torch.no_grad():
-            self.parts.model(torch.randn(4, 8))
+            self.parts.model(torch.randn(4, 8, device=self.toy.device))
         random.random()
         np.random.rand()
 
@@ -437,6 +470,8 @@ class _Loop:
                 self.consumed[step].append([position, ids])
         version, words, gauss = random.getstate()
         drawn: dict[str, Any] = {"python": [version, list(words), gauss], "torch": torch.get_rng_state()}
+        if self.toy.device == "cuda":
+            drawn["cuda"] = torch.cuda.get_rng_state()
         drawn["numpy"] = [item.tolist() if isinstance(item, np.ndarray) else item for item in np.random.get_state()]
         return flat({
             "model": parts.model.state_dict(),
@@ -454,6 +489,7 @@ def flat(value: Any, path: str = "") -> dict[str, str]:
     """Every leaf of a state by its path, as a short text that differs if a bit does."""
     if isinstance(value, Tensor):
         value = getattr(value, "full_tensor", lambda: value)()  # of a sharded one, from all ranks
+        value = value.cpu()
         body = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
         digest = hashlib.sha256(body).hexdigest()[:12]
         return {path: f"{value.dtype}{list(value.shape)} {digest} {value.reshape(-1)[:3].tolist()}"}

@@ -64,6 +64,7 @@ def test_the_command_line_wins_over_the_script_and_leaves_the_rest_alone(
         ({"probation": 0}, "setting probation"),
         ({"horizon": "far"}, "setting horizon"),
         ({"sensitivity": "extreme"}, "setting sensitivity"),
+        ({"objective": "generative"}, "setting objective"),
         ({"policy": "brave"}, "setting policy"),
         ({"skip": [{"first": 5, "last": 2}]}, "setting skip.0"),
         ({"skip": [(5, 2)]}, "setting skip.0"),

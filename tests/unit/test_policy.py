@@ -232,32 +232,52 @@ def test_bad_batches_and_occasions(settings: dict[str, Any], story: list[tuple[A
 def test_no_window_makes_incidents_cost_more_than_they_may(
     settings: dict[str, Any], stream: DataStream, onset: int, allowed: bool
 ) -> None:
-    """What is not allowed is cut down to half of what is left, from the onset on."""
+    """Instead of what is not allowed, each update is screened."""
     answer = plan(incident(onset, onset + 3), None, RING, Settings(**settings), stream)
     assert answer.action == "rollback"
-    assert answer.skip is not None
-    assert (answer.skip.first == onset) == (not allowed)
-    assert answer.skip.last >= onset + 3
+    window = answer.skip if allowed else answer.screen
+    assert window is not None
+    assert (answer.skip is None) == (not allowed)
+    assert (window.first, window.last >= onset + 3) == (answer.batch, True)
     assert ("max_skipped" in answer.reason) == (not allowed)
 
 
 @pytest.mark.parametrize("policy", ["balanced", "surgical", "screen"])
-@pytest.mark.parametrize(("skipped", "action"), [(96, "rollback"), (97, "stop")])
-def test_where_the_narrowest_window_costs_too_much_the_run_stops(policy: str, skipped: int, action: str) -> None:
+@pytest.mark.parametrize(("skipped", "action"), [(99, "rollback"), (100, "stop")])
+def test_where_one_more_update_costs_too_much_the_run_stops(policy: str, skipped: int, action: str) -> None:
     stream = DataStream(skipped=(Window(first=0, last=skipped - 1),))
     answer = plan(incident(230, 233), None, RING, Settings(policy=policy, rewind=20, skip_after=20), stream)
     assert answer.action == action
     assert ("max_skipped (5%) allows 100: " in answer.reason) == (action == "stop")
 
 
-@pytest.mark.parametrize(("skipped", "window"), [(71, (360, 467)), (72, (440, 467))])
-def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, window: tuple[int, int]) -> None:
+def test_what_a_screen_has_let_through_is_not_screened_again_and_may_cost_too_much() -> None:
+    """It gets half of what is left, from the onset on; where not even the way to the detection is allowed, a stop."""
+    settings, spent = Settings(rewind=20, skip_after=20), DataStream(skipped=(Window(first=0, last=89),))
+    screened = plan(incident(230, 233), None, RING, settings, spent)
+    assert (screened.skip, screened.screen) == (None, Window(first=200, last=253))
+    again = plan(incident(235, 238), screened, RING, settings, spent)
+    assert (again.action, again.skip, again.screen, again.step) == ("rollback", Window(first=235, last=241), None, 150)
+    wider = plan(incident(235, 246), screened, RING, settings, spent)
+    assert (wider.action, wider.giving_up) == ("stop", "structural")
+
+
+@pytest.mark.parametrize(("restored", "screened"), [(47, False), (48, True)])
+def test_what_is_good_must_be_known_where_a_screen_stands_in_for_a_window(restored: int, screened: bool) -> None:
+    spent = DataStream(skipped=(Window(first=0, last=59),))
+    answer = plan(incident(60, 63), None, held(restored), Settings(rewind=0, skip_after=20), spent)
+    assert (answer.action, answer.screen is not None) == ("rollback", screened)
+    assert answer.skip == (None if screened else Window(first=60, last=71))
+
+
+@pytest.mark.parametrize(("skipped", "screened"), [(71, False), (72, True)])
+def test_what_one_first_answer_may_cost_is_told_in_batches(skipped: int, screened: bool) -> None:
     """80 updates of 2 batches and 20 batches more, 108 of which are this window."""
     answer = plan(
         incident(220, 223, batches_per_step=2), None, held(0, 180, batches_per_step=2), Settings(rewind=20),
         DataStream(2, skipped=(Window(first=0, last=skipped),)),
     )  # fmt: skip
-    assert answer.skip == Window(first=window[0], last=window[1]), answer.reason
+    assert (answer.screen if screened else answer.skip) == Window(first=360, last=467), answer.reason
 
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.booleans()), max_size=40), st.sampled_from(["0%", "5%", "30%"]))
@@ -270,9 +290,9 @@ def test_whatever_comes_incidents_cost_no_more_than_they_may(story: list[tuple[i
         answer = plan(incident(position, position, in_hand=in_hand), last, ring, settings, DataStream(skipped=windows))
         if answer.action == "stop":
             break
-        assert answer.skip is not None
-        skipped |= {*range(answer.skip.first, answer.skip.last + 1)}
-        last, position = answer, answer.skip.last + 1
+        window = answer.skip or Window(first=position, last=position)  # in a screen, what stands out costs itself
+        skipped |= {*range(window.first, window.last + 1)}
+        last, position = answer, window.last + 1
         assert len(skipped) <= max(100, float(most[:-1]) / 100 * position)
 
 

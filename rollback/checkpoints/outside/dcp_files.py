@@ -43,8 +43,6 @@ _PICKLE_LIMIT = 1 << 20  # bytes of a tensor's description
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a part is stored."""
-
     file: str
     offset: int
     length: int
@@ -59,6 +57,9 @@ class PartReader:
         self._start: int | None = None
         self._in_rows: memoryview | None = None
         """All of it, where it does not lie row by row."""
+
+    def mapped(self, name: str) -> None:
+        """They are in files alone."""
 
     def read_into(self, name: str, memory: memoryview, start: int | None = None) -> None:
         """As `ShardReader.read_into`. Raises CheckpointDamaged where there is no such tensor, and CheckpointUnreadable

@@ -35,7 +35,6 @@ class OutsideCheckpoint:
     path: Path
     layout: InitialLayout
     files: Sequence[Path]
-    """That have the tensors."""
     tensors: Mapping[str, StoredTensor]
     shards: Sequence[ShardReader] = field(default=())
 

@@ -15,22 +15,12 @@ was set back, an interval that ends before it begins costs nothing.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 
-from rollback.facts.training import (
-    Attached,
-    AttemptEnded,
-    Committed,
-    Finished,
-    Hung,
-    Incident,
-    JournalEntry,
-    Planned,
-    Restored,
-    Stopped,
-)
+from rollback.facts import training as facts
 
 
 @dataclass(frozen=True)
@@ -72,6 +62,7 @@ class Charged:
 
     def __init__(self) -> None:
         self._taken: list[tuple[float, float]] = []
+        """In order; none of them overlap or touch."""
 
     def charge(self, start: float | None, end: float | None) -> float | None:
         """Charge an interval. Returns the length of its part that was not charged before."""
@@ -79,17 +70,19 @@ class Charged:
             return None
         if end <= start:  # a clock was set back
             return 0.0
+        begin = bisect_left(self._taken, start, key=lambda taken: taken[1])
+        stop = bisect_right(self._taken, end, key=lambda taken: taken[0])
+        own = self._taken[begin:stop]
         free, position = 0.0, start
-        for first, last in sorted(self._taken):
-            if last > position and first < end:
-                free += max(0.0, first - position)
-                position = last
+        for first, last in own:
+            free += max(0.0, first - position)
+            position = last
         free += max(0.0, end - position)
-        self._taken.append((start, end))
+        self._taken[begin:stop] = [(min(start, own[0][0]), max(end, own[-1][1]))] if own else [(start, end)]
         return free
 
 
-def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
+def reckon(records: Sequence[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> Costs:
     """The costs of a run.
 
     records: in merged order. progress: by attempt, the timeline and step of its last judged step, from the metrics.
@@ -99,23 +92,24 @@ def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, in
     taken: dict[str, float] = {}  # when the run stood at a checkpoint
     began: float | None = None
     last_seen: dict[int, float] = {}  # by attempt
+    times: list[float] = []
     trained: int | None = None  # the last attempt that trained
     pending = False
     hung: dict[int, float] = {}  # when it was called, by attempt
     for record in records:
         at = seconds_since_epoch(record.at)
         match record.fact:
-            case Committed() as fact if at is not None:
+            case facts.Committed() as fact if at is not None:
                 taken.setdefault(fact.checkpoint, at - fact.seconds)
-            case Planned() as fact:
+            case facts.Planned() as fact:
                 pending = fact.goes_back
-            case Restored() as fact:
+            case facts.Restored() as fact:
                 pending = False
                 lost = charged.charge(taken.get(fact.checkpoint), at)
                 before = costs.restores.get(fact.incident, Price(0, 0.0))
                 seconds = None if before.seconds is None or lost is None else before.seconds + lost
                 costs.restores[fact.incident] = Price((before.steps or 0) + fact.steps_lost, seconds)
-            case Attached() as fact:
+            case facts.Attached() as fact:
                 if began is None:
                     began = at
                 if trained is not None:
@@ -130,14 +124,15 @@ def reckon(records: Sequence[JournalEntry], progress: Mapping[int, tuple[int, in
                 if fact.checkpoint and at is not None:
                     taken.setdefault(fact.checkpoint, at)
                 trained = record.attempt
-            case Hung() as fact if at is not None and 0 <= fact.silent < math.inf:
+            case facts.Hung() as fact if at is not None and 0 <= fact.silent < math.inf:
                 costs.seconds_hung += charged.charge(at - fact.silent, at) or 0.0
                 hung[record.attempt] = at
-            case AttemptEnded() if record.attempt in hung:
+            case facts.AttemptEnded() if record.attempt in hung:
                 costs.seconds_hung += charged.charge(hung[record.attempt], at) or 0.0
         if at is not None:
             last_seen[record.attempt] = at
-    costs.seconds = _wall(records)
+            times.append(at)
+    costs.seconds = max(times) - min(times) if times else None
     return costs
 
 
@@ -146,26 +141,28 @@ def rounded(seconds: float | None) -> float | None:
     return None if seconds is None else round(seconds, 3)
 
 
-def _reached(records: Iterable[JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
+def _reached(records: Iterable[facts.JournalEntry], progress: Mapping[int, tuple[int, int]]) -> dict[int, int]:
     """By attempt, the step in progress at its last sign of life."""
     reached: dict[int, int] = {}
     timelines: dict[int, int] = {}  # of attempts that planned to go back: the furthest step of such a one says nothing
     for record in records:
         match record.fact:
-            case Attached(step=step) | Restored(step=step):
+            case facts.Attached(step=step) | facts.Restored(step=step):
                 reached[record.attempt] = step
-            case Committed(step=step) | Incident(step=step) | Finished(step=step) | Stopped(step=step):
+            case (
+                facts.Committed(step=step)
+                | facts.Incident(step=step)
+                | facts.Finished(step=step)
+                | facts.Stopped(step=step)
+            ):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
-            case AttemptEnded(step=int(step)) if record.attempt not in progress or record.attempt not in timelines:
+            case facts.AttemptEnded(step=int(step)) if (
+                record.attempt not in progress or record.attempt not in timelines
+            ):
                 reached[record.attempt] = max(step, reached.get(record.attempt, 0))
-            case Planned() as fact:
+            case facts.Planned() as fact:
                 timelines[record.attempt] = fact.timeline
     for attempt, (timeline, step) in progress.items():
         if timeline >= timelines.get(attempt, 0):
             reached[attempt] = max(step + 1, reached.get(attempt, 0))
     return reached
-
-
-def _wall(records: Iterable[JournalEntry]) -> float | None:
-    times = [at for record in records if (at := seconds_since_epoch(record.at)) is not None]
-    return max(times) - min(times) if times else None

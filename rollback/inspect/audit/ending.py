@@ -4,53 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from rollback.facts.training import (
-    Attached,
-    AttemptEnded,
-    AttemptStarted,
-    FinalStateLost,
-    Finished,
-    JournalEntry,
-    RunEnded,
-    ScriptLeft,
-    Stopped,
-)
+from rollback.facts import training as facts
 from rollback.inspect.audit.report import Ended, Ending
 
 
-def ending_of(records: Iterable[JournalEntry]) -> Ending | None:
+def ending_of(records: Iterable[facts.JournalEntry]) -> Ending | None:
     """How the run ended; None: it is running, or its end is not on record."""
     ending: Ending | None = None
     for record in records:
         match record.fact:
-            case AttemptStarted() | Attached():
+            case facts.AttemptStarted() | facts.Attached():
                 ending = None
-            case Finished() as fact:  # of any pass; later facts show whether it was the last one
+            case facts.Finished() as fact:  # of any pass; later facts show whether it was the last one
                 ending = _said(record, "finished", fact.step, "the training loop ended")
-            case AttemptEnded() as fact if ending and ending.how == "finished":
+            case facts.AttemptEnded() as fact if ending and ending.how == "finished":
                 well = fact.status == 0 and fact.why is None
                 ending = ending.model_copy(update={"by_supervisor": True}) if well else None
-            case FinalStateLost() as fact:
+            case facts.FinalStateLost() as fact:
                 lost = f"the training loop ended, but its last {fact.steps} updates are in no checkpoint"
                 ending = _said(record, "gave_up", fact.step, lost)
-            case ScriptLeft() as fact:
+            case facts.ScriptLeft() as fact:
                 left = "the script left its loop over the guard before that had ended"
                 ending = _said(record, "gave_up", fact.step, left)
-            case Stopped() as fact:
+            case facts.Stopped() as fact:
                 ending = _said(record, fact.reason, fact.step, fact.account)
-            case RunEnded() as fact if ending:
+            case facts.RunEnded() as fact if ending:
                 ending = ending.model_copy(update={"exit_code": fact.exit_code, "by_supervisor": True})
-            case RunEnded() as fact:
+            case facts.RunEnded() as fact:
                 how: Ended = "gave_up" if fact.exit_code else "finished"
                 ending = Ending(
                     how=how, at=record.at, step=None, exit_code=fact.exit_code, by_supervisor=True, account=fact.reason
                 )
-            case _:
-                pass
     return ending
 
 
-def _said(record: JournalEntry, how: Ended, step: int, account: str) -> Ending:
+def _said(record: facts.JournalEntry, how: Ended, step: int, account: str) -> Ending:
     """An ending that only the ranks recorded."""
     return Ending(how=how, at=record.at, step=step, exit_code=None, by_supervisor=False, account=account)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import get_args
 
-from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor
+from rollback.inspect.audit.report import BatchFile, EvidenceEntry, LeadingTensor, said
 from rollback.rundir.evidence import Explosion, Norms, Origin, RankEvidence, Where
 from rollback.rundir.paths import shard_name
 
@@ -29,13 +29,12 @@ def put_together(seen: Mapping[int, RankEvidence], world_size: int | None) -> Ev
     everywhere = len(ranks) > 1 and len(ranks) == (world_size or len(seen))
     teller = seen[ranks[0] if ranks else min(seen)]
     norms = teller.gradients
-    kind = _worst(norms, teller)
+    kinds = {step.kind for step in teller.steps if step.step == teller.gradients_step}
+    kind = next((kind for kind in _KINDS if kind in kinds), None)
     leading = _leading(norms)
     return EvidenceEntry(
         began=_began(origin, ranks, everywhere) if origin else _large(kind, norms, teller, leading),
-        where=origin.where if origin else None,
-        step=origin.step if origin else None,
-        name=origin.name if origin else None,
+        **said(origin, "where", "step", "name"),
         ranks=[] if everywhere else ranks,
         explosion=kind,
         exploding={each: len(norms.exploding.get(each, ())) for each in _KINDS} if norms else {},
@@ -69,11 +68,6 @@ def _first(origins: Mapping[int, Origin]) -> list[int]:
     earliest = min(map(place, origins.values()))
     ranks = sorted(rank for rank, origin in origins.items() if place(origin) == earliest)
     return [rank for rank in ranks if origins[rank].local] or ranks
-
-
-def _worst(norms: Norms | None, teller: RankEvidence) -> Explosion | None:
-    told = {step.kind for step in teller.steps if step.step == teller.gradients_step}
-    return next((kind for kind in _KINDS if kind in told), None)
 
 
 def _leading(norms: Norms | None) -> list[LeadingTensor]:

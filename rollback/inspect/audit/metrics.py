@@ -57,7 +57,7 @@ def last_judged(metrics: Sequence[Metric], begun: JournalEntry | None, timeline:
         and (last.attempt < begun.attempt or last.timeline < timeline)
         and last.step >= begun.fact.step
     )
-    return LastJudged(**last.model_dump(exclude={"attempt", "timeline"}), undone=undone, batches=batches)
+    return LastJudged.of(last, undone=undone, batches=batches)
 
 
 def as_observed(loss: float | None, batches: int | None) -> str | None:

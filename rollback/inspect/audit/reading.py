@@ -20,20 +20,20 @@ from rollback.rundir.journal import read_journal
 from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_skipped
+from rollback.system.files import size_of
 
+_WITH_EVIDENCE = 500  # incidents
+_SKIPS = 32 << 20  # bytes of skip records that are read into memory
 _Line = TypeVar("_Line")
 
 
 @dataclass(frozen=True)
 class Material:
-    """What the audit reads of a run directory."""
-
     directory: str
     identity: Identity | None
     records: list[JournalEntry]
     """The facts of both journals in merged order."""
     skipped: dict[int, list[SkippedBatch]] = field(default_factory=dict)
-    """The skip records by rank."""
     progress: dict[int, tuple[int, int]] = field(default_factory=dict)
     """By attempt, the timeline and step of its last judged step."""
     notices: list[str] = field(default_factory=list)
@@ -41,11 +41,12 @@ class Material:
     evidence: dict[int, dict[int, RankEvidence]] = field(default_factory=dict)
     """The evidence of each incident, by rank."""
     metrics: MetricColumns | None = None
-    """All judged steps."""
+    """All judged steps; None: nobody asked for them."""
     last_metrics: list[Metric] = field(default_factory=list)
-    """The last few judged steps."""
     held: bool = False
     """Whether somebody holds the run directory, or was killed while holding it."""
+    skipped_left_out: bool = False
+    """Whether the skip records are too large to be read here."""
 
 
 def require_run_directory(root: Path) -> RunPaths:
@@ -74,37 +75,57 @@ def require_run_directory(root: Path) -> RunPaths:
     return paths
 
 
-def read_material(root: Path) -> Material:
-    """Read everything on record about a run.
+def read_material(root: Path, *, curve: bool = False) -> Material:
+    """Read everything on record about a run. curve: also all judged steps, which take much memory.
 
     Raises UsageError, RunDirectoryError, JournalDamaged, or RunDoesNotFit where another version of rollback wrote it.
     Damaged metrics and skip records become notices, since no run depends on them.
     """
     paths = require_run_directory(root)
     notices: list[str] = []
+    told: list[str] = []
+    metrics = _metrics(paths, told)  # before the facts, so that the memory for both is not needed at once
+    progress, kept = last_steps(metrics), metrics if curve else None
+    del metrics
     records = read_records(paths, notices)
     identity = read_identity(paths)
     if identity is None:
         notices.append("there is no run.json: the ranks never agreed to start, or it was removed")
-    skipped = {
-        rank: list(readable(paths.skip_record(rank), read_skipped, notices))
-        for rank in sorted(ranks_with_skips(paths, notices))
-    }
-    metrics = _metrics(paths, notices)
+    skipped, left_out = _skipped(paths, notices)
+    notices += told
     incidents = [record.fact.incident for record in records if isinstance(record.fact, Incident)]
-    evidence = {number: _evidence(paths, number, notices) for number in incidents}
+    if len(incidents) > _WITH_EVIDENCE:
+        notices.append(
+            f"of {len(incidents):,} incidents, the evidence of the last {_WITH_EVIDENCE} is read; that of others is "
+            f"in {paths.incidents}"
+        )
+    evidence = {number: _evidence(paths, number, notices) for number in incidents[-_WITH_EVIDENCE:]}
     return Material(
         str(root),
         identity,
         records,
         skipped,
-        last_steps(metrics),
+        progress,
         notices,
         evidence,
-        metrics,
+        kept,
         read_last_metrics(paths),
         paths.holder.exists(),
+        left_out,
     )
+
+
+def _skipped(paths: RunPaths, notices: list[str]) -> tuple[dict[int, list[SkippedBatch]], bool]:
+    """The skip records by rank; of a run with many ranks and skips, none, and a notice."""
+    ranks = sorted(ranks_with_skips(paths, notices))
+    size = sum(size_of(paths.skip_record(rank)) for rank in ranks)
+    if size > _SKIPS:
+        notices.append(
+            f"the skip records of {len(ranks):,} ranks have {size >> 20:,} MiB: which samples were skipped is left out "
+            "here; `rollback audit RUN --format csv -o FILE` has them all"
+        )
+        return {}, True
+    return {rank: list(readable(paths.skip_record(rank), read_skipped, notices)) for rank in ranks}, False
 
 
 def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
@@ -121,7 +142,6 @@ def read_records(paths: RunPaths, notices: list[str]) -> list[JournalEntry]:
 
 
 def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]:
-    """Journal entries by attempt."""
     found: dict[int, list[JournalEntry]] = {}
     for record in records:
         found.setdefault(record.attempt, []).append(record)
@@ -129,7 +149,6 @@ def by_attempt(records: Iterable[JournalEntry]) -> dict[int, list[JournalEntry]]
 
 
 def torn_notice(path: Path, size: int) -> str:
-    """The notice about a journal whose last line is incomplete."""
     return (
         f"{path}: the last line is incomplete ({size} bytes): torn by a crash, or being written at this moment; it is "
         "left out"
@@ -194,7 +213,6 @@ def _evidence(paths: RunPaths, incident: int, notices: list[str]) -> dict[int, R
 
 
 def ranks_with_skips(paths: RunPaths, notices: list[str]) -> list[int]:
-    """The ranks that have a skip record."""
     ranks = []
     try:
         for path in paths.skips.glob("rank-*.jsonl") if paths.skips.is_dir() else []:

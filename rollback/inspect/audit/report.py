@@ -7,7 +7,7 @@ Times are UTC, ISO 8601. `null` always means "not known from the record", never 
 from __future__ import annotations
 
 import json
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from pydantic import BaseModel, Field
 
@@ -21,8 +21,21 @@ Ended = Literal["finished", "preempted", "structural", "no_checkpoint", "gave_up
 CheckpointStatus = Literal["candidate", "good", "discarded", "evicted", "lost", "quarantined", "dropped"]
 
 
+_Item = TypeVar("_Item", bound="ReportItem")
+
+
+def said(source: object | None, *names: str) -> dict[str, Any]:
+    """These fields of a fact or record; null where there is none."""
+    return {name: getattr(source, name, None) for name in names}
+
+
 class ReportItem(BaseModel, frozen=True, extra="forbid", ser_json_inf_nan="strings"):
     """Base of everything in a report."""
+
+    @classmethod
+    def of(cls: type[_Item], source: BaseModel, **own: Any) -> _Item:
+        """Made of the fields of a fact or record that have the same names, and of others."""
+        return cls(**source.model_dump(include=cls.model_fields.keys() - own.keys()), **own)
 
     def to_json(self) -> str:
         """JSON in ASCII only, so that text from a journal cannot control a terminal."""
@@ -36,8 +49,6 @@ class Document(ReportItem):
 
 
 class Point(ReportItem):
-    """A place in the run."""
-
     step: int = Field(description="optimizer updates done before it")
     batch: int = Field(description="position in the data stream")
 
@@ -52,8 +63,6 @@ class Span(ReportItem):
 
 
 class Run(ReportItem):
-    """The run that the report is about."""
-
     directory: str
     run_id: str | None = Field(description="null where the ranks never came up")
     created: str | None
@@ -196,8 +205,6 @@ class NoticedEntry(ReportItem):
 
 
 class PhaseEntry(ReportItem):
-    """A phase that the script announced."""
-
     at: str
     step: int
     batch: int
@@ -266,6 +273,7 @@ class AttemptEntry(ReportItem):
     status: int | None = Field(description="exit status of torchrun")
     cause: str | None = Field(description="how it ended, in words")
     last_snapshot: str | None = Field(description="how the state was kept, in words; null: nobody tried")
+    replaced: list[str] = Field(default_factory=list, description="nodes whose place spares took then, in words")
     signals: list[str] = Field(description="signals that the supervisor passed on")
     restart_delay: float | None = Field(description="seconds until the next attempt; null where none was scheduled")
     restart_reason: str | None
@@ -275,8 +283,6 @@ class AttemptEntry(ReportItem):
 
 
 class Totals(ReportItem):
-    """Sums over the run."""
-
     incidents: int
     explosions: dict[Explosion, int] = Field(description="incidents by the worst kind of gradient explosion seen")
     rollbacks: int = Field(description="rollbacks and replays carried out")
@@ -311,8 +317,6 @@ class LastJudged(ReportItem):
 
 
 class Ending(ReportItem):
-    """How the run ended, if it has."""
-
     how: Ended
     at: str
     step: int | None
@@ -353,5 +357,4 @@ class AuditReport(Document):
         return grouped
 
     def skipped_by(self, incident: int) -> list[SkippedBatchEntry]:
-        """The batches that were skipped in the skip window of an incident."""
         return [entry for entry in self.skipped if incident in entry.incidents]

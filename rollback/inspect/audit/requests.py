@@ -20,13 +20,7 @@ def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
             case Requested() as fact:
                 entries.setdefault(
                     fact.request,
-                    RequestEntry(
-                        **fact.model_dump(exclude={"kind", "step", "batch"}),
-                        at=record.at,
-                        taken_up=Point(step=fact.step, batch=fact.batch),
-                        state="open",
-                        answer=None,
-                    ),
+                    RequestEntry.of(fact, at=record.at, taken_up=Point.of(fact), state="open", answer=None),
                 )
             case Answered() as fact:
                 known = entries.get(fact.request) or RequestEntry(
@@ -35,8 +29,6 @@ def request_entries(records: Iterable[JournalEntry]) -> list[RequestEntry]:
                 )  # fmt: skip
                 state = "carried_out" if fact.carried_out else "refused"
                 entries[fact.request] = known.model_copy(update={"state": state, "answer": fact.text})
-            case _:
-                pass
     return list(entries.values())
 
 

@@ -130,54 +130,39 @@ class _Passings:
 
 
 class _Reasons:
-    """Why a batch was skipped: the columns from `by_user` on. They are the same for a whole window of batches."""
+    """Why a batch was skipped: the columns from `by_user` on."""
 
     def __init__(self, history: History) -> None:
-        self._skips = [_Skip(case, at) for case in history.cases for at in range(len(case.skips))]
-        self._history = history
-        self._known: dict[tuple[int, ...], Row] = {}
+        self._added = history.added
+        self._skips = [
+            (case.incident.incident, window, _of_skip(case, place, window))
+            for case in history.cases
+            for place, window in enumerate(case.skips)
+        ]
 
     def of(self, batch: int) -> Row:
-        skips = [place for place, skip in enumerate(self._skips) if batch in skip.window]
-        added = [place for place, fact in enumerate(self._history.added) if batch in fact.window]
-        key = (*skips, -1, *added)
-        if key not in self._known:
-            self._known[key] = self._row(skips, added)
-        return self._known[key]
-
-    def _row(self, skips: list[int], added: list[int]) -> Row:
-        by_user = any(not self._history.added[place].by_supervisor for place in added)
-        numbers = [self._skips[place].case.incident.incident for place in skips]
+        added = [fact for fact in self._added if batch in fact.window]
+        by_user = any(not fact.by_supervisor for fact in added)
+        skips = [(number, row) for number, window, row in self._skips if batch in window]
         if skips:
-            return (by_user, numbers[-1], numbers, *_of_skip(self._skips[skips[-1]]))
+            number, row = skips[-1]
+            return (by_user, number, [each for each, _ in skips], *row)
+        window: Row = (None, None, None)
         if added:
-            fact = self._history.added[added[-1]]
-            window: Row = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
-        else:
-            window = (None, None, None)
+            fact = added[-1]
+            window = (fact.window.first, fact.window.last, f"{fact.who}: {fact.why}")
         return (by_user, None, [], *window, *[None] * _OF_INCIDENT)
 
 
 _OF_INCIDENT = len(COLUMNS) - 1 - next(place for place, column in enumerate(COLUMNS) if column.name == "reason")
 
 
-class _Skip(NamedTuple):
-    """One of the skips of an incident."""
-
-    case: Case
-    place: int
-
-    @property
-    def window(self) -> Window:
-        return self.case.skips[self.place]
-
-
-def _of_skip(skip: _Skip) -> Row:
-    """The columns from `window_first` on. What was screened out has a verdict of its own."""
-    case, window = skip.case, skip.window
+def _of_skip(case: Case, place: int, window: Window) -> Row:
+    """The columns from `window_first` on, for one of the skips of an incident. What was screened out has a verdict of
+    its own."""
     fact, plan, restored = case.incident, case.plan, case.restored
     assert plan is not None
-    told: Incident | ScreenedOut = fact if window == plan.skip else case.screened_out[skip.place - bool(plan.skip)]
+    told: Incident | ScreenedOut = fact if window == plan.skip else case.screened_out[place - bool(plan.skip)]
     reason = plan.reason if told is fact else told.explanation
     return (
         window.first, window.last, reason, told.verdict, told.cause, told.rule, told.value, told.threshold,

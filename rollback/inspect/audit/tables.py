@@ -10,7 +10,7 @@ from __future__ import annotations
 import csv
 import itertools
 import json
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, Any
 
@@ -71,7 +71,8 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
         pyarrow.field(column.name, types[column.type], metadata={"says": column.says}) for column in COLUMNS
     ])  # fmt: skip
     with parquet.ParquetWriter(path, schema) as writer:
-        for group in _groups(iter(rows)):
+        left = iter(rows)
+        while group := list(itertools.islice(left, _ROW_GROUP)):
             columns = [list(values) for values in zip(*group, strict=True)]
             writer.write_table(pyarrow.table(columns, schema=schema))
 
@@ -79,8 +80,3 @@ def write_parquet(rows: Iterable[Row], path: Path) -> None:
 def require_pyarrow() -> None:
     """Raise UsageError, before anything is read or written, where Parquet cannot be written."""
     require_extra("pyarrow", "writing Parquet needs pyarrow", "parquet", ", or take --format csv")
-
-
-def _groups(rows: Iterator[Row]) -> Iterator[list[Row]]:
-    while group := list(itertools.islice(rows, _ROW_GROUP)):
-        yield group

@@ -10,19 +10,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from rollback.inspect.audit import report
 from rollback.inspect.audit.metrics import as_observed
 from rollback.inspect.audit.quarantine import sample_in_words
-from rollback.inspect.audit.report import (
-    AttemptEntry,
-    AuditReport,
-    EvidenceEntry,
-    IncidentEntry,
-    LastJudged,
-    RequestEntry,
-    SkippedBatchEntry,
-    Span,
-    Totals,
-)
 from rollback.terminal.escape import printable, quoted
 from rollback.terminal.quantities import at_least, duration, number, or_unknown
 
@@ -46,7 +36,7 @@ _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm",
 VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
 
 
-def print_ledger(console: Console, ledger: AuditReport, *, everything: bool = False) -> None:
+def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bool = False) -> None:
     """Print a report. everything: all skipped batches and indices, not only the first few."""
     _print_head(console, ledger)
     for story in ledger.stories():
@@ -74,7 +64,7 @@ def print_ledger(console: Console, ledger: AuditReport, *, everything: bool = Fa
     _print_section(console, "troubles of rollback itself, which training went on without", troubles)
 
 
-def _print_head(console: Console, ledger: AuditReport) -> None:
+def _print_head(console: Console, ledger: report.AuditReport) -> None:
     run, totals = ledger.run, ledger.totals
     rows: list[tuple[str, str | Text]] = [("run", quoted(run.directory))]
     if run.run_id:
@@ -96,7 +86,7 @@ def _print_head(console: Console, ledger: AuditReport) -> None:
     print_rows(console, rows, indent=0)
 
 
-def _time_in_words(totals: Totals) -> str:
+def _time_in_words(totals: report.Totals) -> str:
     spent = [f"{duration(totals.seconds)} on record", f"{duration(totals.seconds_lost)} undone"]
     spent += [f"{duration(totals.seconds_hung)} hung"] if totals.seconds_hung else []
     spent += [f"{duration(totals.seconds_down)} down between attempts"] if totals.seconds_down else []
@@ -105,14 +95,14 @@ def _time_in_words(totals: Totals) -> str:
     return ", ".join(spent) + share
 
 
-def loss_in_words(judged: LastJudged, *, last: bool) -> str:
+def loss_in_words(judged: report.LastJudged, *, last: bool) -> str:
     """A recorded loss. last: later steps may have followed without a record."""
     which = as_observed(judged.loss, judged.batches)
     so_far = ", undone since" if judged.undone else ", the last on record" if last else ""
     return f"{number(judged.loss)} at step {judged.step}{so_far}" + (f" ({which})" if which else "")
 
 
-def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) -> None:
+def _print_incident(console: Console, entry: report.IncidentEntry, *, continued: bool) -> None:
     title = Text("  └ " if continued else "")
     title.append(f"incident {entry.incident}", style="bold")
     title.append(", the same trouble again" if continued else "")
@@ -122,7 +112,7 @@ def _print_incident(console: Console, entry: IncidentEntry, *, continued: bool) 
     print_rows(console, list(_incident_rows(entry)), indent=4 if continued else 2)
 
 
-def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+def _incident_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     if entry.verdict == "requested":
         yield "because", quoted(entry.explanation)
         yield "asked at", f"step {entry.detection.step}, batch {entry.detection.batch}"
@@ -143,7 +133,7 @@ def _incident_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     yield from _answer_rows(entry)
 
 
-def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
+def _answer_rows(entry: report.IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     yield "answer", quoted(answer_in_words(entry))
     if entry.reason:
         yield "reason", quoted(entry.reason)
@@ -156,7 +146,7 @@ def _answer_rows(entry: IncidentEntry) -> Iterator[tuple[str, str | Text]]:
     yield "outcome", Text(words + at, style=style)
 
 
-def _evidence_rows(evidence: EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
+def _evidence_rows(evidence: report.EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
     yield "where", quoted(evidence.began)
     counts = [f"{count} {_EXPLODING[kind]}" for kind, count in evidence.exploding.items() if count]
     if evidence.vanishing:
@@ -172,7 +162,7 @@ def _evidence_rows(evidence: EvidenceEntry) -> Iterator[tuple[str, str | Text]]:
         yield "not kept", quoted(missing[0] + (f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""))
 
 
-def answer_in_words(entry: IncidentEntry) -> str:
+def answer_in_words(entry: report.IncidentEntry) -> str:
     if entry.action is None:
         return "none on record: a crash came before the plan"
     if entry.action == "stop":
@@ -193,12 +183,12 @@ def answer_in_words(entry: IncidentEntry) -> str:
     return f"{verb} to {done.checkpoint}, step {done.step}, batch {done.batch}, {route}{skip}{nth}"
 
 
-def span_in_words(span: Span) -> str:
+def span_in_words(span: report.Span) -> str:
     rest = "all passed over" if span.passed_over == span.batches else f"{span.passed_over} passed over so far"
     return f"{span.first}:{span.last} ({span.batches} batches, {rest})"
 
 
-def _print_skipped(console: Console, skipped: Sequence[SkippedBatchEntry], everything: bool) -> None:
+def _print_skipped(console: Console, skipped: Sequence[report.SkippedBatchEntry], everything: bool) -> None:
     ranks = sorted({rank for entry in skipped for rank in entry.indices})
     table = Table(box=None, pad_edge=False, header_style="bold", show_edge=False)
     for heading in ("batch", "epoch", "offset"):
@@ -229,7 +219,7 @@ def indices_in_words(indices: list[int] | None, everything: bool) -> str:
     return " ".join(map(str, shown)) + (f" +{len(indices) - len(shown)}" if len(shown) < len(indices) else "")
 
 
-def _print_left_alone(console: Console, ledger: AuditReport) -> None:
+def _print_left_alone(console: Console, ledger: report.AuditReport) -> None:
     if ledger.noticed:
         _section(console, "seen and left alone")
         for entry in ledger.noticed:
@@ -245,7 +235,7 @@ def _print_left_alone(console: Console, ledger: AuditReport) -> None:
         console.print(f"  at steps {earlier}{steps}")
 
 
-def _request(entry: RequestEntry) -> str:
+def _request(entry: report.RequestEntry) -> str:
     named = ", ".join(map(str, entry.samples))
     order = {
         "rewind": f"rewind to step {entry.to}", "skip": "", "stop": "stop", None: "unreadable",
@@ -260,7 +250,7 @@ def _request(entry: RequestEntry) -> str:
     return f"{what}{who}{why}; {entry.state.replace('_', ' ')}{at}{answer}"
 
 
-def _attempt(entry: AttemptEntry) -> str:
+def _attempt(entry: report.AttemptEntry) -> str:
     parts = []
     if entry.begins is None:
         parts.append("the ranks never agreed where to begin")
@@ -276,6 +266,7 @@ def _attempt(entry: AttemptEntry) -> str:
     parts.append(entry.ended.replace("_", " ") + (f": {entry.cause}" if entry.cause else ""))
     if entry.last_snapshot:
         parts.append(entry.last_snapshot)
+    parts += entry.replaced
     if entry.signals:
         parts.append(f"signals {', '.join(entry.signals)}")
     if entry.steps_lost:

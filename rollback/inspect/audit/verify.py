@@ -43,8 +43,6 @@ class Broken(ReportItem):
 
 
 class JournalState(ReportItem):
-    """One journal."""
-
     journal: _Journal
     file: str
     lines: int = Field(description="sound ones, from the beginning")

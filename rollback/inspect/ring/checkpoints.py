@@ -23,15 +23,15 @@ from rollback.errors import (
     RunDirectoryError,
     UsageError,
 )
-from rollback.facts.history import History, fold
-from rollback.facts.training import Attached, Tier
+from rollback.facts.history import History
+from rollback.facts.training import Tier
 from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.reading import require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
-from rollback.rundir.journal import last_fact, read_journal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]
@@ -216,19 +216,18 @@ def choose_from_ring(listing: Listing, word: str) -> str:
 def _at_url(paths: RunPaths) -> list[PolicyCheckpoint]:
     """Good checkpoints at the URL of the ring that the last attempt was started with."""
     try:
-        ranks, supervisor = (read_journal(path).records for path in (paths.train_journal, paths.supervisor_journal))
+        ranks, supervisor = (fold_journal(path).history for path in (paths.train_journal, paths.supervisor_journal))
     except JournalDamaged:
         return []
-    attached = last_fact(ranks, Attached)
-    url = attached.settings.get("ring") if attached is not None else None
+    url = ranks.settings.get("ring")
     return good_ones_at(url, ranks, supervisor) if url else []
 
 
 def _read_history(paths: RunPaths, notices: list[str]) -> History | None:
     try:
-        reading = read_journal(paths.train_journal)
-        notices += seal.in_words(reading.seals)
-        return fold(reading.records)
+        journal = fold_journal(paths.train_journal)
+        notices += seal.in_words(journal.reading.seals)
+        return journal.history
     except JournalDamaged as error:
         notices.append(f"{error.message}; which checkpoints are good cannot be told")
         return None

@@ -48,8 +48,6 @@ class OpenCheckpoint:
 
 @dataclass(frozen=True)
 class Exported:
-    """What was written."""
-
     checkpoint: str
     step: int
     tensors: int

@@ -18,7 +18,6 @@ _STYLES = {"good": "green", "damaged": "red", "quarantined": "red", "discarded":
 
 
 def print_listing(console: Console, listing: Listing) -> None:
-    """Print a listing: a line for each checkpoint, oldest first."""
     if not listing.checkpoints:
         console.print("no checkpoints")
     table = _table("checkpoint", "step", "batch", "age", "size", "ranks", "where", "status")
@@ -46,7 +45,6 @@ def print_listing(console: Console, listing: Listing) -> None:
 
 
 def print_verification(console: Console, verification: Verification) -> None:
-    """Print a verification: a line for each checkpoint, then the faults."""
     table = _table("checkpoint", "step", "size", "where", "status", "")
     for entry in verification.checkpoints:
         found = Text("intact", style="green") if entry.intact else Text("damaged", style="red")

@@ -31,8 +31,6 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 
 
 class CheckpointFault(ReportItem):
-    """One thing that is wrong with a checkpoint."""
-
     tier: Tier
     file: str | None = Field(
         description="inside the checkpoint, or in `frozen/` of the run directory; null where it is not one file's"

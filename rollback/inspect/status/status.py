@@ -26,7 +26,7 @@ from rollback.inspect.audit.cost import seconds_since_epoch
 from rollback.inspect.audit.ending import confirmed
 from rollback.inspect.audit.metrics import last_judged, read_last_metrics
 from rollback.inspect.audit.reading import merge, require_run_directory, torn_notice
-from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem
+from rollback.inspect.audit.report import Document, Ending, LastJudged, Point, ReportItem, said
 from rollback.inspect.audit.requests import open_requests
 from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
@@ -43,8 +43,6 @@ State = Literal["running", "starting", "ended", "died", "unknown"]
 
 
 class RankStatus(ReportItem):
-    """A rank, by its heartbeat."""
-
     rank: int
     alive: Alive = Field(description="unknown: it runs on another host")
     pid: int
@@ -85,8 +83,6 @@ class Durable(ReportItem):
 
 
 class Work(ReportItem):
-    """Work that takes time, and its progress."""
-
     what: str
     done: float
     total: float
@@ -131,6 +127,9 @@ class Status(Document):
     last_snapshot: str | None = Field(
         description="how the state was kept when an attempt ended last, and the steps lost; null: nobody tried"
     )
+    spare_nodes: str | None = Field(
+        None, description="the nodes that wait for the place of another one, in words; null: there never were any"
+    )
     advice: dict[str, str] = Field(description="likely mistakes in the script: text by code")
     ending: Ending | None
     notices: list[str]
@@ -163,7 +162,7 @@ class StatusReader:
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._train, self._supervisor = (JournalTail(path) for path in _journals(RunPaths(root)))
+        self._tails = [JournalTail(path) for path in _journals(RunPaths(root))]
         self._past = RunRecord()
         self._seals = 0
         self._tiers: dict[str, list[Tier]] = {}
@@ -173,15 +172,14 @@ class StatusReader:
     def read(self) -> Status:
         """The status now. Raises as `read_status`; after an error that may pass, make a new reader."""
         paths = require_run_directory(self._root)
-        news = [self._train.new(), self._supervisor.new()]
-        self._seals += self._train.seals + self._supervisor.seals
+        news = [tail.new() for tail in self._tails]
+        self._seals += sum(tail.seals for tail in self._tails)
         self._past.take_in(*news)
         self.news = merge(*news)
         if self.news:
             self._tiers = _tiers(paths)
-        torn = zip(_journals(paths), (self._train.torn_bytes, self._supervisor.torn_bytes), strict=True)
-        notices = [torn_notice(path, size) for path, size in torn if size]
-        notices += seal.in_words(self._seals)
+        torn = [(path, tail.torn_bytes) for path, tail in zip(_journals(paths), self._tails, strict=True)]
+        notices = [torn_notice(path, size) for path, size in torn if size] + seal.in_words(self._seals)
         return _status(self._root, paths, self._past, self._tiers, notices)
 
 
@@ -190,7 +188,6 @@ def _journals(paths: RunPaths) -> tuple[Path, Path]:
 
 
 def _tiers(paths: RunPaths) -> dict[str, list[Tier]]:
-    """The tiers of each checkpoint."""
     tiers: dict[str, list[Tier]] = {}
     with contextlib.suppress(OSError, RunDirectoryError):
         for place in locate(paths):
@@ -223,14 +220,11 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         attempt=history.last_attempt,
         holder=holder,
         ranks=ranks,
-        step=point.step if point else None,
-        batch=point.batch if point else None,
-        loss=judged.loss if judged else None,
-        grad_norm=judged.grad_norm if judged else None,
-        verdict=judged.verdict if judged else None,
+        **said(point, "step", "batch"),
+        **said(judged, "loss", "grad_norm", "verdict"),
         last_judged=judged,
         steps_per_second=_rate(past.begun, heartbeats.get(0), now) if state == "running" else None,
-        last_good=Point(step=good.step, batch=good.batch) if good else None,
+        last_good=Point.of(good) if good else None,
         last_good_checkpoint=newest_good,
         last_good_age=max(0, point.step - good.step) if point and good else None,
         candidates=[name for name in held if name not in history.good],
@@ -252,6 +246,7 @@ def _status(root: Path, paths: RunPaths, past: RunRecord, tiers: dict[str, list[
         pending=_pending(history),
         requests=open_requests(paths, history.answers),
         last_snapshot=past.last_snapshot,
+        spare_nodes=past.spares.in_words() if past.spares is not None else None,
         advice=dict(past.advice),
         init=past.history.init,
         ending=ending,
@@ -263,8 +258,8 @@ def _durable(paths: RunPaths, past: RunRecord) -> Durable | None:
     if past.drained is None or not isinstance(past.drained.fact, Drained):
         nothing = Durable(place=None, checkpoint=None, step=None, at=None, trouble=past.undrained)
         return nothing if past.undrained else None
-    fact, at, place = past.drained.fact, past.drained.at, place_of(paths, past.drained.fact.place)
-    return Durable(place=place, checkpoint=fact.checkpoint, step=fact.step, at=at, trouble=past.undrained)
+    fact = past.drained.fact
+    return Durable.of(fact, place=place_of(paths, fact.place), at=past.drained.at, trouble=past.undrained)
 
 
 def place_of(paths: RunPaths, recorded: str) -> str:
@@ -303,26 +298,20 @@ def _being_written(paths: RunPaths) -> int | None:
 
 
 def _holder(paths: RunPaths, now: Now) -> Holder | None:
-    said = read_holder(paths)
-    if said is None:
+    stated = read_holder(paths)
+    if stated is None:
         return None
-    pid = said.get("pid")
+    pid = stated.get("pid")
     number = pid if isinstance(pid, int) and 0 < pid < 1 << 31 else None
-    since, host = str(said.get("since")), str(said.get("host"))
-    return Holder(
-        role=str(said.get("role")),
-        pid=number,
-        host=host,
-        since=since,
-        alive=now.process(number or 0, host, str(said.get("start") or "")),
-    )
+    role, host, since = (str(stated.get(name)) for name in ("role", "host", "since"))
+    alive = now.process(number or 0, host, str(stated.get("start") or ""))
+    return Holder(role=role, pid=number, host=host, since=since, alive=alive)
 
 
 def _rank(rank: int, heartbeat: Heartbeat, now: Now) -> RankStatus:
     alive = now.process(heartbeat.pid, heartbeat.host, heartbeat.start)
     age = max(0.0, round(now.monotonic - heartbeat.monotonic, 1)) if heartbeat.host == now.host else None
-    said = heartbeat.model_dump(include={"pid", "host", "step", "batch", "doing"})
-    return RankStatus(rank=rank, alive=alive, age=age, **said)
+    return RankStatus.of(heartbeat, rank=rank, alive=alive, age=age)
 
 
 def _state(holder: Holder | None, ranks: Sequence[RankStatus], ending: Ending | None) -> State:

@@ -16,7 +16,6 @@ _STATES = {"running": "green", "starting": "yellow", "ended": "", "died": "red",
 
 
 def print_status(console: Console, status: Status) -> None:
-    """Print a status: a few lines."""
     print_rows(console, list(_status_rows(status)), indent=0)
 
 
@@ -37,6 +36,8 @@ def _status_rows(status: Status) -> Iterator[tuple[str, str | Text]]:
         oldest = max((entry.age for entry in status.ranks if entry.age is not None), default=None)
         age = "" if oldest is None else f", oldest heartbeat {duration(oldest)} ago"
         yield "ranks", f"{alive} of {status.world_size or len(status.ranks)} seen alive{age}"
+    waiting = status.spare_nodes if status.state != "ended" else None
+    yield from [("spares", quoted(waiting))] if waiting else []
     if status.step is not None:
         rate = "" if status.steps_per_second is None else f", {status.steps_per_second:.3g} steps/s"
         yield "step", f"{at_least(str(status.step), status.state == 'died')}, batch {status.batch}{rate}"

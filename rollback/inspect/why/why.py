@@ -13,23 +13,10 @@ from pathlib import Path
 from pydantic import Field
 
 from rollback.errors import UsageError
+from rollback.facts import training as facts
 from rollback.facts.supervisor import Why
-from rollback.facts.training import (
-    AttemptEnded,
-    AttemptStarted,
-    Blamed,
-    Finished,
-    Hung,
-    JournalEntry,
-    LastSnapshotMade,
-    RestartScheduled,
-    RunEnded,
-    Signalled,
-    Stopped,
-    Window,
-)
 from rollback.inspect.audit.reading import by_attempt, read_records
-from rollback.inspect.audit.report import Document, ReportItem
+from rollback.inspect.audit.report import Document, ReportItem, said
 from rollback.inspect.status.status import read_status
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failure_class import in_order_of_blame
@@ -43,8 +30,6 @@ _LAST_WORDS = 8 << 10
 
 
 class RankStood(ReportItem):
-    """The position of a rank at its last heartbeat."""
-
     rank: int
     doing: str
     step: int
@@ -76,7 +61,7 @@ class Blame(ReportItem):
     """The data that this failure is blamed on."""
 
     batch: int
-    window: Window
+    window: facts.Window
     attempts: list[int]
     samples: list[int] = Field(description="that are left out from then on; empty: the window is skipped")
     answer: str = Field(description="what is done about it, in words")
@@ -97,10 +82,11 @@ class AttemptAccount(Document):
     step: int | None = Field(description="the furthest that the attempt reached")
     batch: int | None = Field(description="that the rank had in hand")
     followed: list[int] = Field(description="ranks whose failure is a consequence")
-    hung: Hung | None
+    hung: facts.Hung | None
     blamed: Blame | None
     last_snapshot: str | None = Field(description="how the state was kept, and the steps lost; null: nobody tried")
     decision: str | None = Field(description="what the supervisor did then")
+    replaced: list[str] = Field(default_factory=list, description="nodes whose place spares took then, in words")
     signals: list[str] = Field(description="that the supervisor was told to stop with")
     failures: list[FailureRecord] = Field(description="exceptions as ranks wrote them down, first cause first")
     last_words: LastOutput | None = Field(
@@ -134,34 +120,31 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     number = attempt if attempt is not None else max(failed, default=None)
     own = attempts.get(number, []) if number is not None else []
     told_of = own or attempts.get(max(attempts, default=0), [])  # where none has failed: how the last one ended
-    ended, fact = next(reversed(of_kind(own, AttemptEnded)), (None, None))
-    started, _ = next(reversed(of_kind(own, AttemptStarted)), (None, None))
-    culprit = last_fact(own, Blamed)
+    ended, fact = next(reversed(of_kind(own, facts.AttemptEnded)), (None, None))
+    started, _ = next(reversed(of_kind(own, facts.AttemptStarted)), (None, None))
+    culprit = last_fact(own, facts.Blamed)
     first = fact.rank if fact else None
     failures = read_failures(paths.failures(number)) if number is not None else {}
     return AttemptAccount(
         directory=str(root),
         state=status.state,
         attempt=number,
-        why=fact.why if fact else None,
-        rank=first,
-        host=fact.host if fact else None,
+        **said(fact, "why", "rank", "host", "step", "batch"),
         cause=fact.cause if fact else failed.get(number) if number is not None else None,
         began=started.at if started else own[0].at if own else None,
         ended=ended.at if ended else None,
-        step=fact.step if fact else None,
-        batch=fact.batch if fact else None,
         followed=list(fact.followed) if fact else [],
-        hung=last_fact(own, Hung),
-        blamed=_blame(culprit) if culprit else None,
-        last_snapshot=last.in_words() if (last := last_fact(own, LastSnapshotMade)) else None,
+        hung=last_fact(own, facts.Hung),
+        blamed=Blame.of(culprit, answer=culprit.answer) if culprit else None,
+        last_snapshot=last.in_words() if (last := last_fact(own, facts.LastSnapshotMade)) else None,
         decision=_decision(told_of),
-        signals=[signalled.signal for _, signalled in of_kind(told_of, Signalled)],
+        replaced=[fact.in_words() for _, fact in of_kind(told_of, facts.NodeReplaced)],
+        signals=[signalled.signal for _, signalled in of_kind(told_of, facts.Signalled)],
         failures=sorted(in_order_of_blame(failures.values()), key=lambda item: item.rank != first),
         last_words=_last_words(paths, number, fact, failures) if number is not None and fact else None,
-        processes=_processes(paths, number, notices) if number is not None else [],
+        processes=read_process_stacks(paths, number, notices) if number is not None else [],
         ranks=[
-            RankStood(rank=rank, **beat.model_dump(include={"doing", "step", "batch", "collectives"}))
+            RankStood.of(beat, rank=rank)
             for rank, beat in sorted(read_all_heartbeats(paths).items())
             if beat.attempt == number
         ],
@@ -170,34 +153,31 @@ def read_account(root: Path, attempt: int | None = None) -> AttemptAccount:
     )
 
 
-def _blame(fact: Blamed) -> Blame:
-    return Blame(**fact.model_dump(include={"batch", "window", "attempts", "samples"}), answer=fact.answer)
-
-
-def _failure(paths: RunPaths, attempt: int, own: Sequence[JournalEntry], *, over: bool) -> str | None:
+def _failure(paths: RunPaths, attempt: int, own: Sequence[facts.JournalEntry], *, over: bool) -> str | None:
     """What ended an attempt that failed, in words; None: it did not fail, or still runs."""
-    ended = last_fact(own, AttemptEnded)
+    ended = last_fact(own, facts.AttemptEnded)
     if ended is not None:
         well = ended.why is None and ended.status == 0
         return None if well or ended.why == "told_to_stop" else ended.cause
-    by_itself = last_fact(own, Finished) and not last_fact(own, AttemptStarted)  # a supervisor would have seen the end
-    if not over or by_itself or last_fact(own, Stopped):
+    by_itself = last_fact(own, facts.Finished) and not last_fact(
+        own, facts.AttemptStarted
+    )  # a supervisor would have seen the end
+    if not over or by_itself or last_fact(own, facts.Stopped):
         return None
     records = in_order_of_blame(read_failures(paths.failures(attempt)).values())
     if records:
         return f"rank {records[0].rank} raised {records[0].error} (no supervisor was there to judge)"
-    supervised = last_fact(own, AttemptStarted) is not None
+    supervised = last_fact(own, facts.AttemptStarted) is not None
     who = "its supervisor was killed, or the host went down" if supervised else "its ranks were killed"
     return f"no end is on record: {who}"
 
 
-def _decision(own: Sequence[JournalEntry]) -> str | None:
-    """What the supervisor did after the attempt, in words."""
+def _decision(own: Sequence[facts.JournalEntry]) -> str | None:
     for record in reversed(own):
         match record.fact:
-            case RunEnded() as fact:
+            case facts.RunEnded() as fact:
                 return f"the run was ended with exit code {fact.exit_code}: {fact.reason}"
-            case RestartScheduled() as fact:
+            case facts.RestartScheduled() as fact:
                 when = f"after {fact.delay:.0f} s" if fact.delay else "at once"
                 return f"another attempt was started {when}: {fact.reason}; {fact.budget_left} restarts were left"
             case _:
@@ -206,7 +186,7 @@ def _decision(own: Sequence[JournalEntry]) -> str | None:
 
 
 def _last_words(
-    paths: RunPaths, attempt: int, ended: AttemptEnded, failures: Mapping[int, FailureRecord]
+    paths: RunPaths, attempt: int, ended: facts.AttemptEnded, failures: Mapping[int, FailureRecord]
 ) -> LastOutput | None:
     """The end of stderr, if there is no failure record: an error in native code, or what the script printed."""
     if ended.rank in failures or ended.why in (None, "stopped", "hang", "told_to_stop", "node_lost"):
@@ -219,7 +199,8 @@ def _last_words(
     return LastOutput(path=str(path), text=text) if text.strip() else None
 
 
-def _processes(paths: RunPaths, attempt: int, notices: list[str]) -> list[ProcessStacks]:
+def read_process_stacks(paths: RunPaths, attempt: int, notices: list[str]) -> list[ProcessStacks]:
+    """The processes of an attempt that hung, with their stacks; none of another. notices: gets what cannot be read."""
     try:
         seen = read_processes(paths.all_processes(attempt))
     except (OSError, ValueError) as error:
@@ -235,4 +216,4 @@ def _with_stacks(path: Path, item: ProcessSeen, notices: list[str]) -> ProcessSt
             stacks = read_stacks(path, item.offset, item.size)
         except (OSError, ValueError) as error:
             notices.append(f"{os.fspath(path)} cannot be read ({error}); stacks are missing here")
-    return ProcessStacks(**item.model_dump(exclude={"offset", "size"}), stacks=stacks)
+    return ProcessStacks.of(item, stacks=stacks)

@@ -11,17 +11,17 @@ from rollback.checkpoints import frozen, ring, tiers
 from rollback.checkpoints.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
 from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
-from rollback.facts.history import fold
 from rollback.ring.url import record
 from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, read_indexes
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import seal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
 from rollback.rundir.journal import read_journal, require_sealed
-from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.rundir.paths import RunPaths
 from rollback.system import files
-from rollback.system.durable import open_regular, sync_directory, write_file
+from rollback.system.durable import open_regular
 from rollback.system.small_json import SIZE, parse_model
 
 _JOURNALS = ("journal/train.jsonl", "journal/supervisor.jsonl")
@@ -172,7 +172,7 @@ def _fetch_checkpoints(store: Store, index: Index, paths: RunPaths, say: Say) ->
                 there[name] = manifest
         except CheckpointDamaged as error:
             say(f"checkpoint {name} at the ring cannot be used: {error.message}")
-    history = fold(read_journal(paths.train_journal).records)
+    history = fold_journal(paths.train_journal).history
     here = {place.name: place.manifest for place in tiers.locate(paths)}
     ranked = candidates(history, sorted({**there, **here}.values(), key=lambda manifest: manifest.seq))
     settled: dict[str, bool] = {}
@@ -266,17 +266,9 @@ def bring(store: Store, manifest: Manifest, paths: RunPaths, say: Say) -> None:
     files.remove_directory(directory)
     files.make_new_directory(directory)
     try:
-        download_checkpoint(store, manifest, directory)
+        for shard in manifest.shards:
+            store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
+        ring.complete(paths, manifest, directory)
     except CheckpointDamaged:
         files.remove_directory(directory)
         raise
-    files.rename(directory, paths.checkpoint(manifest.name))
-    sync_directory(paths.ring)
-    sync_directory(paths.root)
-
-
-def download_checkpoint(store: Store, manifest: Manifest, directory: Path) -> None:
-    """Download all files of a checkpoint into a directory, the manifest last. Raises CheckpointDamaged, OSError."""
-    for shard in manifest.shards:
-        store.get_file(checkpoint_key(manifest.name, shard.file), directory / shard.file, shard.written)
-    write_file(directory / MANIFEST, manifest.to_json())

@@ -7,16 +7,14 @@ import re
 import uuid
 from collections.abc import Iterable
 from datetime import datetime, timezone
-from typing import Any
 
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from rollback.checkpoints.manifest import FrozenRecord
+from rollback.checkpoints.manifest import FrozenRecord, check_of, parse_checked
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths
-from rollback.system.small_json import parse_json
 
 PIECE = 4 << 20
 _LIMIT = 16 << 20
@@ -60,7 +58,6 @@ class Kept(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def keys(self) -> list[str]:
-        """The key of each piece."""
         return [piece_key(self.path, number * PIECE, piece) for number, piece in enumerate(self.pieces)]
 
 
@@ -94,7 +91,7 @@ class Index(BaseModel, frozen=True, extra="forbid"):
 
     def to_json(self) -> bytes:
         body = self.model_dump(mode="json")
-        return json.dumps({**body, "check": _check(body)}, separators=(",", ":")).encode()
+        return json.dumps({**body, "check": check_of(body)}, separators=(",", ":")).encode()
 
 
 def first_index(run_id: str, writer: str) -> Index:
@@ -164,22 +161,13 @@ def read_indexes(store: Store) -> list[Index]:
 
 
 def _parse(data: bytes, url: str) -> Index:
-    body: Any = parse_json(data)
-    if not isinstance(body, dict):
-        raise ValueError("it is not a JSON object")
-    stated = body.pop("check", None)
-    if stated != _check(body):
-        raise ValueError("its check value does not match its content")
+    body = parse_checked(data)
     if body.get("format") not in FORMATS:
         raise RunDoesNotFit(
             f"the ring {url} has format {body.get('format')!r}; this version of rollback reads {READS}",
             hint="use the version of rollback that wrote it, or another URL",
         )
     return Index.model_validate(body)
-
-
-def _check(body: dict[str, Any]) -> str:
-    return xxhash.xxh3_128(json.dumps(body, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
 
 
 def record_paths(paths: RunPaths) -> list[str]:

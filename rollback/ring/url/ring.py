@@ -113,7 +113,6 @@ class RingAtUrl:
         self._delete_frozen()
 
     def keep_record(self) -> None:
-        """Bring the record there up to date."""
         self._clear_away()
         self._write_index(self._held)
 

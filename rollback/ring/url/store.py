@@ -156,7 +156,6 @@ class Store:
         self.delete(key)
 
     def put(self, key: str, data: bytes) -> None:
-        """Write a small object."""
 
         def write() -> None:
             with self._writing(key, len(data)) as sink:

@@ -44,8 +44,6 @@ def blame(first: FirstCause | None, attempt: int, past: Iterable[JournalEntry]) 
                 skips += 1
                 if record.batch in fact.window and not fact.samples:
                     return None
-            case _:
-                pass
     before = [*alike] or at_this_batch
     if not before or skips >= SKIPS_THAT_DID_NOT_HELP:
         return None

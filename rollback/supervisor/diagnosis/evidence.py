@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from rollback.checkpoints import tiers
+from rollback.facts.history import History, fold, furthest_of
 from rollback.facts.training import (
     Attached,
     Committed,
@@ -16,12 +17,12 @@ from rollback.facts.training import (
     Hung,
     JournalEntry,
     LastSaveFailed,
-    ScriptLeft,
     Stopped,
 )
 from rollback.ring.helper import drained
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import read_failures
+from rollback.rundir.folded_journal import FoldedJournal
 from rollback.rundir.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.supervisor.diagnosis.first_cause import RankEnd
@@ -33,31 +34,40 @@ _Fact = TypeVar("_Fact", bound=Fact)
 
 
 class TrainJournal:
-    """The ranks' journal. Each line is read once, since the journal is read ten times a second."""
+    """The ranks' journal. Each line is read once, since the journal is read ten times a second.
 
-    def __init__(self, path: Path) -> None:
-        self._tail = JournalTail(path)
-        self._records: list[JournalEntry] = []
+    past: the attempts before this launch; None: there are none.
+    """
+
+    def __init__(self, path: Path, past: FoldedJournal | None = None) -> None:
+        self._tail = JournalTail(path, past.reading if past else None)
+        self._history = past.history if past else History()
         self._of_attempt: dict[int, list[JournalEntry]] = {}
 
-    def records(self, attempt: int | None = None) -> list[JournalEntry]:
-        """Facts of the ranks, of one attempt or of all. Raises JournalDamaged or RunDirectoryError."""
-        for record in (new := self._tail.new()):
+    def _read(self) -> None:
+        new = self._tail.new()
+        fold(new, self._history)
+        for record in new:
             self._of_attempt.setdefault(record.attempt, []).append(record)
-        self._records += new
-        return list(self._records if attempt is None else self._of_attempt.get(attempt, ()))
+
+    @property
+    def history(self) -> History:
+        """What the whole journal amounts to now. Raises as `records`."""
+        self._read()
+        return self._history
+
+    def records(self, attempt: int) -> list[JournalEntry]:
+        """Facts of the ranks of an attempt of this launch. Raises JournalDamaged or RunDirectoryError."""
+        self._read()
+        return list(self._of_attempt.get(attempt, ()))
 
     def has_attached(self, attempt: int) -> bool:
         return any(isinstance(record.fact, Attached) for record in self.records(attempt))
 
 
-def furthest_step(paths: RunPaths, records: Iterable[JournalEntry], attempt: int | None = None) -> int | None:
-    """The furthest step in facts and heartbeats, and in the failure records of `attempt`, if it is given."""
-    steps = [
-        record.fact.step
-        for record in records
-        if isinstance(record.fact, Attached | Committed | Finished | FinalStateLost | ScriptLeft | Stopped)
-    ]
+def furthest_step(paths: RunPaths, told: int | None, attempt: int | None = None) -> int | None:
+    """The furthest step in facts (`told`) and heartbeats, and in the failure records of `attempt`, if it is given."""
+    steps = [] if told is None else [told]
     steps += [beat.step for beat in read_all_heartbeats(paths).values() if attempt in (None, beat.attempt)]
     if attempt is not None:
         steps += [record.step for record in read_failures(paths.failures(attempt)).values()]
@@ -103,7 +113,7 @@ def gather(
         kept=_newest_there(paths),
         failures=left.failures,
         lost_nodes=left.lost_nodes,
-        step=furthest_step(paths, records, attempt),
+        step=furthest_step(paths, furthest_of(records), attempt),
         hung=hung,
         guarded=left.guarded,
     )

@@ -39,13 +39,10 @@ from rollback.supervisor.diagnosis.outcome import AttemptEvidence, RankFailure
 
 @dataclass(frozen=True)
 class RankEnd:
-    """How one rank ended."""
-
     rank: int
     failure: RankFailure | None = None
     """What torchrun saw; None: nothing."""
     record: FailureRecord | None = None
-    """The failure record that the rank left."""
     stopped: bool = False
     """Whether the rank was SIGSTOPped when it was last looked at."""
     oom_killed: bool = False
@@ -75,19 +72,14 @@ class RankEnd:
 
 @dataclass(frozen=True)
 class FirstCause:
-    """What ended an attempt."""
-
     why: Why
     text: str
-    """The cause in words."""
     rank: int | None = None
     """The rank with which it began; None: this cannot be told."""
     record: FailureRecord | None = None
-    """The failure record of this rank."""
     followed: tuple[int, ...] = ()
     """The ranks whose failure is a consequence."""
     host: str | None = None
-    """The host of this rank."""
 
     @property
     def may_blame_the_batch(self) -> bool:

@@ -59,9 +59,11 @@ class Refusal(BaseModel, frozen=True):
     exit_code: int
     message: str
     hint: str | None = None
+    ranks_only: bool = False
+    """Whether the job would fit with another number of ranks."""
 
     def as_error(self) -> RollbackError:
-        return RollbackError(**self.model_dump())
+        return RollbackError(**self.model_dump(exclude={"ranks_only"}))
 
 
 class RankFailure(BaseModel, frozen=True):
@@ -109,27 +111,21 @@ class AttemptEvidence:
     status: int
     """torchrun's exit status; -N where signal N ended torchrun."""
     told_to_stop: bool
-    """Whether the supervisor was told to stop."""
     attached: bool
     """Whether the ranks had agreed where to begin."""
     refusal: Refusal | None
     stopped: Stopped | None
-    """The fact of the ranks, if they stopped together."""
     failures: Failures | None
     step: int | None
     """The furthest step that a rank is known to have reached."""
     hung: Hung | None = None
-    """The hang that the supervisor called, if any."""
     lost_nodes: tuple[str, ...] = ()
     """The nodes that fell silent or were started anew while the attempt ran."""
     guarded: bool = True
     """Whether the script is known to have a guard. A script without one runs as under torchrun."""
     finished: Finished | None = None
-    """The fact of the ranks, if training is complete."""
     final_state_lost: FinalStateLost | None = None
-    """The fact of the ranks, if the final state could not be kept."""
     save_failed: LastSaveFailed | None = None
-    """The fact of the ranks, if they stopped without their last state."""
     kept: int | None = None
     """The step of the newest checkpoint that exists; None: there is none."""
 

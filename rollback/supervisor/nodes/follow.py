@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from rollback.supervisor.nodes.gathering import FileGatherer
 from rollback.supervisor.nodes.meeting import ORDERS, Meeting
 from rollback.supervisor.nodes.membership import NodePlace
 from rollback.supervisor.nodes.protocol import NodeReport, Orders, RunResult, followers_move
+from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched
 from rollback.supervisor.signals import StopSignals
 from rollback.supervisor.torchrun.command import NodeGroup
 from rollback.supervisor.torchrun.host import Host, Running
@@ -53,6 +55,7 @@ class Follower:
         )
         self._files = FileGatherer(paths, say) if meeting.apart else None
         self._next_look, self._next_beats = 0.0, 0.0
+        self._ahead: FetchAhead | None = None
         self._leader = ""
 
     def follow(self, in_use: RunInUse | None = None) -> RunResult | None:
@@ -69,7 +72,7 @@ class Follower:
         self._say(f"{self._place.name}: following {orders.host} (pid {orders.pid})")
         report = NodeReport(
             node=self._place.name, launch=self._place.launch, host=self._place.host, pid=self._place.pid,
-            leader=self._leader, attempt=-1, state="ended",
+            leader=self._leader, attempt=-1, state="ended", command=dict(self._place.command),
         )  # fmt: skip
         beacon = self._beacon = Beacon(
             self._meeting.transport, self._paths.node(self._place.name).name, report, self._say
@@ -78,9 +81,10 @@ class Follower:
         helper.start()
         verdict: RunResult | None = None
         try:
-            verdict = self._obey(beacon)
+            verdict = self._obey(beacon, helper)
             return verdict
         finally:
+            self._end_waiting(over=verdict is not None)
             helper.close(over=verdict is not None, durable=verdict.durable if verdict else ())
             beacon.put_out()
             self._beacon = None
@@ -104,7 +108,7 @@ class Follower:
             hint="see to its host; the same command on all nodes goes on where the run was",
         ) from in_use
 
-    def _obey(self, beacon: Beacon[NodeReport]) -> RunResult | None:
+    def _obey(self, beacon: Beacon[NodeReport], helper: Helper) -> RunResult | None:
         while True:
             orders = self._orders()
             if orders is None:
@@ -116,22 +120,47 @@ class Follower:
                     return orders.verdict
                 case "get ready":
                     beacon.show(
-                        state="ready", attempt=orders.attempt, states=(), beats={}, stacks=None, left=None, files={}
+                        state="ready",
+                        attempt=orders.attempt,
+                        states=(),
+                        beats={},
+                        stacks=None,
+                        left=None,
+                        files={},
+                        master=self._place.new_master(),
                     )
                 case "start":
+                    self._end_waiting(over=False)
+                    helper.waits = False
                     beacon.show(state="running")
                     left = self._attempt(orders, beacon)
                     beacon.show(state="ended", left=left, files=self._files.new() if self._files else {})
                 case _:
+                    if orders.phase == "run" and self._place.launch not in orders.members:
+                        helper.waits = True
+                        self._wait_as_spare(orders)
                     time.sleep(_POLL)
+
+    def _wait_as_spare(self, orders: Orders) -> None:
+        """An attempt runs without this node: have at hand what its ranks will need if it takes another one's place."""
+        self._host.keep_standby(orders.attempt)
+        if self._ahead is None and self._ring is not None:
+            self._say(f"{self._place.name} waits as a spare; the newest checkpoint is fetched ahead")
+            self._ahead = FetchAhead(self._paths, self._ring, self._say)
+
+    def _end_waiting(self, *, over: bool) -> None:
+        if self._ahead is not None:
+            self._ahead.close()
+            self._ahead = None
+            if over and not self._paths.identity.exists():  # no rank has run here
+                with contextlib.suppress(OSError):
+                    forget_fetched(self._paths)
 
     def _attempt(self, orders: Orders, beacon: Beacon[NodeReport]) -> Left:
         """Run torchrun on this node until it ends or must be ended."""
-        count, group = len(orders.members) + 1, None
-        if self._meeting.apart:
-            group = NodeGroup(count, orders.members.index(self._place.launch) + 1, orders.master)
-        elif self._place.elastic:
-            group = NodeGroup(count)
+        group = None
+        if orders.master:
+            group = NodeGroup(len(orders.members), orders.members.index(self._place.launch), orders.master)
         with self._host.attempt(orders.attempt, group) as running:
             status = self._watch(running, beacon)
         self._host.output.release()
@@ -146,7 +175,7 @@ class Follower:
             if not kept and orders is not None and orders.attached:
                 kept = True
                 self._host.output.keep()
-                self._host.keep_spare()
+                self._host.keep_standby(running.attempt)
                 if self._meeting.apart:
                     write_elsewhere(self._paths, orders.host, orders.directory, self._say)
             self._look_at_ranks(running, beacon, orders)
@@ -169,7 +198,7 @@ class Follower:
             states = tuple(sorted((rank, state) for rank, state in running.look().items() if state in _TELLING))
             if states != beacon.record.states or time.monotonic() >= self._next_beats:
                 self._next_beats = time.monotonic() + self._meeting.transport.every
-                beacon.show(states=states, beats=running.beats_in_memory())
+                beacon.show(states=states, beats=running.beats())
         if orders is not None and orders.stacks and beacon.record.stacks is None:
             try:
                 beacon.show(stacks=running.take_stacks())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Literal
 
 from rollback.errors import NodesMissing, RollbackError, RunDirectoryError
+from rollback.facts.training import Fact, NodeReplaced, SpareNodes
 from rollback.rundir.beacon import Beacon, Transport, Watchtower
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Heartbeat
@@ -22,15 +24,17 @@ from rollback.supervisor.nodes.protocol import (
     leaders_move,
     merged,
     must_end,
-    rank_by_name,
     ready,
 )
+from rollback.supervisor.nodes.seats import FAILURES, failures_of_nodes, rank_by_name, replacements, seats
 from rollback.supervisor.torchrun.command import NodeGroup
 
 _POLL = 0.1
 _SAY_AFTER = 10.0  # seconds of waiting for other nodes after which the user is told
 _STACKS = 15.0  # seconds that followers have for the stacks of their ranks
 _FAREWELL = 15.0  # seconds that followers have to read how the run ended
+# Seconds that a new leader waits for a node with a seat before a spare gets it. At an endpoint a try to meet takes ten.
+_RETURN, _RETURN_APART = 5.0, 15.0
 
 
 class Nodes:
@@ -56,6 +60,16 @@ class Nodes:
 
     def attached(self) -> None:
         """Tell all nodes that the ranks have attached, so that there is a record."""
+
+    def resume(self, nodes: Sequence[str]) -> None:
+        """Tell which nodes took part in the last attempt on record. Call it before the first `gather`."""
+
+    def failed(self, rank: int | None, *, progressed: bool) -> None:
+        """Tell with which rank the last attempt failed, and whether it had got further than all before it."""
+
+    def wait_for_more(self) -> bool:
+        """The job does not fit so few nodes: begin the next attempt with more. False: there can be no more."""
+        return False
 
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         """Wait until every node is ready for this attempt, and let them start. False: `interrupted` came true.
@@ -106,8 +120,19 @@ class Nodes:
 class Leader(Nodes):
     """A supervisor that leads. Make it while holding the run directory's lock."""
 
-    def __init__(self, paths: RunPaths, place: NodePlace, say: Callable[[str], None], meeting: Meeting) -> None:
-        self._paths, self._place, self._say, self._meeting = paths, place, say, meeting
+    def __init__(
+        self,
+        paths: RunPaths,
+        place: NodePlace,
+        say: Callable[[str], None],
+        meeting: Meeting,
+        note: Callable[[Fact], None] = lambda fact: None,
+    ) -> None:
+        self._paths, self._place, self._say, self._meeting, self._note = paths, place, say, meeting, note
+        self._least = place.least
+        self._seats: tuple[str, ...] = ()
+        self._spares: SpareNodes | None = None
+        self._failures: dict[str, int] = {}
         self._tower = Watchtower(meeting.transport, REPORTS, NodeReport, blind=lambda: self._beacon.failing)
         self._members: dict[str, str] = {}
         self._heard: dict[str, int] = {}
@@ -118,14 +143,12 @@ class Leader(Nodes):
 
     @property
     def names(self) -> tuple[str, ...]:
-        return (self._place.name, *self._members.values())
+        return self._seats
 
     @property
     def group(self) -> NodeGroup | None:
-        count = len(self.names)
-        if self._meeting.apart:
-            return NodeGroup(count, 0, self._beacon.record.master)
-        return NodeGroup(count) if self._place.elastic else None
+        master = self._beacon.record.master
+        return NodeGroup(len(self._seats), self._seats.index(self._place.name), master) if master else None
 
     @property
     def transport(self) -> Transport | None:
@@ -138,35 +161,95 @@ class Leader(Nodes):
     def insistent(self) -> bool:
         return any(report.insistent for report in self._reports.values())
 
+    def resume(self, nodes: Sequence[str]) -> None:
+        self._seats = tuple(nodes)
+
+    def failed(self, rank: int | None, *, progressed: bool) -> None:
+        reports = [report for report in self._member_reports().values() if report is not None]
+        node = next((report.launch for report in reports if rank in report.ranks), None)
+        self._failures = failures_of_nodes(self._failures, node, progressed=progressed)
+
+    def wait_for_more(self) -> bool:
+        self._least = max(self._least, len(self._seats) + 1)
+        return self._least <= self._place.most
+
     def gather(self, attempt: int, interrupted: Callable[[], bool]) -> bool:
         self._members = {}
         self._beacon.show(phase="gather", attempt=attempt, members=(), master="", attached=False, stacks=False)
         began, said = time.monotonic(), False
-        enough, since = 0, began
+        came, since = 0, began
         while True:
             self._look()
-            there = ready(self._reports.values(), self._place.launch, attempt)
-            if len(there) > enough:
-                enough, since = len(there), time.monotonic()  # after each node that comes, wait for another one
+            there = ready(self._fit(), self._place.launch, attempt)
+            if len(there) > came:
+                came, since = len(there), time.monotonic()  # after each node that comes, wait for another one
             called = time.monotonic() - since > self._place.last_call
-            if len(there) >= self._place.most - 1 or (len(there) >= self._place.least - 1 and called):
+            enough = len(there) >= self._place.most - 1 or (len(there) >= self._least - 1 and called)
+            if enough and not self._awaited(there, time.monotonic() - began):
                 break
             if interrupted() or any(report.signals for report in self._reports.values()):
                 return False
             waited = time.monotonic() - began
-            if waited > self._place.timeout and len(there) < self._place.least - 1:
+            if waited > self._place.timeout and len(there) < self._least - 1:
                 raise self._missing(there, waited)
             if waited > _SAY_AFTER and not said:
                 self._say(self._who_is_there(there))
                 said = True
             time.sleep(_POLL)
-        order = sorted(there, key=lambda launch: (rank_by_name(there[launch].node), launch))
-        self._members = {launch: there[launch].node for launch in order[: self._place.most - 1]}
-        self._beacon.show(phase="run", members=tuple(self._members), master=self._new_master())
+        self._seat(there)
         return True
+
+    def _awaited(self, there: Mapping[str, NodeReport], waited: float) -> bool:
+        """Whether a node that has a seat will be ready soon, so that no spare may have its seat yet."""
+        here = {report.node for report in there.values()} | {self._place.name}
+        patience = _RETURN_APART if self._meeting.apart else _RETURN
+        coming = {report.node for report in self._fit()} | (set() if waited > patience else {*self._seats} - self._ever)
+        return any(node in coming and node not in here for node in self._seats) and self._place.spares > 0
+
+    def _seat(self, there: Mapping[str, NodeReport]) -> None:
+        """Give the nodes of the attempt their ranks, and order them to start. What is new is journalled first."""
+        before, own = self._seats, self._place
+        launches = {report.node: launch for launch, report in there.items()} | {own.name: own.launch}
+        failing = {report.node for launch, report in there.items() if self._failures.get(launch, 0) >= FAILURES}
+        apart = self._meeting.apart
+        self._seats = seats(before, own.name, launches, own.most, failing=failing, leader_first=apart)
+        self._members = {launches[node]: node for node in self._seats if node != own.name}
+        for node, by in replacements(before, self._seats) if own.spares else ():
+            why: Literal["lost", "failing"] = "failing" if node in failing else "lost"
+            fact = NodeReplaced(node=node, by=by, rank=self._seats.index(by), why=why)
+            self._note(fact)
+            self._say(fact.in_words())
+        self._look_at_spares()
+        first = launches[self._seats[0]]
+        master = "" if not (apart or own.seated) else there[first].master if first in there else self._new_master()
+        self._beacon.show(phase="run", members=tuple(launches[node] for node in self._seats), master=master)
+
+    def _look_at_spares(self) -> None:
+        """Journal which nodes wait, where that has changed."""
+        if not self._place.spares:
+            return
+        waiting = [report for report in self._reports.values() if report.launch not in self._members]
+        fit = {report.node for report in self._fit()}
+        spares = SpareNodes(
+            nodes=tuple(sorted((report.node for report in waiting if report.node in fit), key=rank_by_name)),
+            unfit={report.node: self._difference(report) for report in waiting if report.node not in fit},
+        )
+        if spares != self._spares:
+            self._spares = spares
+            self._note(spares)
+            self._say(f"spare nodes: {spares.in_words()}")
+
+    def _fit(self) -> list[NodeReport]:
+        """The followers that would run what the leader runs. Where there are no spares, nobody asks."""
+        return [report for report in self._reports.values() if not self._difference(report)]
+
+    def _difference(self, report: NodeReport) -> str:
+        own = self._place.command if self._place.spares else {}
+        return ", ".join(name for name in sorted(own) if own[name] != report.command.get(name))
 
     def move(self, own: int | None) -> LeadersMove:
         self._look()
+        self._look_at_spares()
         members = self._member_reports()
         if must_end(own, members):
             self._beacon.show(phase="end")
@@ -242,12 +325,10 @@ class Leader(Nodes):
         return {launch: self._reports.get(launch) for launch in self._members}
 
     def _new_master(self) -> str:
-        """Where the ranks of this attempt meet: in a store of its own, so that no key of an earlier one is in it."""
-        if not isinstance(self._meeting, EndpointMeeting):
-            return ""
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            return f"{self._meeting.store.point.host}:{probe.getsockname()[1]}"
+        """Where the ranks of this attempt meet, on this host."""
+        if isinstance(self._meeting, EndpointMeeting):
+            return replace(self._place, address=self._meeting.store.point.host).new_master()
+        return self._place.new_master()
 
     def _who_is_there(self, there: dict[str, NodeReport]) -> str:
         names = ", ".join([self._place.name, *sorted(report.node for report in there.values())])
@@ -257,14 +338,17 @@ class Leader(Nodes):
         )
 
     def _missing(self, there: dict[str, NodeReport], waited: float) -> RollbackError:
-        lost = sorted(self._ever - {report.node for report in there.values()})
+        known = self._ever & {*self._seats} if self._seats else self._ever
+        lost = sorted(known - {report.node for report in there.values()})
+        unfit = {report.node: what for report in self._reports.values() if (what := self._difference(report))}
+        also = "".join(f"; {node} cannot take part: it has other {what}" for node, what in unfit.items())
         if lost:
             return NodesMissing(
-                f"{', '.join(lost)} has not come back within {waited:.0f} s",
+                f"{', '.join(lost)} has not come back within {waited:.0f} s{also}",
                 hint="the run goes on where it was when the same command runs on all nodes again",
             )
         return RunDirectoryError(
-            f"{len(there) + 1} of {self._place.least} nodes have come within {waited:.0f} s to {self._meeting.words}",
+            f"{len(there) + 1} of {self._least} nodes have come within {waited:.0f} s to {self._meeting.words}{also}",
             hint="run the same command on all nodes, each with a --node-rank of its own; hosts that share no run "
             "directory need --ring URL and a rendezvous of torch's own (--rdzv-endpoint)",
         )

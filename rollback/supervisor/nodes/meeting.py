@@ -33,7 +33,7 @@ from rollback.system.mounts import mount_of
 
 _POLL = 0.1
 _SAY_AFTER = 10.0
-_LOCK_EVERY = 1.0
+_LOCKS = 60  # how often all hosts together look at the lock, in a second
 ORDERS, REPORTS = "orders.json", "node-*.json"
 
 
@@ -64,14 +64,15 @@ class Meeting(Protocol):
 
 
 class SharedMeeting:
-    """All hosts share the run directory."""
+    """All hosts share the run directory. hosts: how many they are, at most."""
 
     apart = False
 
-    def __init__(self, paths: RunPaths) -> None:
+    def __init__(self, paths: RunPaths, hosts: int) -> None:
         self._paths = paths
         self.directory = paths.nodes
-        self.transport: Transport = SharedDirectory(paths.nodes)
+        self.transport: Transport = SharedDirectory(paths.nodes, hosts)
+        self._lock_every = max(1.0, hosts / _LOCKS)
         self._lock_looked_at = time.monotonic()
 
     def is_led_by(self, orders: Orders) -> bool:
@@ -79,8 +80,9 @@ class SharedMeeting:
         return (orders.host, orders.pid) == (holder.get("host"), holder.get("pid"))
 
     def is_leaderless(self) -> bool:
-        """Whether nobody holds the run directory. Checked once a second: the check takes the lock for a moment."""
-        if time.monotonic() - self._lock_looked_at < _LOCK_EVERY:
+        """Whether nobody holds the run directory. Checked once a second, by many hosts less often: the check takes the
+        lock for a moment."""
+        if time.monotonic() - self._lock_looked_at < self._lock_every:
             return False
         self._lock_looked_at = time.monotonic()
         return lock_is_free(self._paths)
@@ -147,8 +149,8 @@ def find_meeting(
     Raises NodesMissing where nobody comes in either way, or a stop signal comes first.
     """
     if ring is None or place.endpoint is None:
-        return SharedMeeting(paths), True
-    shared = SharedMeeting(paths)
+        return SharedMeeting(paths, place.most), True
+    shared = SharedMeeting(paths, place.most)
     store = StoreTransport(place.endpoint)
     own = Orders(leader=place.launch, host=place.host, pid=place.pid)
     beacon, other = Beacon(shared.transport, ORDERS, own, say), None

@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import os
+import platform
 import re
 import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from importlib import metadata
 
 import filelock
 
+import rollback
+from rollback.config import Settings
 from rollback.errors import RunDirectoryError, RunInUse, UsageError, reporting
 from rollback.instructions import MeetingPoint
 from rollback.rundir.paths import RunPaths
+from rollback.supervisor.torchrun.command import LaunchedJob
+from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system import files
 from rollback.system.processes import name_process
 
@@ -43,29 +51,75 @@ class NodePlace:
     last_call: float = _LAST_CALL
     endpoint: MeetingPoint | None = None
     """Where hosts without a shared run directory meet; None: the rendezvous has no store of torch's."""
+    spares: int = 0
+    """Nodes that wait for the place of another one."""
+    address: str = ""
+    """Where other hosts reach this one."""
+    command: Mapping[str, str] = field(default_factory=dict)
+    """What this node would run, as `command_of`."""
 
     @property
-    def elastic(self) -> bool:
-        return self.least < self.most
+    def seated(self) -> bool:
+        """Whether the leader gives the nodes their ranks. Else torchrun's flags do."""
+        return self.least < self.most or self.spares > 0
+
+    def new_master(self) -> str:
+        """HOST:PORT on this host at which the ranks of one attempt can meet: no key of an earlier one is there."""
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            return f"{self.address}:{probe.getsockname()[1]}"
 
 
-def place_among_nodes(flags: Mapping[str, str | bool], timeout: float = NODE_TIMEOUT) -> NodePlace | None:
-    """This node's place; None: the job has one node. flags: torchrun's, by name.
+def place_among_nodes(
+    flags: Mapping[str, str | bool],
+    timeout: float = NODE_TIMEOUT,
+    spares: int = 0,
+    command: Mapping[str, str] | None = None,
+) -> NodePlace | None:
+    """This node's place; None: the job has one node. flags: torchrun's, by name. command: as `command_of`.
 
-    Raises UsageError where --nnodes is no number and no range.
+    Raises UsageError where --nnodes is no number and no range, and where --node-rank names a node too many.
     """
     least, most = _range(str(flags.get("nnodes", "1")))
-    if most == 1:
+    if most + spares == 1:
         return None
+    rank = str(flags.get("node-rank", ""))
+    if spares and rank.isdecimal() and int(rank) >= most + spares:
+        raise UsageError(
+            f"--node-rank {rank}: with --nnodes {most} and --spare-nodes {spares} it is 0 to {most + spares - 1}",
+            hint="give each node a number of its own; which of them wait is decided when they meet",
+        )
     host, pid = socket.gethostname(), os.getpid()
     # Where a range is allowed, nobody waits for a certain node, and several nodes may be on one host.
     own = f"{host}-{pid}" if least < most else host
     name = re.sub(r"[^A-Za-z0-9_.-]", "_", f"node-{flags.get('node-rank', own)}")
     launch = f"{host}:{name_process(pid)}"
     configuration = _configuration(flags)
+    endpoint = _endpoint(flags, configuration)
     return NodePlace(
-        least, most, name, launch, host, pid, timeout, _last_call(configuration), _endpoint(flags, configuration)
-    )
+        least, most, name, launch, host, pid, timeout, _last_call(configuration), endpoint, spares,
+        str(flags.get("local-addr", "")) or own_address(endpoint), command or {},
+    )  # fmt: skip
+
+
+def own_address(endpoint: MeetingPoint | None) -> str:
+    """Where other hosts reach this one: by the interface by which this host reaches the endpoint, else by its name."""
+    if endpoint is not None:
+        with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((endpoint.host, endpoint.port))  # of datagrams: nothing is sent
+            return str(probe.getsockname()[0])
+    return socket.getfqdn()
+
+
+def command_of(job: LaunchedJob, settings: Settings) -> dict[str, str]:
+    """What a node would run, by part: digests and versions, so that nodes can be compared. Secrets are not in it."""
+    conditions = conditions_of(job, {})
+    told = {"arguments": conditions["arguments"], "settings": settings.model_dump(mode="json", exclude_unset=True)}
+    digests = {name: hashlib.sha256(json.dumps(value).encode()).hexdigest()[:32] for name, value in told.items()}
+    versions = {"Python": platform.python_version(), "rollback": rollback.__version__}
+    with contextlib.suppress(metadata.PackageNotFoundError):
+        versions["torch"] = metadata.version("torch")
+    return {"script": conditions["script"] or "", **digests, **versions}
 
 
 def _range(nnodes: str) -> tuple[int, int]:

@@ -27,7 +27,6 @@ counts:
 
 from __future__ import annotations
 
-import re
 import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -72,10 +71,10 @@ class Orders(BaseModel, frozen=True):
     phase: Phase = "gather"
     attempt: int = 0
     members: tuple[str, ...] = ()
-    """The launches that take part in the attempt. Where hosts meet at an endpoint, they are in the order of their ranks
-    among the nodes: the leader has rank 0, the first of them rank 1."""
+    """The launches that take part in the attempt, the leader's among them, in the order of their ranks (`seats`)."""
     master: str = ""
-    """HOST:PORT at which the ranks of this attempt meet; empty: where torchrun's flags say."""
+    """HOST:PORT at which the ranks of this attempt meet, on the node of rank 0; empty: torchrun's flags say where, and
+    which rank a node has."""
     directory: str = ""
     """The leader's run directory, where the record is. Other hosts write it down for people."""
     attached: bool = False
@@ -99,6 +98,10 @@ class NodeReport(BaseModel, frozen=True):
     """The launch that it follows."""
     attempt: int = 0
     state: State = "ready"
+    master: str = ""
+    """HOST:PORT at which the ranks of an attempt could meet on this node."""
+    command: dict[str, str] = {}
+    """What this node would run: see `membership.command_of`."""
     signals: tuple[str, ...] = ()
     """The stop signals that it got, in order."""
     insistent: bool = False
@@ -116,6 +119,12 @@ class NodeReport(BaseModel, frozen=True):
     """Small files of this node's own run directory that belong to the record: see `gathering`."""
     beat: int = 0
     """Counts the writes."""
+
+    @property
+    def ranks(self) -> set[int]:
+        """The ranks of this node, as far as they have been heard of."""
+        failed = self.left.failures.failures if self.left is not None and self.left.failures is not None else ()
+        return {*self.beats, *(failure.rank for failure in failed)}
 
 
 def followers_move(state: State, attempt: int, orders: Orders, launch: str) -> FollowersMove:
@@ -155,11 +164,6 @@ def ready(reports: Iterable[NodeReport], leader: str, attempt: int) -> dict[str,
         for report in reports
         if report.leader == leader and report.state == "ready" and report.attempt == attempt
     }
-
-
-def rank_by_name(node: str) -> list[tuple[bool, int, str]]:
-    """What nodes are sorted by, so that they keep their ranks from attempt to attempt: node-9 comes before node-10."""
-    return [(not text.isdigit(), int(text) if text.isdigit() else 0, text) for text in re.split(r"(\d+)", node)]
 
 
 def merged(own: Left, others: Mapping[str, Left | None]) -> Left:

@@ -43,6 +43,7 @@ class StoreTransport:
     """
 
     every = EVERY
+    pace = 0.0
 
     def __init__(self, point: MeetingPoint) -> None:
         self.role: Literal["host", "guest"] | None = None

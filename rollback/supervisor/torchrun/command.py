@@ -8,16 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from rollback.config import (
-    ENV_APART,
-    ENV_ATTEMPT,
-    ENV_HEARTBEATS,
-    ENV_REFUSAL,
-    ENV_RUN,
-    ENV_SETTINGS,
-    ENV_SUPERVISOR,
-    Settings,
-)
+from rollback import config
 from rollback.instructions import ENV_PRELOAD, ENV_TORCHRUN, MODULE, Instructions
 from rollback.supervisor.torchrun.flags import names_a_rendezvous
 
@@ -55,9 +46,9 @@ class NodeGroup:
     """The nodes of an attempt, as their leader has gathered them."""
 
     count: int
-    rank: int | None = None
-    """This node's rank among them; None: torchrun's own rendezvous decides."""
-    master: str = ""
+    rank: int
+    """This node's rank among them."""
+    master: str
     """HOST:PORT of a store on the node of rank 0, at which torchrun's processes and the ranks meet."""
 
 
@@ -70,7 +61,6 @@ def torchrun_command(job: LaunchedJob, group: NodeGroup | None = None) -> list[s
     flags = {"max-restarts": "0", **job.flags}
     if group is not None:
         flags["nnodes"] = str(group.count)
-    if group is not None and group.rank is not None:
         host, _, port = group.master.rpartition(":")
         flags.pop("standalone", None)
         # Each of them, since torchrun takes what is not given from the environment.
@@ -87,7 +77,7 @@ def rank_environment(
     *,
     run: Path,
     attempt: int,
-    settings: Settings,
+    settings: config.Settings,
     supervisor: str,
     instructions: Instructions,
     preload: bool = False,
@@ -103,15 +93,15 @@ def rank_environment(
     return {
         **LARGE_COPIES,
         **environment,
-        ENV_RUN: str(run.absolute()),
-        ENV_ATTEMPT: str(attempt),
-        ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
-        ENV_SUPERVISOR: supervisor,
-        ENV_HEARTBEATS: heartbeats,
-        ENV_REFUSAL: instructions.refusal,
+        config.ENV_RUN: str(run.absolute()),
+        config.ENV_ATTEMPT: str(attempt),
+        config.ENV_SETTINGS: settings.model_dump_json(exclude_unset=True),
+        config.ENV_SUPERVISOR: supervisor,
+        config.ENV_HEARTBEATS: heartbeats,
+        config.ENV_REFUSAL: instructions.refusal,
         ENV_TORCHRUN: json.dumps(asdict(instructions)),
         **({ENV_PRELOAD: "1"} if preload else {}),
-        **({ENV_APART: "1"} if apart else {}),
+        **({config.ENV_APART: "1"} if apart else {}),
     }
 
 

@@ -15,8 +15,6 @@ from rollback.errors import UsageError
 
 @dataclass(frozen=True)
 class Flag:
-    """A flag of torchrun."""
-
     name: str
     metavar: str | None
     """None: a switch, which takes no value."""

@@ -45,7 +45,7 @@ from rollback.supervisor.torchrun.processes import (
     send,
     start,
 )
-from rollback.supervisor.torchrun.standby import Spare
+from rollback.supervisor.torchrun.standby import Standby
 from rollback.supervisor.torchrun.start_conditions import conditions_of
 from rollback.system.processes import name_process, state_of, ticks_computed
 
@@ -104,9 +104,18 @@ class Running:
         return bool(self._told)
 
     def beats(self) -> dict[int, Heartbeat]:
-        """The heartbeats of this attempt: of this host's ranks from memory, of others from the run directory."""
-        beats = read_heartbeats(self._paths.ranks) | self.beats_in_memory()
-        return {rank: beat for rank, beat in beats.items() if beat.attempt == self.attempt}
+        """The heartbeats of this host's ranks in this attempt: from memory, and from the run directory those of ranks
+        that could not open the board.
+
+        Of a job on many nodes all ranks have files there. To read them a second on each host is too much for any shared
+        disk, so there the board alone counts, where there is one.
+        """
+        beats, many = self.beats_in_memory(), self._node is not None
+        if many and self._board is not None:
+            return beats
+        found = read_heartbeats(self._paths.ranks)
+        mine = {rank: beat for rank, beat in found.items() if not many or beat.host == THIS_HOST}
+        return {rank: beat for rank, beat in mine.items() if beat.attempt == self.attempt} | beats
 
     def beats_in_memory(self) -> dict[int, Heartbeat]:
         """The heartbeats on the board, which needs no disk."""
@@ -183,10 +192,9 @@ class Host:
         self._preload, self._node, self._grace = preload, node, grace
         self._guarded, self._started = expects_guard, 0
         self._run_id = str(uuid.uuid4())
-        self._spare = Spare()
+        self._standby = Standby()
         self._meeting: list[psutil.Process] = []
         self._board = board_if_possible()
-        self._rank_environment: dict[str, str] = {}
         self._paths, self._job, self._settings, self._environment = paths, job, settings, environment
         self._refusal = private / "refusal.json"
         self._failures = private / "failures.json"
@@ -222,28 +230,14 @@ class Host:
         """
         self._refusal.unlink(missing_ok=True)
         self._failures.unlink(missing_ok=True)
-        threads = threads_of_ranks(self._job, self._environment) if self._preload else {}
-        environment = self._rank_environment = rank_environment(
-            {**self._environment, **threads, ENV_HOST: THIS_HOST},
-            run=self._paths.root,
-            attempt=number,
-            settings=self._settings,
-            supervisor=name_process(os.getpid()),
-            instructions=Instructions(
-                os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
-                self._started, self._grace,
-            ),
-            preload=self._preload,
-            heartbeats=self._board.path if self._board is not None else "",
-            apart=bool(self._meeting),
-        )  # fmt: skip
+        environment = self._rank_environment(number)
         if self._board is not None:
             self._board.clear()
         self._started += 1
         with self.output.of_attempt(number, self._job) as output:
             command = torchrun_command(output.job, group)
             streams = output.stdout, output.stderr
-            torchrun = self._spare.take(command, environment, *streams) or start(command, environment, *streams)
+            torchrun = self._standby.take(command, environment, *streams) or start(command, environment, *streams)
             running = Running(self._paths, number, tuple(command), torchrun, self._board, self._node)
             try:
                 yield running
@@ -255,8 +249,25 @@ class Host:
                     ask_for_last_snapshot(self._paths, number, b"e")
                 patience = 0.0 if running.hopeless else _PATIENCE
                 others = [*self._before_us, *self._meeting]
-                end_all(lambda: descendants(apart_from=[*others, *self._spare.waiting]), patience=patience)
+                end_all(lambda: descendants(apart_from=[*others, *self._standby.waiting]), patience=patience)
                 reap()
+
+    def _rank_environment(self, attempt: int) -> dict[str, str]:
+        threads = threads_of_ranks(self._job, self._environment) if self._preload else {}
+        return rank_environment(
+            {**self._environment, **threads, ENV_HOST: THIS_HOST},
+            run=self._paths.root,
+            attempt=attempt,
+            settings=self._settings,
+            supervisor=name_process(os.getpid()),
+            instructions=Instructions(
+                os.getpid(), str(self._refusal), str(self._failures), str(guard_mark(self._refusal)), self._run_id,
+                self._started, self._grace,
+            ),
+            preload=self._preload,
+            heartbeats=self._board.path if self._board is not None else "",
+            apart=bool(self._meeting),
+        )  # fmt: skip
 
     def stay_apart(self, meeting: psutil.Process) -> None:
         """Every host has a run directory of its own. meeting: the process by which they meet; it outlives attempts."""
@@ -266,15 +277,17 @@ class Host:
         """The conditions of a start now: fields of `AttemptStarted`. salt: the run's."""
         return conditions_of(self._job, self._environment, salt)
 
-    def keep_spare(self) -> None:
-        """Keep a torchrun process for the next attempt ready, its imports done. Call it once this attempt trains."""
-        if self._preload:
-            self._spare.prepare(self._rank_environment)
+    def keep_standby(self, attempt: int) -> None:
+        """Keep a torchrun process for the next attempt ready, its imports done. Call it once the present attempt
+        trains, here or on other nodes.
+        """
+        if self._preload and not self._standby.waiting:
+            self._standby.prepare(self._rank_environment(attempt))
 
     def close(self) -> None:
         """The last attempt is over."""
         self.output.release()
-        self._spare.drop()
+        self._standby.drop()
         if self._board is not None:
             self._board.close()
 

@@ -61,7 +61,6 @@ def _plain(name: str) -> str:
 
 
 def is_secret(name: str) -> bool:
-    """Whether the name of an option or a variable looks like that of a secret."""
     words = [word.lower() for word in _WORDS.findall(name)]
     return bool(words) and (words[-1] in _SECRET_AT_THE_END or not _SECRET_ANYWHERE.isdisjoint(words))
 

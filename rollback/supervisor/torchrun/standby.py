@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 
 import psutil
 
-from rollback.instructions import ENV_SPARE, MODULE
+from rollback.instructions import ENV_STANDBY, MODULE
 
 _LAUNCHER = [sys.executable, "-m", MODULE]
 
 
-class Spare:
+class Standby:
     """At most one waiting process, on this host."""
 
     def __init__(self) -> None:
@@ -32,7 +32,6 @@ class Spare:
 
     @property
     def waiting(self) -> list[psutil.Process]:
-        """The waiting process, if there is one. It belongs to no attempt yet."""
         if self._process is None or self._process.poll() is not None:
             return []
         return [psutil.Process(self._process.pid)]
@@ -46,15 +45,13 @@ class Spare:
         return self._ready
 
     def prepare(self, environment: Mapping[str, str]) -> None:
-        """Start the process, unless one waits. environment: the present attempt's; `take` gives the final one."""
-        if self.waiting:
-            return
+        """Start the process; none waits. environment: the present attempt's; `take` gives the final one."""
         self.drop()
         self._ready = False
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             self._process = subprocess.Popen(
-                _LAUNCHER, env={**environment, ENV_SPARE: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
+                _LAUNCHER, env={**environment, ENV_STANDBY: str(theirs.fileno())}, pass_fds=[theirs.fileno()],
                 start_new_session=True, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
             self._socket = ours
@@ -88,7 +85,6 @@ class Spare:
         return process
 
     def drop(self) -> None:
-        """End the waiting process."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()

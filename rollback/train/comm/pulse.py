@@ -248,8 +248,9 @@ class Pulse:
         if gauges.found_inf is not None:
             row[host + _SCALER_SKIPPED] += gauges.found_inf.item() > 0
         self._ailments = row[2 * _SCALARS : host]
-        self._sent = array("d", row).tobytes()
-        beat = torch.tensor(row, dtype=torch.float64)
+        numbers = array("d", row)
+        self._sent = numbers.tobytes()  # the sum will be where the numbers are
+        beat = torch.frombuffer(numbers, dtype=torch.float64)
         return beat if signs.letter is None else torch.cat([beat, self._letter_row(signs.letter)])
 
     def _compose_on_device(
@@ -304,10 +305,11 @@ def _exact_sum(column: Sequence[float]) -> float | None:
 
 def _beat(vector: Tensor, world_size: int) -> Beat:
     """All of a beat but `ailing`. vector: on the host."""
-    row: list[float] = vector[:FIELDS].tolist()
-    values, counts, rest = row[:_SCALARS], row[_SCALARS : 2 * _SCALARS], row[2 * _SCALARS :]
-    ailments, host = rest[:_AILMENTS], rest[_AILMENTS:]
-    loss, grad_norm, *gauges = [total / count if count else None for total, count in zip(values, counts, strict=True)]
+    row: list[float] = (vector if len(vector) == FIELDS else vector[:FIELDS]).tolist()
+    counts, ailments, host = row[_SCALARS:], row[2 * _SCALARS :], row[2 * _SCALARS + _AILMENTS :]
+    loss, grad_norm, *gauges = [
+        total / count if count else None for total, count in zip(row[:_SCALARS], counts, strict=False)
+    ]  # fmt: skip
     table: dict[str, Any] = {name: kind(total) for (name, kind), total in zip(_HOST.items(), host, strict=True)}
     for name in _MEANS:
         table[name] /= world_size
@@ -318,7 +320,7 @@ def _beat(vector: Tensor, world_size: int) -> Beat:
         table["measured"] = math.sqrt(table["measured_squares"])
     return Beat(
         loss=_unless_ill(loss, *ailments[:2]),
-        grad_norm=_unless_ill(grad_norm, *ailments[2:]),
+        grad_norm=_unless_ill(grad_norm, *ailments[2:_AILMENTS]),
         letters=vector[FIELDS:].long().view(-1, LETTER) if len(vector) > FIELDS else None,
         **table,
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 import threading
@@ -11,12 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
+from rollback.errors import JournalDamaged
+from rollback.facts.history import History, fold
 from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
+from rollback.rundir.column_file import ColumnWriter
+from rollback.rundir.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, metric_line
 
 _FLUSH_SECONDS = 1.0
+_BLOCKS = 2  # of columns in one flush: some milliseconds each
 _NAMED = 12
 _RECENT = 1024
 _T = TypeVar("_T")
@@ -45,11 +51,28 @@ def say_if_it_fails(doing: str, act: Callable[[], None]) -> None:
 
 
 class Recorder:
-    """Writes the record on rank 0. On other ranks every method does nothing. Safe to use from several threads."""
+    """Writes the record on rank 0. On other ranks every method does nothing. Safe to use from several threads.
 
-    def __init__(self, paths: RunPaths, attempt: int, *, first: bool, advised: Iterable[str] = ()) -> None:
+    journal: the ranks' journal as rank 0 has just read it; None: it is read here.
+    """
+
+    def __init__(
+        self,
+        paths: RunPaths,
+        attempt: int,
+        *,
+        first: bool,
+        advised: Iterable[str] = (),
+        journal: FoldedJournal | None = None,
+    ) -> None:
         self._attempt = attempt
-        self._journal = Journal(paths.train_journal, attempt) if first else None
+        self._journal: Journal | None = None
+        self.history = History()
+        """Rank 0: the ranks' facts of all attempts. Other ranks: nothing."""
+        if first:
+            journal = journal or fold_journal(paths.train_journal, to_keep=True)
+            self._journal, self.history = Journal(paths.train_journal, attempt, journal.reading), journal.history
+            journal.keep()
         self._metrics: LineWriter | None = None
         self._flushed = time.monotonic()
         self._failing: set[str] = set()
@@ -60,6 +83,7 @@ class Recorder:
         """The newest rows of the metrics, on every rank: rank 0 may be gone before it has written its last ones."""
         if first:
             self._metrics = self._try("opening the metrics", lambda: LineWriter(paths.metrics))
+            self._columns = ColumnWriter(paths.metrics)
 
     def note(self, fact: Fact, notice: str | None = None) -> None:
         """Append a fact to the journal, and show `notice`. Durable on return, unless the disk refuses."""
@@ -69,12 +93,10 @@ class Recorder:
         with self._lock:
             if notice:
                 say(notice)
+            entry = JournalEntry(seq=0, at="", attempt=self._attempt, fact=fact)  # type: ignore[arg-type]
+            with contextlib.suppress(JournalDamaged):  # a fact that does not fit ends no training
+                fold([entry], self.history)
             self._try("writing the journal", lambda: journal.append(fact))
-
-    @property
-    def records(self) -> list[JournalEntry]:
-        """Rank 0: the ranks' facts of all attempts. Other ranks: none."""
-        return self._journal.records if self._journal else []
 
     def advise(self, code: str, text: str) -> None:
         """Note a likely mistake of the script, once in each run."""
@@ -120,6 +142,7 @@ class Recorder:
         if self._metrics is not None:
             self._flushed = time.monotonic()
             self._try("writing the metrics", self._metrics.flush)
+            self._columns.catch_up(_BLOCKS)
 
     def close(self) -> None:
         self.flush()

@@ -28,9 +28,9 @@ from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.last_snapshot.survivor import Foreseen
+from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
-from rollback.train.snapshots.last import Foreseen
-from rollback.train.snapshots.last_write import NotProved
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck, union

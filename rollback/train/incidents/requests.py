@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from typing import Any
 
-from rollback.facts.history import fold
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.lock import launch_of
@@ -127,7 +126,7 @@ class Requests:
 
     def _done_of(self, name: str, request: Request) -> str | None:
         """Rank 0: what the journal says of a request that was taken up before, and not answered."""
-        history = fold(self._record.records)
+        history = self._record.history
         if request.order == "rewind" and (case := history.case_of(name)) and case.restored:
             return _back_at(case.restored.step, case.restored.batch, case.restored.checkpoint, request.skip)
         if request.order == "skip" and any(added.request == name for added in history.added):

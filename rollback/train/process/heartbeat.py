@@ -30,6 +30,7 @@ from rollback.train.process.failure_record import FailureRecorder, Standing
 from rollback.train.process.movement import Movement
 
 _EVERY_SECONDS = 0.5
+_FILES = 16  # that all ranks with a board replace in a second, in a directory that they may share
 
 
 class HeartbeatWriter:
@@ -50,6 +51,7 @@ class HeartbeatWriter:
         self._moved = time.monotonic()
         self._failing = self._ended = self._leaving = False
         self._cell = _cell_on_board(ranks.rank)
+        self._file_every = seconds_between_files(ranks.world_size) if self._cell else _EVERY_SECONDS
         self._cell_lock, self._file_lock = threading.Lock(), threading.Lock()
         self._over = threading.Event()
         self.standing = Standing("attaching", 0, 0, first=0, last=0)
@@ -114,7 +116,7 @@ class HeartbeatWriter:
             self._write_on_board()
 
     def _keep_file(self) -> None:
-        while not self._over.wait(_EVERY_SECONDS):
+        while not self._over.wait(self._file_every):
             self._write_file()
 
     def _write(self) -> None:
@@ -146,6 +148,11 @@ class HeartbeatWriter:
                 self._failing = True
             else:
                 self._failing = False
+
+
+def seconds_between_files(ranks: int) -> float:
+    """How often a rank with a board replaces its heartbeat's file while it does the same thing."""
+    return max(_EVERY_SECONDS, ranks / _FILES)
 
 
 def _cell_on_board(rank: int) -> HeartbeatCell | None:

@@ -12,12 +12,14 @@ from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Protocol
 
+import torch
+
 from rollback.checkpoints import slots
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.region import Region
 from rollback.checkpoints.slots import SlotPaths
 from rollback.errors import RollbackError
-from rollback.train.snapshots.capture import pin, unpin
+from rollback.train.snapshots.pinned import pin, unpin
 
 
 class SnapshotBuffer(Protocol):
@@ -26,8 +28,8 @@ class SnapshotBuffer(Protocol):
     fault: str | None
     """Why there can be none, once that is known."""
 
-    def fit(self, size: int) -> None:
-        """Make room for snapshots of this many bytes, in the background."""
+    def fit(self, size: int, device: torch.device | None) -> None:
+        """Make room for snapshots of this many bytes, in the background. device: the CUDA device they come from."""
 
     def ready(self) -> bool:
         """Whether the next snapshot can be copied now."""
@@ -46,11 +48,12 @@ class Staging:
         self.fault: str | None = None
         self._thread = thread
         self._region: Region | None = None
+        self._device: torch.device | None = None
         self._job: Future[None] | None = None
 
-    def fit(self, size: int) -> None:
-        if self._region is None or self._region.size != size:
-            self._job = self._thread.submit(self._make, size)
+    def fit(self, size: int, device: torch.device | None) -> None:
+        if self._region is None or (self._region.size, self._device) != (size, device):
+            self._job = self._thread.submit(self._make, size, device)
 
     def ready(self) -> bool:
         return self._job is not None and self._job.done() and self._succeeded(self._job)
@@ -63,15 +66,15 @@ class Staging:
         assert self._region is not None
         return None, self._region
 
-    def _make(self, size: int) -> None:
+    def _make(self, size: int, device: torch.device | None) -> None:
         if self._region is not None:
-            unpin(self._region)
+            unpin(self._region, self._device)
             self._region.close()
             self._region = None
         region = Region(size)
         region.populate()
-        pin(region)
-        self._region = region
+        pin(region, device)
+        self._region, self._device = region, device
 
     def _succeeded(self, job: Future[None]) -> bool:
         if (error := job.exception()) is None:
@@ -107,6 +110,7 @@ class FastTier:
         self._here = frozenset(here)
         self._taken = set(taken)
         self._size = 0
+        self._device: torch.device | None = None
         self._regions: dict[int, Region] = {}
         self._jobs: dict[int, Future[bool]] = {}
         self._leaving: dict[int, Callable[[bool], None]] = {}
@@ -119,10 +123,10 @@ class FastTier:
             if number not in self._taken:
                 self._tend(number)
 
-    def fit(self, size: int) -> None:
+    def fit(self, size: int, device: torch.device | None) -> None:
         # Only the next one: to have the pages of all slots there at once would take the memory's whole
         # bandwidth for seconds, just when training begins.
-        self._size = size
+        self._size, self._device = size, device
         free = self._free()
         for number in free:
             self._jobs.pop(number, None)
@@ -229,7 +233,7 @@ class FastTier:
         if number >= self.count or (region is not None and region.size != size):
             self._regions.pop(number, None)
             if region is not None:
-                unpin(region)
+                unpin(region, self._device)
                 region.close()
                 region = None
         if number >= self.count:
@@ -240,6 +244,6 @@ class FastTier:
             slots.require_file(self.paths, number, self._rank, region)
         if region is None and size:
             region = slots.map_shard(self.paths, number, self._rank, size)
-            pin(region)
+            pin(region, self._device)
             self._regions[number] = region
         return True

@@ -234,16 +234,5 @@ def bytes_of(value: Tensor) -> memoryview:
     return value.detach().reshape(-1).view(torch.uint8).numpy().data
 
 
-def pin(region: Region) -> None:
-    """Register a region as pinned memory, if there is a CUDA device: it then copies into the region directly."""
-    if region.size and torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostRegister(region.address, region.size, 0)  # type: ignore[no-untyped-call]
-
-
-def unpin(region: Region) -> None:
-    if region.size and torch.cuda.is_available():
-        torch.cuda.cudart().cudaHostUnregister(region.address)  # type: ignore[no-untyped-call]
-
-
 def _is_still(name: str) -> bool:
     return name.startswith(_STILL)

@@ -13,11 +13,11 @@ from rollback.checkpoints import tiers
 from rollback.checkpoints.manifest import Manifest
 from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.errors import RollbackError
-from rollback.facts.history import fold
 from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper, drained
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.journal import read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.comm.ranks import Ranks
@@ -53,7 +53,7 @@ def fetch_run(store: Store | None, paths: RunPaths, settings: Settings) -> None:
 
 def _fetch_planned(url: str, paths: RunPaths) -> None:
     """Fetch the checkpoint of a pending plan, if the ring has it. If not, an older one will be restored."""
-    pending = fold(read_journal(paths.train_journal).records).pending
+    pending = fold_journal(paths.train_journal).history.pending
     name = pending.checkpoint if pending is not None else None
     if name is None or any(place.name == name and tiers.is_whole(place) for place in tiers.locate(paths)):
         return

@@ -14,7 +14,6 @@ from typing import Any
 from rollback.checkpoints import ring
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
-from rollback.facts.history import fold
 from rollback.facts.training import (
     BecameGood,
     CheckpointLost,
@@ -253,7 +252,7 @@ class CheckpointManager:
 
     def _of_present_timeline(self) -> list[tuple[str, bool]]:
         """Rank 0: the manifests in the ring that belong to the run, and whether they are good."""
-        history = fold(self._record.records)
+        history = self._record.history
         sound, _ = ring.manifests(self._paths)
         present = [m for m in of_present_timeline(history, sound) if m.name not in history.gone]
         return [(manifest.model_dump_json(), manifest.name in history.good) for manifest in present]

@@ -78,6 +78,7 @@ class Snapshots:
         self._staging = Staging(self.thread)
         self._copier = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rollback-copier")
         self._head = self._size = 0  # bytes of a shard, and of its header
+        self._device: torch.device | None = None
         self._all_ready = self._said_ready = False
         self._flight: SnapshotInFlight | None = None
         self._job: Future[None] | None = None
@@ -107,6 +108,7 @@ class Snapshots:
         # What a loader or a scheduler keeps may grow: some room for it, twice as much for the trees.
         self._head = 2 * header_space_for(kinds, share.metadata, _PAGE) + _MEMORY_OF_LOSSES + OFFSET
         self._size = lay_out(kinds, self._head).size + _SPARE
+        self._device = next((item.device for item in share.tensors.values() if item.is_cuda), None)
         self._prepare_buffer()
         return self._size
 
@@ -153,7 +155,7 @@ class Snapshots:
     def _prepare_buffer(self) -> None:
         self._all_ready = self._said_ready = False
         if self._size:
-            self._buffer.fit(self._size)
+            self._buffer.fit(self._size, self._device)
 
     def _can_begin(self) -> bool:
         """Whether this rank is ready to begin another snapshot. What is in flight does not matter here."""

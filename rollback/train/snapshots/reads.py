@@ -17,6 +17,7 @@ from rollback.checkpoints.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
 from rollback.train.comm.ranks import Ranks
 from rollback.train.snapshots.capture import bytes_of
+from rollback.train.snapshots.device_reads import DeviceRead, await_devices, read_to_devices
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 
@@ -40,6 +41,7 @@ class Reads:
 
     def __init__(self) -> None:
         self.wanted: list[_Read] = []
+        self.to_devices: list[DeviceRead] = []
 
     def want(self, shard: TensorFile, key: str, present: Tensor | None) -> Tensor:
         """A tensor that will be read later: the present one if it is of the stored kind, else a new one.
@@ -48,7 +50,10 @@ class Reads:
         entry = shard.entries[key]
         kind = entry.dtype, entry.shape
         present = fitting(present, kind)
-        if present is not None and (present.is_cuda or not present.is_contiguous()):
+        if present is not None and present.is_cuda and present.is_contiguous():
+            self.to_devices.append(DeviceRead(shard, key, present))
+            return present
+        if present is not None and not present.is_contiguous():
             read = fresh(kind)
             shard.read_into(key, bytes_of(read))
             return present.copy_(read)
@@ -128,8 +133,11 @@ def reading(ranks: Ranks) -> Iterator[Reads]:
     """At the end of the body, read all that was asked for. Raises CheckpointUnreadable, when all threads have ended."""
     reads, threads = Reads(), threads_of(ranks)
     yield reads
+    await_devices(reads.to_devices)
     with ThreadPoolExecutor(threads, thread_name_prefix="rollback-reader") as pool:
-        for ended in [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]:
+        begun = [pool.submit(_read_all, reads.wanted[part::threads]) for part in range(threads)]
+        begun += [pool.submit(read_to_devices, reads.to_devices[part::threads]) for part in range(threads)]
+        for ended in begun:
             ended.result()
 
 

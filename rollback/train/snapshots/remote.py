@@ -21,7 +21,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
@@ -77,11 +77,11 @@ class RemoteRing:
         if self._unreachable:
             return []
         try:
-            supervisor = read_journal(self._paths.supervisor_journal).records
+            supervisor = fold_journal(self._paths.supervisor_journal).history
         except (OSError, RollbackError) as error:
             say(f"what the ring {self._url} holds is not known: {error}")
             return []
-        there = good_ones_at(self._url, self._record.records, supervisor)
+        there = good_ones_at(self._url, self._record.history, supervisor)
         return [point for point in there if point.name not in self._tried]
 
     def _note(self, name: str, download: CheckpointDownload, seen: dict[str, Any]) -> None:

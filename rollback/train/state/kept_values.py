@@ -15,6 +15,8 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 
+_AS_IT_IS, _OF_NUMBERS = frozenset((bool, int, float, str)), (Tensor, np.ndarray, np.generic)
+
 
 class KeptValues:
     """Attributes that checkpoints keep: `kept.best`. Only names from `guard.keep` exist.
@@ -101,10 +103,10 @@ def _tells_its_state(value: Any) -> bool:
 
 def _plain(value: Any, name: str) -> Any:
     """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it."""
-    if isinstance(value, Tensor | np.ndarray | np.generic) and math.prod(value.shape) == 1:
-        value = value.item()
-    if value is None or type(value) in (bool, int, float, str):
+    if value is None or type(value) in _AS_IT_IS:  # by far the most, and it runs at every step's end
         return value
+    if isinstance(value, _OF_NUMBERS) and math.prod(value.shape) == 1 and type(one := value.item()) in _AS_IT_IS:
+        return one
     if type(value) in (list, tuple):
         return type(value)(_plain(item, name) for item in value)
     if type(value) is dict and all(type(key) in (str, int) for key in value):

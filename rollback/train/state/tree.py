@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,20 +30,26 @@ DTYPE: Mapping[str, torch.dtype] = {code: getattr(torch, name) for code, name in
 DTYPE_CODE: Mapping[torch.dtype, str] = {dtype: code for code, dtype in DTYPE.items()}
 
 
-class NotPlain(Exception):
-    """A value for `encode`."""
-
-
 def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     """The JSON tree of `value`. Its tensors go into `tensors` under their paths, without a copy.
 
-    Raises UsageError with the path of a value that cannot be kept.
+    Raises UsageError with the path of a value that cannot be kept. It runs at every step's end, so Python's own types
+    are told by one look.
     """
+    kind = type(value)
+    if kind in _AS_IT_IS or (kind is float and math.isfinite(value)):
+        return value
+    if kind is dict and (len(value) != 1 or str(*value)[:1] != "$") and {*map(type, value)} <= _TEXT:
+        return {
+            key: item if type(item) in _AS_IT_IS or (type(item) is float and item - item == 0.0)
+            else encode(item, f"{path}/{key if key.isidentifier() else escape(key)}", tensors)
+            for key, item in value.items()
+        }  # fmt: skip
     match value:
-        case None | bool() | str():
-            return value
-        case int():
-            return int(value)
+        case list():
+            return _encode_items(value, path, tensors)
+        case str() | int():
+            return value if isinstance(value, str) else int(value)
         case float():
             return float(value) if math.isfinite(value) else {"$float": json_number(float(value))}
         case Tensor():
@@ -54,10 +60,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return encode(value.item(), path, tensors)
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
-        case list():
-            return [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]
         case tuple():
-            return {"$tuple": [encode(item, f"{path}/{index}", tensors) for index, item in enumerate(value)]}
+            return {"$tuple": _encode_items(value, path, tensors)}
         case Mapping():
             return _encode_mapping(value, path, tensors)
         case _:
@@ -66,21 +70,6 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
                 "which a checkpoint without pickle cannot keep",
                 hint="let its state_dict() return numbers, texts, lists, dicts, arrays and tensors only",
             )
-
-
-def encode_plain(value: Any) -> Json:
-    """As `encode`, several times faster, for what state_dicts of schedulers and the like hold: exactly Python's own
-    types, and no tensors. Raises NotPlain for anything else."""
-    kind = type(value)
-    if kind in _AS_IT_IS or (kind is float and math.isfinite(value)):
-        return value
-    if kind is dict and (len(value) != 1 or str(*value)[:1] != "$") and {*map(type, value)} <= _TEXT:
-        return {key: item if type(item) in _AS_IT_IS else encode_plain(item) for key, item in value.items()}
-    if kind is list:
-        return [item if type(item) in _AS_IT_IS else encode_plain(item) for item in value]
-    if kind is tuple:
-        return {"$tuple": [item if type(item) in _AS_IT_IS else encode_plain(item) for item in value]}
-    raise NotPlain
 
 
 def encode_once(value: Mapping[str, Tensor | None], path: str, tensors: dict[str, Tensor]) -> Json:
@@ -104,6 +93,14 @@ def memory_of(item: Tensor) -> tuple[Any, ...]:
 def is_kept(tensor: Tensor) -> bool:
     """Whether a checkpoint can keep a tensor of this kind."""
     return tensor.layout == torch.strided and tensor.dtype in DTYPE_CODE
+
+
+def _encode_items(value: Sequence[Any], path: str, tensors: dict[str, Tensor]) -> list[Json]:
+    return [
+        item if type(item) in _AS_IT_IS or (type(item) is float and item - item == 0.0)
+        else encode(item, f"{path}/{index}", tensors)
+        for index, item in enumerate(value)
+    ]  # fmt: skip
 
 
 def _encode_mapping(value: Mapping[Any, Any], path: str, tensors: dict[str, Tensor]) -> Json:

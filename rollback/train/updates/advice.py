@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 
 from torch import nn
 
 from rollback.sentinel import Kind, Verdict
 from rollback.train.comm.pulse import Beat
 from rollback.train.updates.habits import Habit
+from rollback.train.updates.layers import Layers
 
 PLAIN_EPOCH_LOOP = (
     "plain-epoch-loop",
@@ -70,10 +71,10 @@ NO_NO_SYNC = (
     "gradients are accumulated over {batches} batches, and DDP averages them over the ranks after each one. Run "
     "forward and backward of all but the last batch inside `with model.no_sync():`; one exchange an update is enough",
 )
-ALWAYS_CLIPPED = (
-    "always-clipped",
-    "each of the last {count} updates was clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: large "
-    "and small gradients count alike then. Raise max_norm so that it catches exceptions only",
+OFTEN_CLIPPED = (
+    "often-clipped",
+    "{share:.0%} of the last {count} updates were clipped, to a norm of {limit:.3g} from {norm:.3g} in the median: "
+    "large and small gradients count alike then.{layer} Raise max_norm so that it catches exceptions only",
 )
 NEVER_CLIPPED = (
     "never-clipped",
@@ -90,6 +91,11 @@ NOT_KEPT = (
     "modules hold tensors that are neither parameters nor dense buffers: {names}. No checkpoint keeps them and no "
     "rollback brings them back. If one changes while training, make it a buffer: self.register_buffer(name, tensor), "
     "with persistent=False where the state_dict is to be without it",
+)
+NO_PROGRESS = (
+    "no-progress",
+    "step {step}: {text}. The loss is taken for that of an adversarial objective or of reinforcement learning: only "
+    "what is far beyond all seen is called. If it does measure progress, say so: --objective supervised",
 )
 JOURNAL_GONE = (
     "journal-gone",
@@ -124,7 +130,8 @@ _BY_SIZE = {"SGD", "ASGD"}  # an update is as large as the gradients
 _SIZE_DIVIDED_OUT = {"Adam", "Adamax", "NAdam", "RAdam", "RMSprop", "Adagrad", "Adadelta", "Adafactor"}
 _LATE = 2  # some count epochs from 1
 _UPDATES = 3  # that must agree
-_CLIPPED = 300  # updates in a row; at the start of a training even sound settings clip for a while
+_CLIPPED = 300  # updates that are judged together; not the first ones: there even sound settings clip for a while
+_CLIPPED_SHARE = 0.5  # of these updates
 _SCALED = 5
 _SPIKES = 3
 _UNCLIPPED = 100  # updates without a write to any gradient
@@ -142,13 +149,15 @@ def of_loops(*, uncounted: bool, own_epoch: int | None, epoch: int) -> Iterator[
 class Advisor:
     """Finds advice for a run from its updates. It gets every judged step, on every rank."""
 
-    def __init__(self, model: nn.Module, optimizer: object) -> None:
+    def __init__(self, model: nn.Module, optimizer: object, layers: Layers | None = None) -> None:
+        self._layers = layers or Layers(model)
         self._transformer = any(_is_attention(module) for module in model.modules())
         # Others clip by themselves, or need no clipping.
         self._optimizer = type(optimizer)
         self._plain_optimizer = type(optimizer).__name__ in ("SGD", "Adam", "AdamW", "NAdam", "RAdam", "RMSprop")
         self._late = self._undivided = self._averaged = 0
-        self._kept: deque[tuple[float, float]] = deque(maxlen=_CLIPPED)
+        self._clipped: list[tuple[float, float] | None] = []
+        self._early = True
         self._scaled: deque[tuple[float, float]] = deque(maxlen=_SCALED)
         self._unwritten = self._spikes = self._unobserved = 0
 
@@ -156,10 +165,12 @@ class Advisor:
         """The advice now: code and text. The caller gives each advice only once."""
         return [
             *self._of_losses(beat),
+            *([_filled(NO_PROGRESS, step=verdict.step, text=verdict.advice)] if verdict.advice else []),
             *self._of_order(habit),
             *self._of_accumulation(habit, beat),
             *self._of_clipping(habit, beat),
             *self._of_spikes(habit, verdict),
+            *self._layers.advice(),
         ]
 
     def _of_losses(self, beat: Beat) -> list[tuple[str, str]]:
@@ -197,14 +208,17 @@ class Advisor:
                 return [self._clipped_while_scaled(limit=self._scaled[-1][1], scale=beat.scale or 1.0)]
             return []
         self._scaled.clear()
-        if not clipped:
-            self._kept.clear()
+        self._clipped.append(pair if clipped else None)
+        if len(self._clipped) < _CLIPPED:
             return []
-        self._kept.append(pair)
-        if len(self._kept) < _CLIPPED or not _is_one_limit(self._kept):
+        pairs, early = [pair for pair in self._clipped if pair is not None], self._early
+        self._clipped, self._early = [], False
+        if early or len(pairs) <= _CLIPPED_SHARE * _CLIPPED or not _is_one_limit(pairs):
             return []
-        norm = statistics.median(norm for norm, _ in self._kept)
-        return [_filled(ALWAYS_CLIPPED, count=_CLIPPED, limit=pair[1], norm=norm)]
+        heaviest = f" The largest gradient is that of {self._layers.heaviest}." if self._layers.heaviest else ""
+        norm, limit = (statistics.median(values) for values in zip(*pairs, strict=True))
+        share = len(pairs) / _CLIPPED
+        return [_filled(OFTEN_CLIPPED, share=share, count=_CLIPPED, limit=limit, norm=norm, layer=heaviest)]
 
     def _clipped_while_scaled(self, limit: float, scale: float) -> tuple[str, str]:
         kinds = {kind.__name__ for kind in self._optimizer.__mro__}
@@ -222,7 +236,7 @@ class Advisor:
         return [_filled(NEVER_CLIPPED, spikes=self._spikes)]
 
 
-def _is_one_limit(seen: deque[tuple[float, float]]) -> bool:
+def _is_one_limit(seen: Collection[tuple[float, float]]) -> bool:
     """Whether the norms varied and the optimizer's did not: that is clipping, not a factor."""
     norms, given = [norm for norm, _ in seen], [kept for _, kept in seen]
     return max(given) <= min(given) * (1 + _SAME) and max(norms) > min(norms) * (1 + 2 * _SAME)
@@ -232,5 +246,5 @@ def _is_attention(module: nn.Module) -> bool:
     return isinstance(module, nn.MultiheadAttention) or "attention" in type(module).__name__.lower()
 
 
-def _filled(advice: tuple[str, str], **values: float) -> tuple[str, str]:
+def _filled(advice: tuple[str, str], **values: object) -> tuple[str, str]:
     return advice[0], advice[1].format(**values)

@@ -1,9 +1,9 @@
-"""Clipping takes the norms that were measured at the end of backward, and does not read all gradients once more.
+"""Clipping takes the norm that was measured at the end of backward, and does not read all gradients once more.
 
-torch's `clip_grad_norm_` begins with the norm of each gradient and the norm of these norms (`_get_total_norm`). The
-first is what `gradients` has measured a moment before. As long as nobody has written to a gradient since, torch gets
-that, and computes the second as it does. The result is the same, bit for bit: the first time, both are computed and
-compared. In every case that is not this plain one, torch's own function does the work.
+torch's `clip_grad_norm_` begins with the norm of each gradient and the norm of these norms (`_get_total_norm`). Both
+are what `gradients` has measured a moment before. As long as nobody has written to a gradient since, torch gets that.
+The result is the same, bit for bit: the first time, torch computes it too, and both are compared. In every case that is
+not this plain one, torch's own function does the work.
 """
 
 from __future__ import annotations
@@ -19,19 +19,18 @@ from torch import Tensor
 from torch.nn.utils import clip_grad
 
 Lender = Callable[[Sequence[Tensor]], Tensor | None]
-"""Gets gradients. Returns their norms in single precision, in that order; None: these are not measured, or not as
-torch would."""
+"""Gets gradients. Returns the norm over them in single precision; None: it is not measured, or not as torch would."""
 
 
 class _Lent:
     """What this process knows of the lenders."""
 
     lenders: ClassVar[list[weakref.WeakMethod[Lender]]] = []
-    proved = 0
-    """1: torch computed the same; -1: it did not, so nothing is lent any more; 0: not compared yet."""
+    same_as_torch: bool | None = None
+    """Whether torch computed the same. If not, nothing is lent any more. None: not compared yet."""
 
 
-def lend_norms(lender: Lender) -> None:
+def lend_norm(lender: Lender) -> None:
     """Ask `lender`, a method, whenever gradients are clipped, for as long as its object lives."""
     _Lent.lenders = [known for known in _Lent.lenders if known() is not None] + [weakref.WeakMethod(lender)]
     original = getattr(clip_grad, "_get_total_norm", None)
@@ -45,13 +44,12 @@ def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
         if torch.compiler.is_compiling() or norm_type != 2.0 or more[1:2] == (False,) or others.get("foreach") is False:
             return original(tensors, norm_type, *more, **others)
         tensors = [tensors] if isinstance(tensors, Tensor) else list(tensors)
-        norms = _lent(tensors)
-        total: Tensor | None = None if norms is None else torch.linalg.vector_norm(norms.detach(), 2.0)
-        if total is None or not math.isfinite(total.item()):  # rare, and torch may have to raise
+        total = _lent(tensors)
+        if total is None or not math.isfinite(total.item()):  # not finite is rare, and torch may have to raise
             return original(tensors, norm_type, *more, **others)
-        if not _Lent.proved:
+        if _Lent.same_as_torch is None:
             own = original(tensors, norm_type, *more, **others)
-            _Lent.proved = 1 if own.dtype == total.dtype and torch.equal(own, total) else -1
+            _Lent.same_as_torch = own.dtype == total.dtype and torch.equal(own, total)
             return own
         return total
 
@@ -60,10 +58,10 @@ def _lending(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _lent(gradients: list[Tensor]) -> Tensor | None:
-    if _Lent.proved < 0 or not gradients:
+    if _Lent.same_as_torch is False or not gradients:
         return None
     for reference in _Lent.lenders:
         lender = reference()
-        if lender is not None and (norms := lender(gradients)) is not None:
-            return norms
+        if lender is not None and (norm := lender(gradients)) is not None:
+            return norm
     return None

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from rollback.train.sharded import copies_of, is_sharded, local_of, version_of
 from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, choose_telltale
-from rollback.train.updates.clipping import lend_norms
+from rollback.train.updates.clipping import lend_norm
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
@@ -68,7 +68,7 @@ class Gradients:
         self._marks: _Marks = [], []
         self._found: _Marks = [], []
         self._watch = BackwardWatch(model, self.telltale, self._backward_reached_telltale)
-        lend_norms(self.norms_of)
+        lend_norm(self.norm_of)
 
     @property
     def scale(self) -> Tensor | None:
@@ -90,18 +90,20 @@ class Gradients:
             self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
         return parameters, gradients
 
-    def norms_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
-        """For `clipping`: norms of gradients that nobody has written to since they were measured."""
-        if self.seen is None or self.scale is not None or self.seen.each.dtype is not torch.float32:
+    @torch.no_grad()
+    def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
+        """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
+        seen = self.seen
+        if seen is None or self.scale is not None or not seen.each.is_cpu or seen.each.dtype is not torch.float32:
             return None
         parameters, own = self._with_gradients()
-        if any(gradient.dtype is not torch.float32 for gradient in own) or _marks_of(parameters, own) != self._marks:
+        if {gradient.dtype for gradient in own} != {torch.float32} or _marks_of(parameters, own) != self._marks:
             return None
+        if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
+            return seen.total.clone()
         places = {id(gradient): place for place, gradient in enumerate(own)}
         wanted = [places.get(id(gradient), -1) for gradient in gradients]
-        if -1 in wanted or not own[0].is_cpu:
-            return None
-        return self.seen.each if wanted == list(range(len(own))) else self.seen.each[wanted]
+        return None if -1 in wanted else torch.linalg.vector_norm(seen.each[wanted])
 
     def forget(self) -> None:
         """The update is over."""
@@ -184,9 +186,11 @@ class Gradients:
         return [p for group in self._optimizer.param_groups for p in group["params"]]
 
     def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        parameters = [p for group in self._optimizer.param_groups for p in group["params"] if p.grad is not None]
-        gradients = [parameter.grad for parameter in parameters]
-        if not _PLAIN.issuperset(map(type, gradients)) or any(g.layout is not torch.strided for g in gradients):
+        parameters = self._parameters()
+        gradients: list[Tensor] = [gradient for p in parameters if (gradient := p.grad) is not None]
+        if len(gradients) < len(parameters):
+            parameters = [p for p in parameters if p.grad is not None]
+        if not _PLAIN.issuperset(map(type, gradients)) or {g.layout for g in gradients} != {torch.strided}:
             gradients = [_dense(gradient) for gradient in gradients]
         return parameters, gradients
 
@@ -243,8 +247,9 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return _each(tensors, torch.float64)
     each = _each(tensors, torch.float32)
-    overflown = [place for place, norm in enumerate(each.tolist()) if norm == math.inf]
-    if overflown:
+    if math.isfinite(each.max().item()):
+        return each
+    if overflown := [place for place, norm in enumerate(each.tolist()) if norm == math.inf]:  # there may be NaN alone
         each = each.double()
         each[overflown] = _each([tensors[place] for place in overflown], torch.float64)
     return each

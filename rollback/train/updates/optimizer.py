@@ -14,19 +14,26 @@ from rollback.train.updates.closures import before_update
 from rollback.train.updates.gradients import GradientNorms, Gradients
 from rollback.train.updates.habits import Habit, Habits
 from rollback.train.updates.hooks import weak_hook
+from rollback.train.updates.layers import Layers
 
 
 class Updates:
     """The updates between two step ends. It hooks the optimizer, and `step` of a GradScaler, if there is one."""
 
-    def __init__(self, optimizer: torch.optim.Optimizer, scaler: object | None, model: nn.Module | None = None) -> None:
+    def __init__(
+        self,
+        optimizer: torch.optim.Optimizer,
+        scaler: object | None,
+        model: nn.Module | None = None,
+        layers: Layers | None = None,
+    ) -> None:
         self.happened = False
         self.attempted = False
         self.gradients: GradientNorms | None = None
         """Norms of the update's gradients; None: the optimizer has not begun, or there are no gradients."""
         self.found_inf: Tensor | None = None
         """Of a fused optimizer, on its device: above zero if the scaler drops the update."""
-        self._optimizer, self._model = optimizer, model
+        self._optimizer, self._model, self._layers = optimizer, model, layers
         self._sensed = Gradients(optimizer, scaler, model)
         self._habits = Habits(optimizer, scaler, model, self._sensed.telltale)
         before_update(optimizer, weak_hook(self._before_update))
@@ -49,6 +56,8 @@ class Updates:
 
     def end_step(self, batches: int) -> Habit:
         """What was noticed of the update. batches: its number of batches. Call it once for each update."""
+        if self._layers is not None:
+            self._layers.look(self.gradients)
         return self._habits.end_step(batches)
 
     def gauges(self, *, told: bool) -> Gauges:

@@ -16,21 +16,17 @@ class EpochLoop:
     def __init__(self, numbers: range, begun: Callable[[EpochLoop], None]) -> None:
         self._numbers = numbers
         self._begun = begun
-        self._place = -1
+        self.place = -1
+        """The number of the epoch, from 0; none has begun yet."""
         self._places: Iterator[int] | None = None
         self._pending: int | None = None
         self.over = False
         """Whether the guard has had its last epoch here."""
 
     @property
-    def place(self) -> int:
-        """The number of the epoch, from 0."""
-        return self._place
-
-    @property
     def at_first(self) -> bool:
         """Whether the first body is running, and no guard steers yet."""
-        return self._place == 0 and self._places is None
+        return self.place == 0 and self._places is None
 
     def steer(self, places: Iterator[int]) -> None:
         """In the first body: from here on `places`, of the guard, say which epoch is next.
@@ -49,15 +45,15 @@ class EpochLoop:
 
     def __next__(self) -> int:
         if self._places is None:
-            self._place += 1
+            self.place += 1
         elif self._pending is not None:
-            self._place, self._pending = self._pending, None
+            self.place, self._pending = self._pending, None
         else:
-            self._place = next(self._places, len(self._numbers))
-        if self._place >= len(self._numbers):
+            self.place = next(self._places, len(self._numbers))
+        if self.place >= len(self._numbers):
             self.over = True
             raise StopIteration
-        return self._numbers[self._place]
+        return self._numbers[self.place]
 
     def __len__(self) -> int:
         return len(self._numbers)

@@ -21,7 +21,6 @@ class MadeObjects:
         self._made: list[weakref.ref[Any]] = []
 
     def note(self, thing: Any) -> None:
-        """It is being made."""
         self._made.append(weakref.ref(thing))
 
     def alive(self) -> list[Any]:

@@ -40,7 +40,6 @@ class ScriptSources:
             frame = frame.f_back
 
     def caller(self) -> str:
-        """File and line of the innermost one."""
         return next((f"{os.path.basename(name)}, line {line}" for name, line in self.callers()), "in a library")
 
     def trains(self) -> bool | None:

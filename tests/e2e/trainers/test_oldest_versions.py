@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from rollback.trainers.versions import SUPPORTED
+from rollback.trainers.protect import SUPPORTED
 
 HERE = Path(__file__).parent
 OLDEST = {library: f"{first}.0" for library, (first, _) in SUPPORTED.items() if library != "torchtitan"}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -301,6 +302,18 @@ def test_json_has_the_documented_keys(tmp_path: Path, run: Run) -> None:
     assert result["plan"][0]["action"] == "rollback"
     assert result["plan"][0]["restore"] == 100
     assert result["plan"][0]["skip"] == [100, 174]
+
+
+def test_what_is_advice_of_a_loss_without_progress_is_called_if_it_is_said_to_be_supervised(
+    tmp_path: Path, run: Run
+) -> None:
+    log = write_csv(tmp_path / "log.csv", {"loss": [1 + 0.4 * math.sin(i / 42) + 0.03 * (i % 3) for i in range(900)]})
+    result, told = (json.loads(run(log, "--json", "--objective", each)[1]) for each in ("auto", "supervised"))
+    assert result["calls"] == []
+    assert told["calls"]
+    assert told["advice"] == []
+    assert set(result["advice"][0]) == {"onset", "step", "rule", "text"}
+    assert "say so: --objective supervised" in run(log)[1]
 
 
 def test_blips_are_reported_apart(tmp_path: Path, run: Run) -> None:

@@ -56,7 +56,7 @@ def test_every_flipped_bit_is_found_or_changes_nothing(directory: Path) -> None:
 
 def with_check(body: dict[str, Any]) -> str:
     """A manifest that an adversary has signed: `check` fits, the content is theirs."""
-    return json.dumps({**body, "check": manifest_module._check(body)})
+    return json.dumps({**body, "check": manifest_module.check_of(body)})
 
 
 def test_a_manifest_with_other_content_and_a_check_that_fits_is_refused(directory: Path) -> None:

@@ -152,7 +152,7 @@ def test_columns_are_what_the_lines_say_and_damage_is_passed_over(tmp_path: Path
 
 def test_the_account_adds_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     eventful_run(tmp_path / "run", monkeypatch)
-    material = read_material(tmp_path / "run")
+    material = read_material(tmp_path / "run", curve=True)
     ledger = compile_ledger(material)
     spent = account(ledger)
     assert spent is not None
@@ -179,7 +179,7 @@ def test_what_a_hang_kept_waiting_is_told_apart(tmp_path: Path, monkeypatch: pyt
         rank=1, pid=7, command="python", is_rank=True, state="S", waits_in=None, offset=0, size=60, why_none=None
     )
     write_processes(run.paths.processes(1), [seen])
-    material = read_material(run.paths.root)
+    material = read_material(run.paths.root, curve=True)
     spent = account(compile_ledger(material))
     assert spent is not None
     assert {part.key: part.seconds for part in spent.parts} == pytest.approx(

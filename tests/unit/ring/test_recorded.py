@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recorded_run import incident, rollback_plan
+from rollback.facts.history import History, fold
 from rollback.facts.training import (
     BecameGood,
     Committed,
@@ -23,8 +24,8 @@ URL = "s3://bucket/run"
 NAMES = [CheckpointName.of(seq, 10 * seq) for seq in range(5)]
 
 
-def journal(*facts: Any) -> list[JournalEntry]:
-    return [JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts)]
+def journal(*facts: Any) -> History:
+    return fold(JournalEntry(seq=seq, at="", attempt=1, fact=fact) for seq, fact in enumerate(facts))
 
 
 def committed(count: int, timeline: int = 0) -> list[Any]:

@@ -357,15 +357,6 @@ def test_a_journal_that_cannot_be_opened_for_writing_is_refused_with_what_to_do(
         Journal(path, 1)
 
 
-def test_a_writer_knows_what_it_has_appended(path: Path) -> None:
-    journal = Journal(path, 1)
-    for fact in FACTS:
-        journal.append(fact)
-    journal.close()
-    assert [record.fact for record in journal.records] == FACTS
-    assert [record.seq for record in journal.records] == list(range(len(FACTS)))
-
-
 @pytest.fixture
 def key(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The file of a key that seals from now on."""

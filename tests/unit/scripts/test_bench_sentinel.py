@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +13,8 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "scripts"))
 from bench_sentinel import Score
 from detectors import PEERS
 from formula_traces import FAMILIES, formula_traces
+from leave_one_out import NORMAL, chosen, cost
+from rollback.sentinel.presets import Preset
 from traces import Trace
 
 HUNDRED = list(np.random.default_rng(0).normal(2.0, 0.1, 400))
@@ -66,6 +69,22 @@ def test_every_rule_of_another_library_runs_on_a_log_with_and_without_norms(name
         assert all(0 <= call < len(losses) for call in calls)
         if norms is not None or name != "ZClip z-score":
             assert calls
+
+
+def test_what_is_chosen_on_other_families_is_what_costs_least_there() -> None:
+    asked = []
+
+    def score(family: str, preset: Preset) -> Score:
+        asked.append(family)
+        return Score(
+            sudden=[4, None if preset.drift >= NORMAL.drift else 4], healthy=10_000, false=int(preset.alone < 6)
+        )
+
+    assert cost([score("one", NORMAL)]) == 0.5
+    assert cost([score("one", replace(NORMAL, alone=5.5))]) == 1.5
+    preset = chosen(["one", "two"], score)
+    assert preset == replace(NORMAL, drift=2.0)
+    assert set(asked) == {"one", "two"}
 
 
 def test_traces_from_formulas_are_the_same_for_the_same_seed_and_cover_every_family() -> None:

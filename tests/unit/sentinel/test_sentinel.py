@@ -109,6 +109,30 @@ def test_a_slow_ramp_is_called_as_drift_and_a_shift_that_decays_is_not() -> None
     assert not spikes(verdicts(observations(raised(flat, 500, 0.5, decay=100.0), norms(900))))
 
 
+NOISY = {"start": 0.9, "end": 0.45, "noise": 0.1}
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("by", [0.25, 0.45])
+def test_a_rise_that_stays_is_called_where_half_of_little_progress_is_lost(by: float, seed: int) -> None:
+    said = verdicts(observations(raised(descent(700, seed, **NOISY), 400, by), norms(700, seed)))
+    ((called, rule),) = [(verdict.step, verdict.rule) for verdict in said if verdict.kind is Kind.SPIKE]
+    assert 440 < called < 560
+    assert rule == "loss-stays-high"
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("by", [0.25, 0.45])
+def test_a_rise_that_decays_is_a_shift_and_is_not_called(by: float, seed: int) -> None:
+    said = verdicts(observations(raised(descent(700, seed, **NOISY), 400, by, decay=60), norms(700, seed)))
+    assert all(verdict.kind in (Kind.HEALTHY, Kind.WATCH) for verdict in said)
+
+
+def test_a_rise_that_stays_behind_a_hint_is_not_called() -> None:
+    seen = observations(raised(descent(700, **NOISY), 400, 0.45), norms(700), {400: Hint.LR_CHANGED})
+    assert all(verdict.kind in (Kind.HEALTHY, Kind.WATCH) for verdict in verdicts(seen))
+
+
 def test_a_dead_plateau_is_called_by_the_gradient_norm_that_is_gone() -> None:
     losses = raised(descent(400), 300, 0.3)
     gone = [norm * (0.2 if i >= 300 else 1) for i, norm in enumerate(norms(400))]
@@ -281,14 +305,17 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
-def test_the_state_of_a_sentinel_that_knew_less_is_read() -> None:
+@pytest.mark.parametrize("schema", [1, 2])
+def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
     older, newer = Sentinel(), Sentinel()
     for step in range(100):
         older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
-    state = older.state_dict() | {"schema": 1}
-    del state["explaining"]
-    for window in ("loss", "norm"):
-        state[window] = {name: state[window][name] for name in ("level", "noise")}
+    state = older.state_dict() | {"schema": schema}
+    del state["seen"]
+    if schema == 1:
+        del state["explaining"]
+        for window in ("loss", "norm"):
+            state[window] = {name: state[window][name] for name in ("level", "noise")}
     newer.load_state_dict(state)
     assert newer.update(Observation(100, 30.0, 1.0)).kind is older.update(Observation(100, 30.0, 1.0)).kind
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 
@@ -9,6 +10,7 @@ from curves import descent, norms, observations, raised, verdicts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollback.backtest.steps import counted_on
 from rollback.sentinel import Hint, Kind, Observation, Sentinel
 
 ordinary = st.floats(min_value=-1e12, max_value=1e12)
@@ -55,6 +57,28 @@ def test_scaling_all_losses_by_a_constant_changes_no_verdict(
     plain = verdicts(observations(losses, grad_norms), Sentinel(sensitivity))  # type: ignore[arg-type]
     scaled = verdicts(observations([x * factor for x in losses], grad_norms), Sentinel(sensitivity))  # type: ignore[arg-type]
     assert [(v.kind, v.onset, v.rule) for v in plain] == [(v.kind, v.onset, v.rule) for v in scaled]
+
+
+@given(st.integers(0, 10_000), st.floats(0.02, 0.6), st.integers(0, 6), st.sampled_from([1e-3, 1.0, 1e3]))
+@settings(max_examples=60, deadline=None)
+def test_a_healthy_descent_is_not_called_however_it_is_rounded(
+    seed: int, noise: float, places: int, factor: float
+) -> None:
+    losses = [factor * round(loss, places) for loss in descent(400, seed, noise=noise)]
+    said = verdicts(observations(losses, norms(400, seed)))
+    assert all(verdict.kind in (Kind.HEALTHY, Kind.WATCH) for verdict in said)
+
+
+@given(st.integers(10, 200), st.integers(3, 12), st.integers(0, 9), st.integers(1, 5), st.integers(0, 3))
+@settings(max_examples=60, deadline=None)
+def test_a_step_column_that_starts_again_with_each_epoch_is_counted_on(
+    epoch: int, epochs: int, last: int, stride: int, first: int
+) -> None:
+    rows = epoch * epochs + last
+    column = counted_on([first + stride * (row % epoch) for row in range(rows)])
+    assert all(later > earlier for earlier, later in itertools.pairwise(column.steps))
+    assert sorted(column.epochs) == list(range(epoch, rows, epoch))
+    assert column.resumes == frozenset()
 
 
 @given(eventful_curves())

@@ -261,7 +261,7 @@ class TestCommand:
 
     def test_of_a_range_of_nodes_torchrun_is_told_how_many_there_are(self) -> None:
         command = torchrun_command(
-            LaunchedJob({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), NodeGroup(3)
+            LaunchedJob({"nnodes": "1:4", "rdzv-endpoint": "host:1"}, "train.py", []), NodeGroup(3, 0, "host:5")
         )
         assert "--nnodes=3" in command
         assert "--nnodes=1:4" not in command

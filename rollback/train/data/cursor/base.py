@@ -194,6 +194,19 @@ class Cursor(ABC):
 
     def state_dict(self) -> dict[str, Any]:
         """The position as a tree of JSON values and CPU tensors. Later batches do not change it."""
+        return {**self.position(), **self.of_data(), **self.of_next()}
+
+    def of_data(self) -> dict[str, Any]:
+        """What `state_dict` tells of the data themselves: whoever reads them changes it."""
+        return {}
+
+    def of_next(self) -> dict[str, Any]:
+        """What `state_dict` tells of the next batch, for which the sampler is asked."""
+        return {}
+
+    def position(self) -> dict[str, Any]:
+        """The rest of `state_dict`. While a batch is trained on it stays the same, and kinds that do not read ahead may
+        be asked."""
         return {
             "kind": self.kind,
             "epoch": self.epoch,

@@ -85,7 +85,7 @@ class Digest:
 def digest_of_indices(indices: Any) -> int | None:
     """Digest of what a sampler gave for one batch: integers, or any keys that can be hashed."""
     entries = indices if isinstance(indices, (list, tuple)) else [indices]
-    if all(type(entry) is int for entry in entries):
+    if {*map(type, entries)} <= {int}:
         return xxhash.xxh3_64_intdigest(repr(list(entries)).encode()) or 1
     return Digest(entries).value
 

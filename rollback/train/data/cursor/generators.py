@@ -5,13 +5,23 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 import torch
 
 _DEPTH = 4  # a data set in a subset, its transforms, one of these
-_MOST = 128  # objects looked into
+_MOST = 128  # objects looked into, and items of a list
+_DATA = frozenset((
+    type(None), bool, int, float, complex, str, bytes, dict, torch.Tensor, np.ndarray, np.int32, np.int64, np.float32,
+    np.float64,
+))  # fmt: skip
+_LISTS = frozenset((list, tuple))
+_LONG = 16  # a longer list is looked through once
+_SAMPLES: dict[int, tuple[int, type, type]] = {}
+"""Long lists of data by their ids, as they were when they were looked through: length, types of the first and the last
+item. A data set may have all its samples in one, and it is looked into for every batch."""
 
 
 class Generators:
@@ -22,14 +32,14 @@ class Generators:
 
     def __init__(self, *owners: Any) -> None:
         self._found: list[Any] = []
-        seen: list[Any] = []
+        seen: set[int] = set()
         waiting = [(owner, 0) for owner in owners]
         while waiting and len(seen) < _MOST:
             thing, depth = waiting.pop(0)
             if _is_generator(thing):
                 self._found += [thing] if all(thing is not known for known in self._found) else []
-            elif _may_hold(thing) and all(thing is not known for known in seen):
-                seen.append(thing)
+            elif _may_hold(thing) and id(thing) not in seen:
+                seen.add(id(thing))
                 waiting += [(held, depth + 1) for held in _attributes(thing)] if depth < _DEPTH else []
 
     def __len__(self) -> int:
@@ -52,9 +62,34 @@ class Generators:
 
 
 def _may_hold(thing: Any) -> bool:
-    return not isinstance(thing, (torch.Tensor, np.ndarray, type, str, bytes, Mapping)) and (
-        hasattr(thing, "__dict__") or isinstance(thing, (list, tuple))
+    if type(thing) in _LISTS:
+        return not _has_data_only(thing)
+    kind: Any = type(thing)
+    return not _is_data(kind) and (isinstance(thing, (list, tuple)) or hasattr(thing, "__dict__"))
+
+
+@lru_cache(maxsize=1024)
+def _is_data(kind: type) -> bool:
+    return issubclass(kind, (torch.Tensor, np.ndarray, type, str, bytes, Mapping))
+
+
+def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
+    """Whether there is nothing in a list, or in lists in it, that could have a generator."""
+    known = (len(items), type(items[0]), type(items[-1])) if len(items) > _LONG else None
+    if known is not None and _SAMPLES.get(id(items)) == known:
+        return True
+    held = items[:_MOST]
+    kinds = {*map(type, held)}
+    found = kinds <= _DATA or (
+        kinds <= _DATA | _LISTS
+        and depth < _DEPTH
+        and all(_has_data_only(item, depth + 1) for item in held if type(item) in _LISTS)
     )
+    if found and known is not None:
+        if len(_SAMPLES) >= _MOST * _MOST:
+            _SAMPLES.clear()
+        _SAMPLES[id(items)] = known
+    return found
 
 
 def _attributes(thing: Any) -> list[Any]:
@@ -66,11 +101,15 @@ def _attributes(thing: Any) -> list[Any]:
 
 
 def _is_generator(thing: Any) -> bool:
+    if not _draws(type(thing)):  # type: ignore[arg-type] # a class can be hashed
+        return False
     of_process = thing is torch.default_generator or thing is getattr(np.random.mtrand, "_rand", None)
-    of_process = of_process or thing is getattr(random, "_inst", None)
-    return not of_process and isinstance(
-        thing, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
-    )
+    return not of_process and thing is not getattr(random, "_inst", None)
+
+
+@lru_cache(maxsize=1024)  # generators are looked for at every step, among things of a few types
+def _draws(kind: type) -> bool:
+    return issubclass(kind, (torch.Generator, np.random.Generator, np.random.RandomState, random.Random))
 
 
 def _state(generator: Any) -> Any:

@@ -149,6 +149,13 @@ class MapStyleCursor(Cursor):
                 self._epoch_setters.give(self.epoch, self._opening["epochs"])
             return drawn
 
+    def of_data(self) -> dict[str, Any]:
+        here = self._loader.num_workers == 0  # else the workers have copies, and reseed them
+        return {"data_generators": Generators(self._loader.dataset).states() if here else []}
+
+    def of_next(self) -> dict[str, Any]:
+        return {"next_indices": self._next_indices()}
+
     def _next_indices(self) -> str | None:
         if not self.opened or self._unfit is not None or self._feed.is_over():
             return None
@@ -198,9 +205,7 @@ class MapStyleCursor(Cursor):
             "seeding": self._seeding if self._loader.persistent_workers else None,
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
-            "data_generators": Generators(self._loader.dataset).states() if self._loader.num_workers == 0 else [],
             "last_indices": hex_digest_of(self._feed.last) if self.offset else None,
-            "next_indices": self._next_indices(),
             "before_epoch": self._before_epoch if self.opened and not self.offset else None,
             "length": length_of(self._loader.dataset),
             "share": share_of(self._index_sampler),
@@ -263,7 +268,7 @@ class MapStyleCursor(Cursor):
     def _compare_next(self, state: dict[str, Any]) -> None:
         """Compares the indices of the next batch: a sampler that depends on what it was shown may differ only there."""
         same = state["length"] == length_of(self._loader.dataset) and state["share"] == share_of(self._index_sampler)
-        if same and state["next_indices"] is not None and self._next_indices() != state["next_indices"]:
+        if same and (told := state.get("next_indices")) is not None and self._next_indices() != told:
             raise self._does_not_fit("other indices come next")
 
     def _last_of(self, share: list[int | None] | None) -> Any:

@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import BatchSampler, DistributedSampler, RandomSampler, SequentialSampler
 
 from rollback.train.data import rng
+from rollback.train.data.cursor.description import samplers_of
 
 
 class BatchOrder(Protocol):
@@ -124,7 +125,8 @@ class _Iterated:
 
     At the epoch's opening it draws from the random states of the process, as in an unguarded run. Later it draws from a
     stream that is split off at the opening. Otherwise the order would depend on what the model draws in between, and
-    the indices of a batch would not be known before it is reached.
+    the indices of a batch would not be known before it is reached. A sampler that is known to draw nothing more from
+    these states is just asked: to swap them costs as much as all else that is done for a batch.
     """
 
     exact: ClassVar[bool] = False
@@ -134,6 +136,7 @@ class _Iterated:
         self._lookahead = lookahead
         self._ahead: list[Any] = []
         self._stream: rng.RandomStream | None = None
+        self._draws_later = not all(map(_draws_at_its_beginning, samplers_of(index_sampler)))
 
     def begin(self) -> None:
         for _ in range(self._lookahead):
@@ -147,6 +150,8 @@ class _Iterated:
     def take(self) -> Any:
         if self._ahead:
             return self._ahead.pop()
+        if not self._draws_later:
+            return self._draw()
         assert self._stream is not None
         with self._stream:
             return self._draw()
@@ -163,6 +168,21 @@ class _Iterated:
         with self._stream:
             for _ in range(offset):
                 next(self._iterator, None)
+
+
+_DRAW_AT_THEIR_BEGINNING = frozenset(
+    f"{module}.{name}" for module, names in (
+        ("torch.utils.data.sampler", ("BatchSampler", "RandomSampler", "SequentialSampler")),
+        ("accelerate.data_loader", ("BatchSamplerShard", "SeedableRandomSampler")),
+    ) for name in names
+)  # fmt: skip
+"""Samplers that draw from the random states of the process for their first index only. By exact type, as below."""
+
+
+def _draws_at_its_beginning(sampler: Any) -> bool:
+    kind = type(sampler)
+    known = f"{kind.__module__}.{kind.__qualname__}" in _DRAW_AT_THEIR_BEGINNING
+    return known and getattr(sampler, "generator", None) is not torch.default_generator
 
 
 _Drawn = range | torch.Tensor

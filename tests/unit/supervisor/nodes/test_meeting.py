@@ -21,7 +21,8 @@ from rollback.supervisor.nodes.gathering import FileGatherer, keep_files
 from rollback.supervisor.nodes.lead import Leader
 from rollback.supervisor.nodes.meeting import EndpointMeeting, Meeting, SharedMeeting
 from rollback.supervisor.nodes.membership import NodePlace, place_among_nodes
-from rollback.supervisor.nodes.protocol import NodeReport, Orders, rank_by_name
+from rollback.supervisor.nodes.protocol import NodeReport, Orders
+from rollback.supervisor.nodes.seats import rank_by_name
 from rollback.supervisor.nodes.store import StoreTransport
 
 LIMIT_OF_WAITS = 60.0
@@ -70,7 +71,7 @@ def stores() -> Iterator[tuple[StoreTransport, StoreTransport]]:
 def sides(request: pytest.FixtureRequest, tmp_path: Path) -> Sides:
     paths = RunPaths(tmp_path)
     if request.param == "directory":
-        meeting = SharedMeeting(paths)
+        meeting = SharedMeeting(paths, 2)
         return Sides(meeting.transport, SharedDirectory(paths.nodes), meeting, paths)
     host, guest = request.getfixturevalue("stores")
     return Sides(host, guest, EndpointMeeting(host), paths)

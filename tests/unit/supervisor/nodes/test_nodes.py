@@ -209,8 +209,8 @@ def test_places() -> None:
     assert place_among_nodes({"nnodes": "1:1"}) is None
     assert place_among_nodes({"nnodes": "2", "node-rank": "1"}).name == "node-1"
     fixed, elastic = place_among_nodes({"nnodes": "4:4"}), place_among_nodes({"nnodes": "1:4"})
-    assert (fixed.least, fixed.most, fixed.elastic) == (4, 4, False)
-    assert (elastic.least, elastic.most, elastic.elastic, elastic.last_call) == (1, 4, True, 30.0)
+    assert (fixed.least, fixed.most, fixed.seated) == (4, 4, False)
+    assert (elastic.least, elastic.most, elastic.seated, elastic.last_call) == (1, 4, True, 30.0)
     assert place_among_nodes({"nnodes": "1:4", "rdzv-conf": "timeout=9,last_call_timeout=2"}).last_call == 2.0
     for wrong in ("2:1", "0", "some", "1:2:3", "", "-1", "1:"):
         with pytest.raises(UsageError, match="neither a number of nodes nor a range"):
@@ -226,7 +226,7 @@ def test_of_a_range_those_take_part_that_have_come_by_the_last_call(
     """gathered: how many take part; 0 where the leader goes on waiting, until it is told to stop."""
     paths = RunPaths(tmp_path)
     place = place_among_nodes({"nnodes": nnodes, "rdzv-conf": "last_call_timeout=0.3"})
-    leader = Leader(paths, place, lambda text: None, SharedMeeting(paths))
+    leader = Leader(paths, place, lambda text: None, SharedMeeting(paths, 2))
     for number in range(followers):
         there = NodeReport(
             node=f"node-{number}",

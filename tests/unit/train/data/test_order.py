@@ -18,6 +18,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from rollback.train.data import rng
 from rollback.train.data.cursor.order import _Iterated, _Sliced, order_of
 
 lengths = st.integers(1, 40)
@@ -145,6 +146,40 @@ def test_a_sampler_that_draws_as_it_goes_is_not_moved_by_what_the_model_draws() 
         return taken
 
     assert order_with(lambda: None) == order_with(lambda: (torch.rand(5), random.random()))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_the_samplers_of_accelerate_are_asked_without_a_swap_of_random_states(
+    ranks: int, generator: torch.Generator | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+
+    def index_sampler() -> Any:
+        sampler = data_loader.SeedableRandomSampler(range(50), generator=generator, data_seed=3)
+        batching = BatchSampler(sampler, 3, False)
+        return batching if ranks == 1 else data_loader.BatchSamplerShard(batching, ranks, ranks - 1)
+
+    expected, before = list(index_sampler()), torch.get_rng_state()
+    order = order_of(index_sampler(), lookahead=1)
+    order.begin()
+    monkeypatch.setattr(rng.RandomStream, "__enter__", lambda _: pytest.fail("the random states were swapped"))
+    taken = []
+    for batch in take_all(order):
+        taken.append(batch)
+        torch.rand(5)  # as the model may
+    assert taken == expected
+    torch.set_rng_state(before)
+
+
+def test_a_sampler_that_shares_the_generator_of_the_process_has_its_own_stream() -> None:
+    data_loader = pytest.importorskip("accelerate.data_loader")
+    sampler = RandomSampler(range(20), replacement=True, num_samples=70, generator=torch.default_generator)
+    order = order_of(data_loader.BatchSamplerShard(BatchSampler(sampler, 3, False)), lookahead=1)
+    order.begin()
+    before = torch.get_rng_state()
+    list(take_all(order))
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_going_past_the_end_is_the_end() -> None:

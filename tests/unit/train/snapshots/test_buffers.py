@@ -29,7 +29,7 @@ def sizes(tier: FastTier) -> dict[int, int]:
 
 
 def test_only_the_next_slot_is_made_ready(tier: FastTier) -> None:
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.settle()
     assert sizes(tier) == {0: SIZE}
     assert tier.ready()
@@ -41,9 +41,9 @@ def test_only_the_next_slot_is_made_ready(tier: FastTier) -> None:
 
 
 def test_a_slot_that_was_made_ready_for_less_is_made_anew(tier: FastTier) -> None:
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.settle()
-    tier.fit(2 * SIZE)
+    tier.fit(2 * SIZE, None)
     tier.wait(30)
     assert tier.reserve()[1].size == 2 * SIZE
     assert sizes(tier) == {0: 2 * SIZE}
@@ -51,33 +51,33 @@ def test_a_slot_that_was_made_ready_for_less_is_made_anew(tier: FastTier) -> Non
 
 def test_a_slot_that_is_released_while_sizes_change_is_still_told_of(tier: FastTier) -> None:
     """What is to happen once a checkpoint has left its slot happens, whoever makes the slot ready."""
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.wait(30)
     slot, _ = tier.reserve()
     assert slot is not None
     left = threading.Event()
     tier.release(slot, lambda was_there: left.set())
-    tier.fit(2 * SIZE)
+    tier.fit(2 * SIZE, None)
     tier.wait(30)
     assert left.is_set()
     assert tier.reserve()[1].size == 2 * SIZE
 
 
 def test_a_map_whose_file_has_lost_its_name_is_not_used_again(tier: FastTier) -> None:
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.wait(30)
     tier.reserve()
     tier.release(0)
     tier.settle()
     (tier.paths.slot(0) / "rank-00000.safetensors").unlink()
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.wait(30)
     assert not tier.ready()
     assert "No such file" in str(tier.fault)
 
 
 def test_what_is_written_where_another_file_has_taken_the_name_is_no_shard(tier: FastTier) -> None:
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     tier.wait(30)
     tier.reserve()
     tier.require_file(0)
@@ -91,7 +91,7 @@ def test_what_is_written_where_another_file_has_taken_the_name_is_no_shard(tier:
 @pytest.mark.parametrize("removed", ["rank-00000.safetensors", "manifest.json"])
 def test_who_lets_a_checkpoint_go_is_told_whether_it_was_there_until_then(tier: FastTier, removed: str) -> None:
     told: list[bool] = []
-    tier.fit(SIZE)
+    tier.fit(SIZE, None)
     for number in range(2):
         tier.wait(30)
         assert tier.reserve()[0] == number

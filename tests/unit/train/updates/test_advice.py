@@ -376,10 +376,26 @@ def advisor(model: nn.Module, optimizer: Any = torch.optim.AdamW) -> Advisor:
 WRITTEN, UNTOUCHED = Habit(1, written=True), Habit(1, written=False)
 
 
+def test_what_is_not_called_since_the_loss_measures_no_progress_is_told_with_what_to_do() -> None:
+    beat = Beat(loss=1.0, grad_norm=1.0)
+    verdict = Verdict(Kind.WATCH, 7, 3, "loss-high", advice="the loss has stood out since step 3")
+    ((code, text),) = advisor(nn.Linear(1, 1)).judge(UNTOUCHED, beat, verdict)
+    assert code == "no-progress"
+    assert text.startswith("step 7: the loss has stood out since step 3")
+    assert text.endswith("--objective supervised")
+
+
 def test_clipping_at_every_step_is_noticed_after_many() -> None:
     one = advisor(nn.Linear(1, 1))
-    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, advice._CLIPPED - 1) == []
-    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 1) == ["always-clipped"]
+    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 2 * advice._CLIPPED - 1) == []
+    assert codes_of(one, WRITTEN, lambda norm: 1 / norm, 1) == ["often-clipped"]
+
+
+@pytest.mark.parametrize(("limit", "codes"), [(5.0, ["often-clipped"]), (6.0, [])])
+def test_clipping_in_more_than_half_of_the_updates_is_noticed(limit: float, codes: list[str]) -> None:
+    """Norms of 4, 7, 12 and 5.5: with a limit of 5 three of four are clipped, with one of 6 two of four."""
+    one = advisor(nn.Linear(1, 1))
+    assert codes_of(one, WRITTEN, lambda norm: min(1.0, limit / norm), 2 * advice._CLIPPED) == codes
 
 
 def test_clipping_now_and_then_is_what_it_is_for() -> None:
@@ -419,6 +435,9 @@ def test_every_advice_says_what_to_do_and_no_placeholder_is_left() -> None:
     for name in ("CLIPPED_AFTER_STEP", "PLAIN_EPOCH_LOOP"):
         assert "{" not in getattr(advice, name)[1]
     one = advisor(nn.Linear(1, 1))
-    for norm, _ in zip(norms(), range(advice._CLIPPED), strict=False):
+    one._layers.heaviest = "head"
+    for norm, _ in zip(norms(), range(2 * advice._CLIPPED), strict=False):
         said = one.judge(WRITTEN, beat(norm, 1 / norm), HEALTHY)
-    assert said == [("always-clipped", advice.ALWAYS_CLIPPED[1].format(count=300, limit=1.0, norm=6.25))]
+    layer = " The largest gradient is that of head."
+    text = advice.OFTEN_CLIPPED[1].format(share=1.0, count=300, limit=1.0, norm=6.25, layer=layer)
+    assert said == [("often-clipped", text)]

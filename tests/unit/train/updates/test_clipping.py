@@ -11,6 +11,7 @@ import torch._dynamo  # makes its table of functions now: a test below replaces 
 from torch import Tensor, nn
 
 from rollback.train.updates import clipping
+from rollback.train.updates.gradients import norm_of_each
 from rollback.train.updates.optimizer import Updates
 
 
@@ -45,7 +46,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return norm(tensors, *more)
 
     monkeypatch.setattr(torch, "_foreach_norm", counted)
-    monkeypatch.setattr(clipping._Lent, "proved", 0)
+    monkeypatch.setattr(clipping._Lent, "same_as_torch", None)
     return found
 
 
@@ -63,7 +64,7 @@ def test_an_update_that_is_clipped_reads_its_gradients_once(
         norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         assert passes == ([6] if update == 0 else []), "the first time, torch computes it too, to be compared"
         optimizer.step()
-        assert clipping._Lent.proved == 1
+        assert clipping._Lent.same_as_torch
         assert updates.gradients is not None
         assert float(updates.gradients.kept) == pytest.approx(1 / float(norm), rel=1e-4)  # type: ignore[arg-type]
         del passes[:]
@@ -108,7 +109,29 @@ def test_where_torch_computes_in_another_way_it_does_so_itself(
     norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0, **asked)
     assert norm.dtype == dtype
     assert torch.equal(norm, expected)
-    assert clipping._Lent.proved == 0
+    assert clipping._Lent.same_as_torch is None
+
+
+def test_what_the_script_does_to_the_norm_that_it_got_stays_its_own(passes: list[int]) -> None:
+    model, optimizer = trained(in_order)
+    updates = Updates(optimizer, None)
+    for _ in range(2):
+        optimizer.zero_grad()
+        backward(model)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e9).zero_()
+        optimizer.step()
+        assert updates.grad_norm is not None
+        assert updates.grad_norm > 0
+        updates.forget()
+
+
+@pytest.mark.parametrize("spoilt", [float("nan"), float("inf"), 1e30])
+def test_norms_of_tensors_are_told_apart_where_one_is_not_finite(spoilt: float) -> None:
+    tensors = [torch.ones(4), torch.tensor([1.0, spoilt]), torch.full((4,), 1e25)]
+    each = norm_of_each(tensors)
+    assert each[0] == 2
+    assert torch.equal(each[1].float(), torch.tensor(spoilt).float()) or spoilt != spoilt
+    assert each[2] == pytest.approx(2e25)
 
 
 def test_a_part_of_the_gradients_may_be_clipped_alone(passes: list[int]) -> None:
@@ -120,7 +143,7 @@ def test_a_part_of_the_gradients_may_be_clipped_alone(passes: list[int]) -> None
         some = list(model.parameters())[3:1:-1]
         expected = nn.utils.get_total_norm([p.grad.clone() for p in some])  # type: ignore[union-attr]
         assert torch.equal(nn.utils.clip_grad_norm_(some, 1.0), expected)
-    assert clipping._Lent.proved == 1
+    assert clipping._Lent.same_as_torch
 
 
 def test_a_norm_that_is_not_finite_raises_as_in_torch_and_the_tensor_is_still_named(passes: list[int]) -> None:
@@ -142,16 +165,18 @@ def test_nothing_is_lent_once_torch_has_computed_another_norm(
     updates = Updates(optimizer, None)
 
     def wrong(gradients: Any) -> Tensor:
-        return torch.ones(len(gradients))
+        return torch.ones(())
 
-    monkeypatch.setattr(clipping, "_lent", lambda gradients: wrong(gradients) if clipping._Lent.proved >= 0 else None)
+    monkeypatch.setattr(
+        clipping, "_lent", lambda gradients: None if clipping._Lent.same_as_torch is False else wrong(gradients)
+    )
     for _ in range(2):
         optimizer.zero_grad()
         backward(model)
         expected = nn.utils.get_total_norm([p.grad.clone() for p in model.parameters()], foreach=False)  # type: ignore[union-attr]
         assert torch.equal(nn.utils.clip_grad_norm_(model.parameters(), 1.0), expected)
         updates.forget()
-    assert clipping._Lent.proved == -1
+    assert clipping._Lent.same_as_torch is False
 
 
 def test_a_compiled_clipping_has_no_break_in_its_graph() -> None:

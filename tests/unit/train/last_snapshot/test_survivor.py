@@ -10,27 +10,34 @@ import random
 import struct
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
-from toy import Toy, require_same, train
+from torch import nn
+from toy import Toy, facts, require_same, train
 
 import rollback
 from rollback.checkpoints import end_marks
 from rollback.checkpoints.end_marks import EndMark, LastAccount, StepEnd
 from rollback.checkpoints.slots import SlotPaths
+from rollback.facts.training import NoLastSnapshot
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.pulse import FIELDS, beat_of
 from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
-from rollback.train.snapshots import last_write
+from rollback.train.last_snapshot import write
+from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, split
+from rollback.train.last_snapshot.small_state import LocalState
+from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.state import tree
 
 TOY = Toy(samples=120, augment=True, patient=False)
@@ -66,10 +73,17 @@ def other() -> Iterator[int]:
 Act = Callable[[rollback.Guard], object]
 
 
-def kept(run: Path, memory: Path, act: Act, toy: Toy = TOY) -> list[LastAccount]:
-    """The accounts after `act` was called in the body of step AT."""
+def kept(
+    run: Path,
+    memory: Path,
+    act: Act,
+    toy: Toy = TOY,
+    at_each: Callable[[rollback.Guard | None, int], object] = lambda guard, position: None,
+) -> list[LastAccount]:
+    """The accounts after `act` was called in the body of step AT. at_each: called in the body of each step."""
 
     def hook(guard: rollback.Guard | None, position: int) -> None:
+        at_each(guard, position)
         if position == AT and guard is not None:
             act(guard)
             found.extend(end_marks.read_accounts(guard._last._paths))
@@ -108,7 +122,7 @@ def test_half_a_mark_is_no_mark(marks: end_marks.EndMarkPaths, place: int) -> No
     mark.write(BEFORE, b"before" * 1000)
     mark.write(END, os.urandom(10_000))
     assert set(end_marks.read_ends(marks, 0)) == {BEFORE, END}
-    mark._map[4096 + mark._half * end_marks._HALF + place] ^= 1
+    mark._map[4096 + mark._half * end_marks._PART + place] ^= 1
     assert set(end_marks.read_ends(marks, 0)) == {BEFORE}
 
 
@@ -141,7 +155,7 @@ def test_nothing_is_kept_within_an_update(
     tmp_path: Path, memory: Path, where: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whether the parameters are about to change, or have changed and the step has not ended."""
-    monkeypatch.setattr("rollback.train.snapshots.last._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
     found: list[LastAccount] = []
 
     def in_the_update(guard: rollback.Guard) -> None:
@@ -164,7 +178,7 @@ def test_nothing_is_kept_within_an_update(
 def test_a_change_during_the_copy_is_noticed(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    write = last_write.write_shard
+    ordinary = write.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
         weight = next(guard._state.model.parameters())
@@ -176,10 +190,10 @@ def test_a_change_during_the_copy_is_noticed(
                     weight.mul_(1)
                 case _:
                     weight.data[0, 0] += 1
-        return write(*given)
+        return ordinary(*given)
 
     def act(guard: rollback.Guard) -> None:
-        monkeypatch.setattr(last_write, "write_shard", lambda *given: and_change(guard, *given))
+        monkeypatch.setattr(write, "write_shard", lambda *given: and_change(guard, *given))
         keep(guard)
 
     (account,) = kept(tmp_path / "run", memory, act)
@@ -188,13 +202,19 @@ def test_a_change_during_the_copy_is_noticed(
     assert not [*memory.glob("*/*/slot-9*/manifest.json")]
 
 
-def as_one_of_two(guard: rollback.Guard, pid: int) -> EndMark:
-    """Another rank, with a mark of the same step's end. The guard itself stays alone in the end."""
+def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> EndMark:
+    """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
+    has come to the step's end before, and has told early of this one."""
     last = guard._last
     assert last._standing is not None
-    body = end_marks.read_ends(last._paths, 0)[last._standing.end]
+    end = last._standing.end
+    body = end_marks.read_ends(last._paths, 0)[end]
     second = EndMark(last._paths, 1)
-    second.write(last._standing.end, body)
+    if ended:
+        second.write(end, body)
+    else:
+        second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
+        second.write_early(end, mark_body(b"", split(body)[1]), patience=10**9)
     last._pidfds[1] = os.pidfd_open(pid)
     guard._run.ranks.world_size = 2
     return second
@@ -204,7 +224,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int) -> EndMark:
 def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other: int, differs: bool) -> None:
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        digest = last_write.digest_of_parameters(guard._state)
+        digest = write.digest_of_parameters(guard._state)
         second.tell_digest(guard._last._standing.end, digest ^ differs)  # type: ignore[union-attr]
         keep(guard)
         guard._run.ranks.world_size = 1
@@ -218,7 +238,7 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
 def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
     tmp_path: Path, memory: Path, other: int, end: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("rollback.train.snapshots.last._SETTLE", 0.05)
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
@@ -308,6 +328,225 @@ def test_a_state_whose_last_step_stood_out_is_not_kept(
     assert account.why_not == "the last step was not healthy"
 
 
+def tell_early(guard: rollback.Guard) -> None:
+    """Have a guard that is alone leave early marks, as one of several does."""
+    last, telltale = guard._last, guard._step_in_progress.updates.telltale
+    assert last._mark is not None
+    last._early = EarlyMarks(last._mark, telltale, last._small_state, last._coming)
+
+
+def died_in_its_update(
+    run: Path,
+    memory: Path,
+    other: int,
+    act: Callable[[rollback.Guard, EndMark], object],
+    toy: Toy = TOY,
+    behind: Callable[[int], object] = lambda position: None,
+) -> LastAccount:
+    """The account of a rank that has come to the end of a step, where another one died behind the sum of its gradients.
+
+    behind: what the script does behind each update.
+    """
+
+    def begin(guard: rollback.Guard | None, position: int) -> None:
+        if guard is not None and position == 0:
+            tell_early(guard)
+            guard._state.optimizer.register_step_post_hook(lambda *_: behind(guard.step))
+
+    def at(guard: rollback.Guard) -> None:
+        second = as_one_of_two(guard, other, ended=False)
+        act(guard, second)
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+
+    (account,) = kept(run, memory, at, toy, begin)
+    return account
+
+
+def test_a_rank_that_died_behind_the_sum_has_told_early_what_it_knew(tmp_path: Path, memory: Path, other: int) -> None:
+    account = died_in_its_update(tmp_path / "run", memory, other, lambda guard, second: None)
+    assert (account.step, account.why_not) == (AT, None)
+
+
+def _of_another_step(guard: rollback.Guard, second: EndMark) -> None:
+    early = end_marks.read_early(guard._last._paths, 1)
+    assert early is not None
+    second.write_early(early.end._replace(returns=1), early.body, early.patience)
+
+
+def _long_ago(guard: rollback.Guard, second: EndMark) -> None:
+    early = end_marks.read_early(guard._last._paths, 1)
+    assert early is not None
+    second.write_early(early.end, early.body, patience=0)
+
+
+def _half(guard: rollback.Guard, second: EndMark) -> None:
+    second._map[end_marks._start(2) + 5000] ^= 1
+
+
+UNPROVED: dict[str, tuple[Callable[[rollback.Guard, EndMark], object], str]] = {
+    "of another return": (_of_another_step, "had not come to the end of step 17"),
+    "withdrawn": (lambda guard, second: second.withdraw(), "had not come to the end of step 17"),
+    "left as it should": (lambda guard, second: second.leave(), "had not come to the end of step 17"),
+    "half a mark": (_half, "had not come to the end of step 17"),
+    "too long ago": (_long_ago, "as never before"),
+}
+
+
+@pytest.mark.parametrize("what", UNPROVED)
+def test_an_early_mark_that_is_not_proved_does_not_count(tmp_path: Path, memory: Path, other: int, what: str) -> None:
+    act, why = UNPROVED[what]
+    account = died_in_its_update(tmp_path / "run", memory, other, act)
+    assert account.checkpoint is None
+    assert why in (account.why_not or "")
+
+
+@pytest.mark.parametrize("at", [3, AT - 1])
+def test_where_a_survivor_has_drawn_behind_its_update_no_early_mark_counts(
+    tmp_path: Path, memory: Path, other: int, at: int
+) -> None:
+    """In that very step, or ever before."""
+    draw = lambda step: torch.rand(1) if step == at else None  # noqa: E731
+    account = died_in_its_update(tmp_path / "run", memory, other, lambda guard, second: None, behind=draw)
+    assert account.checkpoint is None
+    assert "changed what only it knows" in (account.why_not or "")
+
+
+def test_there_are_early_marks_only_after_steps_in_which_nothing_changed(tmp_path: Path, memory: Path) -> None:
+    found: list[end_marks.EarlyMark | None] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        if guard is not None:
+            if position == 0:
+                tell_early(guard)
+            found.append(end_marks.read_early(guard._last._paths, 0))
+
+    train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    first = next(place for place, early in enumerate(found) if early is not None)
+    assert first == TRIED + 1
+    assert [early.end.step for early in found[first:] if early is not None] == list(range(first, len(found)))
+
+
+def test_an_exception_in_the_update_withdraws_the_early_mark_and_one_before_does_not(
+    tmp_path: Path, memory: Path
+) -> None:
+    found: list[bool] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        if guard is None or position not in (0, AT):
+            return
+        if position == 0:
+            tell_early(guard)
+            return
+        last = guard._last
+        last._done = True  # nothing is to be kept
+        last.raised("the test")
+        found.append(end_marks.read_early(last._paths, 0) is not None)
+        last.note_change()
+        last.raised("the test")
+        found.append(end_marks.read_early(last._paths, 0) is not None)
+
+    train(TOY.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    assert found == [True, False]
+
+
+def test_the_early_mark_is_there_before_any_gradient_of_its_bucket_is_given_to_the_sum(
+    marks: end_marks.EndMarkPaths, tmp_path: Path
+) -> None:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+        model = nn.parallel.DistributedDataParallel(net)
+        telltale, mark = net[0].weight, EndMark(marks, 0)
+        early = EarlyMarks(mark, telltale, cast(Any, Reader()), lambda: END)
+        early._tried = TRIED
+        there: list[bool] = []
+
+        def sum_up(state, bucket):  # type: ignore[no-untyped-def] # DDP refuses annotations that are texts
+            if any(parameter is telltale for parameter in bucket.parameters()):
+                there.append(end_marks.read_early(marks, 0) is not None)
+            done: torch.futures.Future[torch.Tensor] = torch.futures.Future()
+            done.set_result(bucket.buffer())
+            return done
+
+        model.register_comm_hook(None, sum_up)
+        for _ in range(3):
+            mark.withdraw()
+            model(torch.randn(2, 4)).sum().backward()
+        assert there == [True, True, True]
+    finally:
+        dist.destroy_process_group()
+
+
+COVERED: dict[str, tuple[dict[str, Any], str]] = {
+    "a model that is sharded": ({"sharding": "fsdp"}, "the model is sharded"),
+    "several hosts": ({}, "the ranks are on several hosts, and what a lost one knew is nowhere else"),
+}
+
+
+@pytest.mark.parametrize("what", COVERED)
+def test_where_there_can_be_no_last_snapshot_the_journal_says_so_at_the_start(
+    tmp_path: Path, memory: Path, what: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes, why = COVERED[what]
+    toy = TOY.but(samples=12, **changes)
+    if what == "several hosts":
+        begin = LastSnapshot._begin
+
+        def elsewhere(last: LastSnapshot) -> str | None:
+            with monkeypatch.context() as patched:
+                patched.setattr(last._run.ranks, "host_count", 2)
+                return begin(last)
+
+        monkeypatch.setattr(LastSnapshot, "_begin", elsewhere)
+    if "sharding" in changes:
+        dist.init_process_group("gloo", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    (fact,) = facts(tmp_path / "run", NoLastSnapshot)
+    assert fact.reason == why
+
+
+class Reader:
+    def local(self, *, in_step: bool) -> LocalState:
+        assert in_step
+        return LocalState("[]", b"")
+
+
+def test_a_rank_that_leaves_no_marks_any_more_is_in_the_journal(tmp_path: Path, memory: Path, other: int) -> None:
+    def act(guard: rollback.Guard) -> None:
+        second = as_one_of_two(guard, other)
+        second.tell_stopped("its values have grown")
+        end_marks.ring_bell(guard._last._paths, 0, end_marks.STOPPED)
+        while not facts(tmp_path / "run", NoLastSnapshot):
+            pass
+        guard._run.ranks.world_size = 1
+
+    assert not kept(tmp_path / "run", memory, act)  # nobody has tried to keep anything
+    (fact,) = facts(tmp_path / "run", NoLastSnapshot)
+    assert fact.reason == "rank 1: its values have grown"
+
+
+def test_a_rank_that_does_not_write_the_journal_tells_the_one_that_does(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rung: list[tuple[int, bytes]] = []
+
+    def act(guard: rollback.Guard) -> None:
+        with monkeypatch.context() as patched:
+            patched.setattr(type(guard._run.ranks), "first", property(lambda _: False))
+            patched.setattr(end_marks, "ring_bell", lambda paths, rank, why=b"!": rung.append((rank, why)))
+            guard._last._stop("too much")
+        assert end_marks.read_stopped(guard._last._paths, 0) == "too much"
+
+    kept(tmp_path / "run", memory, act)
+    assert rung == [(0, end_marks.STOPPED)]
+
+
 _sent = st.lists(st.floats(-100, 100, width=32), min_size=2, max_size=5)
 
 
@@ -339,16 +578,42 @@ def test_random_states_as_bytes_are_the_random_states() -> None:
         assert all(torch.equal(held[name], again[name]) for name in (*held, *again))
 
 
+class _Number(float):
+    """As a value of a type of its own is, it is not told by one look."""
+
+
+class _Items(list[Any]):
+    """As above."""
+
+
+def _slowly(value: Any) -> Any:
+    """The same value, of subclasses."""
+    if isinstance(value, dict):
+        return OrderedDict((key, _slowly(item)) for key, item in value.items())
+    if isinstance(value, list):
+        return _Items(map(_slowly, value))
+    if isinstance(value, tuple):
+        return tuple(map(_slowly, value))
+    return _Number(value) if isinstance(value, float) else value
+
+
 _plain = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
-    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(st.text(), inner),
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: (
+        st.lists(inner)
+        | st.tuples(inner, inner)
+        | st.dictionaries(st.text() | st.sampled_from(["$tensor", "a/b"]), inner)
+        | st.dictionaries(st.integers() | st.text(), inner)
+    ),
 )
 
 
 @given(_plain)
-def test_the_quick_encoding_is_the_encoding(value: Any) -> None:
-    try:
-        quick = tree.encode_plain(value)
-    except tree.NotPlain:
-        return
-    assert repr(quick) == repr(tree.encode(value, "", {}))
+def test_what_is_told_by_one_look_is_encoded_as_all_else(value: Any) -> None:
+    assert repr(tree.encode(value, "", {})) == repr(tree.encode(_slowly(value), "", {}))
+
+
+def test_a_tensor_in_plain_values_has_the_path_of_its_keys() -> None:
+    tensors: dict[str, torch.Tensor] = {}
+    tree.encode({"a/b": [1.0, {"c": torch.ones(1)}], "d": (float("inf"), torch.ones(2))}, "kept", tensors)
+    assert list(tensors) == ["kept/a%2Fb/1/c", "kept/d/1"]

@@ -21,10 +21,10 @@ from rollback.checkpoints.sizing import free_memory
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files
+from rollback.train.last_snapshot.small_state import SharedState, SmallState, large_state, piece_of, shared_tree
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.state.small_state import SmallState, large_state, piece_of, shared_tree
 from rollback.train.state.state import TrainingState, owners
 
 SLOTS = (90, 91)
@@ -58,15 +58,18 @@ class LastWrite:
         self,
         end: StepEnd,
         bodies: Sequence[bytes],
+        small: SharedState,
         sentinel: Mapping[str, Any],
         digest: int,
         require_unchanged: Callable[[], None],
     ) -> tuple[Manifest, Tier]:
-        """Write and commit the state at that step's end. bodies: the marks of all ranks. digest: of the parameters.
+        """Write and commit the state at that step's end. bodies: what each rank alone knew. small: of this rank.
 
-        require_unchanged: raises NotProved if anything has begun to change the state. Raises NotProved, OSError.
+        digest: of the parameters. require_unchanged: raises NotProved if anything has begun to change the state. Raises
+        NotProved, OSError.
         """
-        shards, size = self._shards(bodies, sentinel)
+        marks = [SmallState.of(body) for body in bodies]
+        shards, size = self._shards(marks, small, sentinel)
         require_unchanged()
         name = CheckpointName.of(self._snapshots.next_seq, end.step)
         slot = self._free_slot(size)
@@ -79,7 +82,7 @@ class LastWrite:
             records = tuple(ShardRecord.of(rank, made) for rank, made in enumerate(written))
             self._require_copied(directory, records, digest)
             require_unchanged()
-            manifest = self._manifest(end, name, records, SmallState.of(bodies[0]))
+            manifest = self._manifest(end, name, records, marks[0])
             if slot is None:
                 ring.commit(self._run.paths, manifest)
             else:
@@ -90,14 +93,11 @@ class LastWrite:
         return manifest, "durable" if slot is None else "fast"
 
     def _shards(
-        self, bodies: Sequence[bytes], sentinel: Mapping[str, Any]
+        self, marks: Sequence[SmallState], small: SharedState, sentinel: Mapping[str, Any]
     ) -> tuple[list[tuple[list[ShardPiece], dict[str, str]]], int]:
         """Tensors and metadata of each rank's shard, and the bytes of all."""
-        marks = [SmallState.of(body) for body in bodies]
-        own = marks[self._run.ranks.rank]
         large, tensors = large_state(self._state)
-        told = own.objects()
-        tensors = {name: item for name, item in tensors.items() if name not in {piece.name for piece in told}}
+        tensors = {name: item for name, item in tensors.items() if name not in small.tensors}
         if found := self._state.finite.found(tensors):
             raise NotProved(f"{self._state.finite.in_words(min(found))} has values that are not finite")
         owner = owners(tensors, range(len(marks)))
@@ -107,10 +107,11 @@ class LastWrite:
             pieces += [piece_of(name, item) for name, item in tensors.items() if owner[name] == rank]
             metadata = {"local": json.dumps(local)}
             if rank == 0:
-                pieces += told
-                metadata["shared"] = json.dumps(shared_tree(large, own, sentinel))
+                pieces += small.pieces()
+                metadata["shared"] = json.dumps(shared_tree(large, small, sentinel))
             shards.append((pieces, metadata))
-        return shards, sum(item.nbytes for item in tensors.values()) + sum(map(len, bodies))
+        held = (data[2].nbytes for mark in marks for data in mark.tensors.values())
+        return shards, sum(item.nbytes for item in tensors.values()) + sum(held)
 
     def _require_copied(self, directory: Path, records: Sequence[ShardRecord], digest: int) -> None:
         """Raise NotProved unless the parameters in the files are those of the digest."""

@@ -1,10 +1,10 @@
 """The last snapshot: when a rank is gone, the others keep the state that they still hold, before they go themselves.
 
-At every step's end a rank writes its end mark. From then on it counts what begins to change the state: the optimizer's
-step, a restore. As long as nothing has begun, the parameters in its memory are those of that step's end. A
-thread of each rank waits for the death of another one, or for a bell. It needs neither the group nor the main thread,
-which may be in a collective for ever. docs/design.md, "The last snapshot", has the proof that what it keeps is the
-state at the end of one step on all ranks. `last_write` writes it.
+At every step's end a rank writes its end mark, and before its gradients are summed an early one (`early`). From a
+step's end on it counts what begins to change the state: the optimizer's step, a restore. As long as nothing has begun,
+the parameters in its memory are those of that step's end. A thread of each rank waits for the death of another one, or
+for a bell. It needs neither the group nor the main thread, which may be in a collective for ever. docs/design.md, "The
+last snapshot", has the proof that what it keeps is the state at the end of one step on all ranks. `write` writes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import NoLastSnapshot
 from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
+from rollback.train.last_snapshot.early import EarlyMarks, mark_body, require_quiet, split, stand_in
+from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
+from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_parameters
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
-from rollback.train.snapshots.last_write import LastWrite, NotProved, digest_of_parameters
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.state.small_state import SmallStateReader
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.closures import before_update
 from rollback.train.updates.hooks import weak_hook
@@ -59,13 +60,15 @@ class _Standing:
     end: StepEnd
     changes: int
     versions: int
+    small: SharedState
 
 
 class LastSnapshot:
     """One rank's part in it. Where there can be none, nothing is done at any step, and the journal has the reason.
 
-    sent: what this rank has told the others of the last step. foresee: judges that step ahead by what all ranks have
-    told, from any thread; raises NotProved. Making one is collective; nothing else is.
+    sent: what this rank has told the others of the last step. foresee: judges that step ahead by what the ranks that
+    came to its end have told, from any thread; raises NotProved. telltale: a parameter by which a backward is noticed.
+    last_batch: whether the batch in hand is probably its update's last one. Making one is collective; nothing else is.
     """
 
     def __init__(
@@ -76,22 +79,29 @@ class LastSnapshot:
         timeline: Callable[[], int],
         sent: Callable[[], bytes],
         foresee: Callable[[Sequence[bytes]], Foreseen],
+        telltale: torch.nn.Parameter | None,
+        last_batch: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots = run, state, snapshots
-        self._timeline, self._sent, self._foresee = timeline, sent, foresee
+        self._timeline, self._sent, self._foresee, self._last_batch = timeline, sent, foresee, last_batch
         self._small_state = SmallStateReader(state)
         self._changes = self._returns = 0
         self._standing: _Standing | None = None
         self._parameters = list(state.model.parameters())
         self._mark: EndMark | None = None
+        self._early: EarlyMarks | None = None
         self._pidfds: dict[int, int] = {}
         self._once, self._done, self._over = threading.Lock(), False, False
         self._pid = os.getpid()
+        self._thread: threading.Thread
         if (why := self._begin()) is not None:
             self._mark = None
             run.record.note(NoLastSnapshot(reason=why), None if why == _SWITCHED_OFF else f"no last snapshots: {why}")
             return
         before_update(state.optimizer, weak_hook(self._before_update))
+        assert self._mark is not None
+        if self._pidfds:
+            self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
         self._thread.start()
 
@@ -101,17 +111,27 @@ class LastSnapshot:
         """A step has ended and the next batch is not read yet: note where this rank stands."""
         if self._mark is None or self._over:
             return
-        state = self._state
-        sent = self._sent()
-        body = len(sent).to_bytes(8, "little") + sent + self._small_state.read()
+        local = self._small_state.local()
+        body = mark_body(self._sent(), local.body(self._state.cursor.of_next()))
         if len(body) > end_marks.MOST:
             self._stop(f"{len(body) >> 10} KiB of buffers and other small state would be copied at every step")
             return
-        counters, cursor = state.counters, state.cursor
-        end = StepEnd(self._run.attempt, self._returns, counters.step, cursor.batch, self._timeline())
-        versions = self._versions()
+        end = self._end_of(self._state.counters.step)
+        standing = _Standing(end, self._changes, self._versions(), self._small_state.shared())
         self._mark.write(end, body)
-        self._standing = _Standing(end, self._changes, versions)
+        self._standing = standing
+        if self._early is not None:
+            self._early.at_end(end, local)
+
+    def _end_of(self, step: int) -> StepEnd:
+        return StepEnd(self._run.attempt, self._returns, step, self._state.cursor.batch, self._timeline())
+
+    def _coming(self) -> StepEnd | None:
+        """The end of the step in progress, if its last backward is under way and a run may resume there."""
+        cursor = self._state.cursor
+        if self._over or not self._last_batch() or not cursor.opened or cursor.reads_ahead or cursor.at_end:
+            return None
+        return self._end_of(self._state.counters.step + 1)
 
     def note_change(self) -> None:
         """The state is about to change, or what belongs to the last step's end is."""
@@ -121,6 +141,7 @@ class LastSnapshot:
         """What follows are other steps, though they may have the same numbers."""
         self._changes += 1
         self._returns += 1
+        self._small_state.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._changes += 1
@@ -130,6 +151,13 @@ class LastSnapshot:
         return sum(map(_version, self._parameters))
 
     # The end ---------------------------------------------------------------------------------------------------------
+
+    def raised(self, reason: str) -> None:
+        """As `keep`, on a rank that an exception ends. In its update, it will not come to the step's end."""
+        standing = self._standing
+        if self._early is not None and not self._over and not (standing and standing.changes == self._changes):
+            self._early.stop()
+        self.keep(reason)
 
     def keep(self, reason: str) -> None:
         """Keep the state of the last step's end if it can be proved to be that, or wait for whoever is at it. Any
@@ -144,8 +172,9 @@ class LastSnapshot:
                 self._try_to_keep(reason)
 
     def _try_to_keep(self, reason: str) -> None:
+        known = next((why for why, words in end_marks.REASONS.items() if words == reason), b"!")
         for rank in self._pidfds:
-            end_marks.ring_bell(self._paths, rank)
+            end_marks.ring_bell(self._paths, rank, known)
         began = time.monotonic()
         if self._pidfds:  # a dying rank's connections end a moment before it does
             _any_ended(self._pidfds.values(), _MOMENT)
@@ -179,7 +208,7 @@ class LastSnapshot:
         self._mark.close()
 
     def _keep(self, account: LastAccount, began: float) -> LastAccount:
-        standing, bodies = self._await_common_end(began + _SETTLE)
+        standing, sent, bodies = self._await_common_end(began, began + _SETTLE)
 
         def require() -> None:
             self._require_unchanged(standing)
@@ -194,10 +223,9 @@ class LastSnapshot:
             if any(other.checkpoint for other in end_marks.read_accounts(self._paths, self._run.attempt)):
                 return account  # another rank has done it
             self._compare(standing.end, digest, time.monotonic() + wait)
-            sent, bodies = map(list, zip(*map(_split, bodies), strict=True))
             foreseen = self._foresee(sent)
             write = LastWrite(self._run, self._state, self._snapshots, self._small_state.buffer_trees)
-            manifest, tier = write.write(standing.end, bodies, foreseen.sentinel, digest, require)
+            manifest, tier = write.write(standing.end, bodies, standing.small, foreseen.sentinel, digest, require)
             metrics = [metric_line(**row) for row in self._run.record.recent]
             if foreseen.metric is not None:
                 metrics.append(foreseen.metric)
@@ -210,32 +238,41 @@ class LastSnapshot:
             end_marks.write_account(self._paths, account)  # before another rank is let in
             return account
 
-    def _await_common_end(self, deadline: float) -> tuple[_Standing, list[bytes]]:
-        """A step's end at which this rank stands and of which all ranks have left their marks, and these marks."""
+    def _await_common_end(self, began: float, deadline: float) -> tuple[_Standing, list[bytes], list[bytes]]:
+        """A step's end at which this rank stands and which all ranks have told of; what those that came there have sent
+        the others; and what each alone knew."""
         why = "this rank has not come to the end of a step"
         while True:
             standing = self._standing
             if standing is not None and standing.changes == self._changes:
-                bodies, missing = self._marks_of(standing.end)
-                if not missing:
-                    return standing, bodies
-                why = f"{_ranks(missing)} had not come to the end of step {standing.end.step}"
-                if any(self._is_gone(rank) for rank in missing) and self._is_behind(missing, standing.end):
-                    raise NotProved(f"{why}, and the others had")
+                end = standing.end
+                ended, missing = self._marks_of(end)
+                early = {
+                    rank: split(stand_in(self._paths, rank, end, int(began * 1e9)))
+                    for rank in missing if self._is_gone(rank) and self._is_behind(rank, end)
+                }  # fmt: skip
+                if early:  # their gradients are in the sums, or this rank would not have come here
+                    require_quiet(self._paths, ended, end)
+                if not (missing := [rank for rank in missing if rank not in early]):
+                    return standing, [sent for sent, _ in ended.values()], [
+                        own for _, (_, own) in sorted({**ended, **early}.items())
+                    ]  # fmt: skip
+                why = f"{_ranks(missing)} had not come to the end of step {end.step}"
             elif standing is not None:
                 why = f"this rank was in its update behind step {standing.end.step}, or had not ended that step"
             if time.monotonic() > deadline:
                 raise NotProved(why)
             time.sleep(_POLL)
 
-    def _marks_of(self, end: StepEnd) -> tuple[list[bytes], list[int]]:
-        """The marks of all ranks at a step's end, and the ranks that have none."""
-        found = [end_marks.read_ends(self._paths, rank).get(end) for rank in range(self._run.ranks.world_size)]
-        return [body for body in found if body is not None], [rank for rank, body in enumerate(found) if body is None]
+    def _marks_of(self, end: StepEnd) -> tuple[dict[int, tuple[bytes, bytes]], list[int]]:
+        """What the ranks have left at a step's end, and the ranks that have left nothing there."""
+        found = {rank: end_marks.read_ends(self._paths, rank).get(end) for rank in range(self._run.ranks.world_size)}
+        there = {rank: split(body) for rank, body in found.items() if body is not None}
+        return there, [rank for rank in found if rank not in there]
 
-    def _is_behind(self, ranks: list[int], end: StepEnd) -> bool:
-        """Whether ranks that are gone have left no later mark either: then this rank waits in vain."""
-        ends = [other for rank in ranks if self._is_gone(rank) for other in end_marks.read_ends(self._paths, rank)]
+    def _is_behind(self, rank: int, end: StepEnd) -> bool:
+        """Whether a rank that is gone has left no later mark either: then this rank waits in vain."""
+        ends = end_marks.read_ends(self._paths, rank)
         return all((other.returns, other.step) < (end.returns, end.step) for other in ends)
 
     def _compare(self, end: StepEnd, digest: int, deadline: float) -> None:
@@ -269,13 +306,22 @@ class LastSnapshot:
         while not (self._over or self._done):
             for fd, _ in poll.poll():
                 if (rank := ranks.get(fd)) is None:
-                    self.keep(_words_of(os.read(fd, 4096)))
+                    if asked := self._take_news(os.read(fd, 4096)):
+                        self.keep(_words_of(asked))
                 elif end_marks.has_left(self._paths, rank):
                     poll.unregister(fd)
                 else:
                     self.keep("another rank is gone")
                 if self._over or self._done:
                     return
+
+    def _take_news(self, rung: bytes) -> bytes:
+        """Journal that ranks leave no marks any more. Returns what else the bell was rung for."""
+        if end_marks.STOPPED in rung:
+            for rank in self._pidfds:
+                if (why := end_marks.read_stopped(self._paths, rank)) is not None:
+                    self._note_stopped(f"rank {rank}: {why}")
+        return rung.replace(end_marks.STOPPED, b"")
 
     def _is_gone(self, rank: int) -> bool:
         fd = self._pidfds.get(rank)
@@ -322,7 +368,15 @@ class LastSnapshot:
 
     def _stop(self, why: str) -> None:
         """Not collective: without the marks of one rank there is none."""
+        assert self._mark is not None
+        if self._run.ranks.first:
+            self._note_stopped(why)
+        else:
+            self._mark.tell_stopped(why)
+            end_marks.ring_bell(self._paths, 0, end_marks.STOPPED)
         self.leave()
+
+    def _note_stopped(self, why: str) -> None:
         self._run.record.note(NoLastSnapshot(reason=why), f"no last snapshots from now on: {why}")
 
 
@@ -335,12 +389,6 @@ def _any_ended(pidfds: Iterable[int], seconds: float = 0.0) -> bool:
     for fd in pidfds:
         poll.register(fd, select.POLLIN)
     return bool(poll.poll(1000 * seconds))
-
-
-def _split(mark: bytes) -> tuple[bytes, bytes]:
-    """What the rank has told the others, and its small state."""
-    start = 8 + int.from_bytes(mark[:8], "little")
-    return mark[8:start], mark[start:]
 
 
 def _ranks(ranks: list[int]) -> str:

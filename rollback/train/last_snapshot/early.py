@@ -1,0 +1,102 @@
+"""Early marks: what a rank knows of a step's end before it lets the others go on into their updates.
+
+Between the last sum of a step's gradients and the step's end a rank may die, while the others finish their updates.
+Then nobody has the step before any more. So each rank leaves an early mark in its backward, before its gradients are
+all given to the sum: whoever has got the sums can rely on it. It stands for the mark of the step's end if nothing
+changes in between what only that rank knows. That is looked at in every step, by every rank.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+
+from torch import nn
+
+from rollback.checkpoints import end_marks
+from rollback.checkpoints.end_marks import EndMark, EndMarkPaths, StepEnd
+from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
+from rollback.train.last_snapshot.write import NotProved
+from rollback.train.updates.backward import BackwardWatch
+
+TRIED = 3
+"""Steps in which nothing may have changed before an early mark is left."""
+_LATITUDE = 500_000_000  # nanoseconds
+
+
+class EarlyMarks:
+    """One rank's early marks, for as long as this object lives. telltale: a parameter by which a backward is noticed.
+
+    coming: the end of the step in progress; None: there will be none, or it is not known yet.
+    """
+
+    def __init__(
+        self,
+        mark: EndMark,
+        telltale: nn.Parameter | None,
+        small_state: SmallStateReader,
+        coming: Callable[[], StepEnd | None],
+    ) -> None:
+        self._mark, self._small_state, self._coming = mark, small_state, coming
+        self._present: tuple[StepEnd, LocalState, int] | None = None
+        self._tried = self._longest = 0
+        self._watch = BackwardWatch(None, telltale, self._in_backward)
+
+    def _in_backward(self) -> None:
+        """Called by the telltale's own hook, before DDP learns that its gradient is there."""
+        self._present = None
+        if (end := self._coming()) is None:
+            return
+        local = self._small_state.local(in_step=True)
+        self._present = end, local, time.monotonic_ns()
+        if self._tried >= TRIED and len(body := mark_body(b"", local.body({}))) <= end_marks.MOST:
+            self._mark.write_early(end, body, 2 * self._longest + _LATITUDE)
+
+    def at_end(self, end: StepEnd, local: LocalState) -> None:
+        """The step has ended. Where something has changed in it, there are no early marks any more."""
+        present, self._present = self._present, None
+        if present is None or present[0] != end:
+            return
+        if present[1] != local:
+            self.stop()
+            return
+        self._tried += 1
+        self._longest = max(self._longest, time.monotonic_ns() - present[2])
+
+    def stop(self) -> None:
+        self._watch.remove()
+        self._mark.withdraw()
+
+
+def stand_in(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
+    """The early mark of a rank that is gone, as its mark of that step's end. now: when it was, at the latest.
+
+    Raises NotProved.
+    """
+    early = end_marks.read_early(paths, rank)
+    if early is None or early.end != end or end_marks.has_left(paths, rank):
+        raise NotProved(f"rank {rank} had not come to the end of step {end.step}, and the others had")
+    if now > early.at + early.patience:
+        seconds = (now - early.at) / 1e9
+        raise NotProved(f"rank {rank} was behind the backward of step {end.step} for {seconds:.1f} s, as never before")
+    return early.body
+
+
+def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> None:
+    """Raise NotProved unless these ranks, which have come to that step's end, have told it early as it was."""
+    for rank in ranks:
+        early, body = end_marks.read_early(paths, rank), end_marks.read_ends(paths, rank).get(end)
+        told = early is not None and early.end == end and body is not None
+        if not (told and same_but_for_next(split(early.body)[1], split(body)[1])):  # type: ignore[union-attr, arg-type]
+            raise NotProved(f"behind the backward of step {end.step} rank {rank} changed what only it knows")
+
+
+def mark_body(sent: bytes, local: bytes) -> bytes:
+    """A mark's content. sent: what the rank has told the others of the step; none in an early mark."""
+    return len(sent).to_bytes(8, "little") + sent + local
+
+
+def split(body: bytes) -> tuple[bytes, bytes]:
+    """Both parts of a mark's content."""
+    start = 8 + int.from_bytes(body[:8], "little")
+    return body[8:start], body[start:]

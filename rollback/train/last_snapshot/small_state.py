@@ -1,0 +1,285 @@
+"""The small part of a rank's state at a step's end.
+
+Between two updates the parameters and the optimizer's tensors stay as they are, so every survivor has them. Of the
+rest, what only the rank knows (random states, position in the data, kept values, buffers) goes into its marks. What is
+the same on all ranks (other objects, parameter groups, counters) stays in its memory, for the case that it survives.
+`SmallStateReader` reads at every step, so it takes microseconds.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import marshal
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from math import prod
+from operator import is_
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from rollback.checkpoints.layout import ITEM_SIZE
+from rollback.checkpoints.shard import ShardPiece
+from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.state import tree
+from rollback.train.state.module_buffers import all_of
+from rollback.train.state.state import TrainingState
+
+_BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
+_LOCAL = {
+    "of_data": "local/cursor", "kept": "local/kept", "nonfinite": "local/nonfinite",
+    "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
+}  # fmt: skip
+_OF_OTHERS = ("kept", "nonfinite")
+_SHARED = {"objects": "shared/objects", "counters": "shared/counters", "groups": "shared/optimizer/param_groups"}
+_NOTHING = b"{}]"  # the end of a text that tells nothing of the next batch
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+class LocalState(NamedTuple):
+    """What only one rank knows. Two are equal where nothing of it has changed in between."""
+
+    text: str
+    stored: bytes
+
+    def body(self, of_next: Mapping[str, Any]) -> bytes:
+        """A mark's content. of_next: what the cursor knows of the next batch."""
+        text = f"[{self.text},{_encode(of_next) if of_next else '{}'}]".encode()
+        return b"".join((len(text).to_bytes(8, "little"), text, self.stored))
+
+
+class SharedState(NamedTuple):
+    """What is small and the same on all ranks, apart from the sentinel: trees, and copies of their tensors."""
+
+    trees: Mapping[str, Any]
+    tensors: Mapping[str, Tensor]
+
+    def pieces(self) -> list[ShardPiece]:
+        return [piece_of(name, item) for name, item in self.tensors.items()]
+
+
+class SmallStateReader:
+    """Reads the small state of one rank. Nothing here is collective. Raises UsageError for what a checkpoint cannot
+    keep."""
+
+    def __init__(self, state: TrainingState) -> None:
+        self._state = state
+        self._random = RawRandom()
+        self._rest = _Unchanged(None, "", b"")
+        self._opening = _Unchanged.of(None, {"opening": None})
+        self._position: _Unchanged | None = None
+        self._owners: list[dict[str, Tensor | None]] = []
+        self._keys: list[str] = []
+        self._items: list[Tensor | None] = []
+        self._live: list[Tensor] = []
+        self._addresses: list[int] = []
+        self._views: list[memoryview] = []
+        self._scattered: list[Tensor] = []
+        self._of_buffers = ""
+        self.buffer_trees: dict[str, Any] = {}
+        """The trees of the buffers, as they are in a checkpoint: the same at every step."""
+
+    def local(self, *, in_step: bool = False) -> LocalState:
+        """in_step: while a batch is trained on, for a cursor that does not read ahead."""
+        if not (self._of_buffers and self._same_buffers()):
+            self._find_buffers()
+        state = self._state
+        random, parts = self._random.read()
+        position = self._find_position(keep=in_step)
+        told = {
+            "of_data": state.cursor.of_data(), "kept": state.memory.state_dict(), "random": random,
+            "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)],
+        }  # fmt: skip
+        rest = self._encode_rest(told)
+        text = ",".join((rest.text, position.text, self._of_buffers, self._opening.text))
+        scattered = map(_bytes_of, self._scattered) if self._scattered else ()
+        stored = (*parts, rest.stored, position.stored, *self._views, *scattered, self._opening.stored)
+        return LocalState(text, b"".join(stored))
+
+    def _encode_rest(self, told: dict[str, Any]) -> _Unchanged:
+        """What mostly is as it was before. The key tells the exact types and bits of values; it is never read."""
+        try:
+            key = marshal.dumps(told)
+        except ValueError:  # it has tensors or the like
+            key = None
+        if key is None or key != self._rest.source:
+            self._rest = _Unchanged.of(key, told)
+        return self._rest
+
+    def _find_position(self, *, keep: bool) -> _Unchanged:
+        """The cursor's position. keep: the step's end will find it again."""
+        cursor, found = self._state.cursor, self._position
+        place = cursor.epoch, cursor.offset, cursor.batch, cursor.opened
+        if found is None or keep or found.source != place:
+            position = cursor.position()
+            if (opening := position.get("opening")) is not self._opening.source:
+                self._opening = _Unchanged.of(opening, {"opening": opening})
+            found = _Unchanged.of(place, {"cursor": {**position, "opening": None}})
+        self._position = found if keep else None
+        return found
+
+    def shared(self) -> SharedState:
+        """Copies: nothing changes them later."""
+        state = self._state
+        trees, tensors = _small(
+            {
+                "objects": {name: item.state_dict() for name, item in state.objects.items()},
+                "counters": vars(state.counters),
+                "groups": [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups],
+            },
+            _SHARED,
+        )
+        return SharedState(trees, {name: item.detach().clone() for name, item in tensors.items()})
+
+    def forget(self) -> None:
+        """The cursor was put elsewhere."""
+        self._position = None
+
+    def _same_buffers(self) -> bool:
+        """Whether the buffers are the same tensors, where they were."""
+        same = all(map(is_, map(dict.get, self._owners, self._keys), self._items))
+        return same and [*map(Tensor.data_ptr, self._live)] == self._addresses
+
+    def _find_buffers(self) -> None:
+        image = self._state.image()
+        owned = [
+            (owner._buffers, key, item)
+            for module in self._state.modules.values() for owner in module.modules()
+            for key, item in owner._buffers.items()
+        ]  # fmt: skip
+        self._owners, self._keys, self._items = ([row[place] for row in owned] for place in range(3))  # type: ignore[assignment]
+        self._live = [item for item in self._items if item is not None]
+        self._addresses = [*map(Tensor.data_ptr, self._live)]
+        buffers = {name: item for name, item in image.local_tensors.items() if name.startswith(_BUFFERS)}
+        scattered = {name: item for name, item in buffers.items() if item.is_cuda or not item.is_contiguous()}
+        in_one_piece = {name: item for name, item in buffers.items() if name not in scattered}
+        self._views = [item.reshape(-1).view(torch.uint8).numpy().data for item in in_one_piece.values()]
+        self._scattered = [*scattered.values()]
+        self._of_buffers = _encode(_table({**in_one_piece, **scattered}))
+        self.buffer_trees = {name: image.local[name] for name in ("buffers", "nonpersistent_buffers")}
+
+    def why_too_large(self) -> str | None:
+        """Why the state of this job cannot be copied at every step, in words; None: it can."""
+        modules = [
+            name for name, item in self._state.modules.items() if name != "model" and isinstance(item, nn.Module)
+        ]
+        if modules:
+            return f"{modules[0]!r} is a module of its own, too large to be copied at every step"
+        if any(item.is_cuda for item in self._state.model.parameters()):
+            return "the parameters are on a GPU"
+        return None
+
+
+@dataclass(frozen=True)
+class _Unchanged:
+    """A part that stays the same for as long as `source` does, as text and bytes."""
+
+    source: Any
+    text: str
+    stored: bytes
+
+    @classmethod
+    def of(cls, source: Any, told: dict[str, Any]) -> _Unchanged:
+        trees, tensors = _small(told, _LOCAL)
+        text = f"[{_encode(trees)},{_encode(_table(tensors)) if tensors else '[]'}]"
+        return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
+
+
+def _small(told: dict[str, Any], places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """The trees of small states by name, and their tensors. places: the path of each."""
+    tensors: dict[str, Tensor] = {}
+    return {name: tree.encode(value, places[name], tensors) for name, value in told.items()}, tensors
+
+
+def _table(tensors: Mapping[str, Tensor]) -> list[Any]:
+    return [[name, tree.DTYPE_CODE[item.dtype], [*item.shape]] for name, item in tensors.items()]
+
+
+def _bytes_of(item: Tensor) -> bytes:
+    if item.is_cuda or not item.is_contiguous():
+        item = item.cpu().contiguous()
+    return ctypes.string_at(item.data_ptr(), item.nbytes)
+
+
+@dataclass(frozen=True)
+class SmallState:
+    """A mark's content, read back. tensors: dtype code, shape and bytes, by name."""
+
+    trees: Mapping[str, Any]
+    tensors: Mapping[str, tuple[str, tuple[int, ...], memoryview]]
+    random: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, body: bytes) -> SmallState:
+        """Raises ValueError, KeyError, TypeError for what is no mark's content."""
+        start = 8 + int.from_bytes(body[:8], "little")
+        (told, rest), (position, of_cursor), buffers, (opening, of_opening), of_next = json.loads(body[8:start])
+        told["cursor"] = position["cursor"] | opening | told.pop("of_data") | of_next
+        view, parts, tensors = memoryview(body), [], {}
+        for length in told.pop("parts"):
+            parts.append(bytes(view[start : start + length]))
+            start += length
+        for name, code, shape in (*rest, *of_cursor, *buffers, *of_opening):
+            length = prod(shape) * ITEM_SIZE[code]
+            tensors[name] = code, tuple(shape), view[start : start + length]
+            start += length
+        if start != len(body):
+            raise ValueError(f"{len(body)} bytes, and {start} are told of")
+        return cls(told, tensors, tree_of(told.pop("random"), parts))
+
+    def local(self, buffer_trees: Mapping[str, Any]) -> tuple[dict[str, Any], list[ShardPiece]]:
+        """The `local` tree of this rank's shard, and the tensors in it."""
+        random: dict[str, Tensor] = {}
+        local = {
+            **buffer_trees, "random": tree.encode(dict(self.random), "local/random", random),
+            "cursor": self.trees["cursor"], **{name: self.trees[name] for name in _OF_OTHERS},
+        }  # fmt: skip
+        pieces = [piece_of(name, item) for name, item in random.items()]
+        return local, pieces + [ShardPiece(name, *told) for name, told in self.tensors.items()]
+
+
+def same_but_for_next(early: bytes, end: bytes) -> bool:
+    """Whether two contents of marks differ in nothing, or in what `early` does not tell of the next batch alone."""
+    (told, stored), (told_end, stored_end) = map(_parted, (early, end))
+    return stored == stored_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
+
+
+def _parted(body: bytes) -> tuple[bytes, bytes]:
+    start = 8 + int.from_bytes(body[:8], "little")
+    return body[8:start], body[start:]
+
+
+def piece_of(name: str, item: Tensor) -> ShardPiece:
+    """A tensor for a shard, whose bytes are read when it is written."""
+    return ShardPiece(name, tree.DTYPE_CODE[item.dtype], tuple(item.shape), lambda: [memoryview(_bytes_of(item))])
+
+
+def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """What is not in the marks, and the same on all ranks: the trees of parameters and optimizer, and their tensors.
+
+    Any thread may call it: nothing is asked that another thread might be changing between two updates.
+    """
+    model, buffers = state.model.state_dict(), all_of(state.model)
+    shared = {
+        "model": {name: value for name, value in model.items() if name not in buffers},
+        "optimizer": state.optimizer.state_dict(),
+        "trained": state.trained_names(),
+        "sentinel": state.sentinel.state_dict(),
+    }
+    tensors: dict[str, Tensor] = {}
+    return tree.encode(shared, "shared", tensors), tensors
+
+
+def shared_tree(large: Mapping[str, Any], small: SharedState, sentinel: Mapping[str, Any]) -> dict[str, Any]:
+    """The `shared` tree: the parameters and the optimizer of one rank, its small state, and the sentinel's state."""
+    optimizer = dict(large["optimizer"])
+    optimizer["param_groups"] = [
+        {**told, "params": group["params"]}
+        for group, told in zip(optimizer["param_groups"], small.trees["groups"], strict=True)
+    ]
+    return {
+        **large, "optimizer": optimizer, "objects": small.trees["objects"], "counters": small.trees["counters"],
+        "sentinel": tree.encode(dict(sentinel), "shared/sentinel", {}),
+    }  # fmt: skip

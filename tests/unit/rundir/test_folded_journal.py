@@ -1,0 +1,35 @@
+"""The history that is kept beside a journal: see test_journal_index.py for what is believed of it."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import inspect
+import json
+import pkgutil
+from collections.abc import Iterator
+
+from rollback import facts
+from rollback.facts.fact import Fact
+from rollback.facts.history import Case, History
+from rollback.rundir import folded_journal
+
+KNOWN = {1: "e4e62b2f5efff42c"}
+"""By format, what a history consists of."""
+
+
+def kinds(base: type) -> Iterator[type]:
+    yield base
+    for kind in base.__subclasses__():
+        yield from kinds(kind)
+
+
+def test_a_history_of_other_fields_has_another_format() -> None:
+    """Else the next start would believe what an earlier version has kept. After a change: raise `_FORMAT` in
+    folded_journal, and put the new value here."""
+    for module in pkgutil.iter_modules(facts.__path__):
+        importlib.import_module(f"{facts.__name__}.{module.name}")
+    ours = {kind for kind in kinds(Fact) if kind.__module__.startswith(f"{facts.__name__}.")}
+    told = {kind.__name__: inspect.get_annotations(kind) for kind in (History, Case, *ours)}
+    found = hashlib.sha256(json.dumps(told, sort_keys=True, default=str).encode()).hexdigest()[:16]
+    assert KNOWN[folded_journal._FORMAT] == found

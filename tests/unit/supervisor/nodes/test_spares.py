@@ -1,0 +1,279 @@
+"""Which nodes take part in an attempt, who waits as a spare, and who comes in for whom."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from rollback.errors import NodesMissing, RanksDoNotFit, RunDoesNotFit, UsageError
+from rollback.facts.training import Fact, NodeReplaced, SpareNodes
+from rollback.rundir.beacon import write_in_place
+from rollback.rundir.identity import JobIdentity, require_same_job
+from rollback.rundir.paths import RunPaths
+from rollback.supervisor.diagnosis.outcome import Failures, Left, RankFailure, Refusal
+from rollback.supervisor.nodes.lead import Leader
+from rollback.supervisor.nodes.meeting import SharedMeeting
+from rollback.supervisor.nodes.membership import NodePlace, own_address, place_among_nodes
+from rollback.supervisor.nodes.protocol import NodeReport
+from rollback.supervisor.nodes.seats import failures_of_nodes, replacements, seats
+
+NODES = st.lists(st.sampled_from([f"node-{number}" for number in range(12)]), unique=True)
+
+
+@given(NODES, NODES, st.integers(1, 8), st.sets(st.sampled_from([f"node-{n}" for n in range(12)])), st.booleans())
+def test_who_stays_keeps_its_seat_and_nobody_sits_twice(
+    before: list[str], there: list[str], most: int, failing: set[str], leader_first: bool
+) -> None:
+    after = seats(before, "node-0", there, most, failing=failing, leader_first=leader_first)
+    assert len(after) == len({*after}) == min(most, len({*there, "node-0"}))
+    assert "node-0" in after
+    assert {*after} <= {*there, "node-0"}
+    assert not leader_first or after[0] == "node-0"
+    for place, node in enumerate(before[: len(after)]):
+        if node in after and not leader_first:
+            assert after[place] == node
+    left_out = {*there} - {*after}
+    for node in after:
+        if node in failing and node != "node-0":
+            assert left_out <= failing, "nobody that fails is taken while another one waits"
+    replaced = replacements(before, after)
+    assert {node for node, _ in replaced} <= {*before} - {*after}
+    assert {by for _, by in replaced} <= {*after} - {*before}
+    assert len(replaced) == min(len({*before} - {*after}), len({*after} - {*before}))
+
+
+def test_a_spare_gets_the_very_seat_of_the_node_that_is_gone() -> None:
+    before = ("node-0", "node-1", "node-2", "node-3")
+    after = seats(before, "node-0", ["node-1", "node-3", "node-4", "node-5"], 4)
+    assert after == ("node-0", "node-1", "node-4", "node-3")
+    assert replacements(before, after) == [("node-2", "node-4")]
+    assert seats(after, "node-0", ["node-1", "node-2", "node-3", "node-4", "node-5"], 4) == after, "it comes back"
+    assert seats(before, "node-5", ["node-1", "node-2", "node-3"], 4) == ("node-5", "node-1", "node-2", "node-3")
+    assert seats(before, "node-0", ["node-1", "node-3"], 4) == ("node-0", "node-1", "node-3"), (
+        "with those that are there"
+    )
+
+
+def test_only_failures_in_a_row_count_against_a_node() -> None:
+    counts: dict[str, int] = {}
+    for node, progressed, expected in (
+        ("b", True, {"b": 1}),
+        ("b", False, {"b": 2}),
+        ("c", False, {"b": 2, "c": 1}),
+        (None, False, {"b": 2, "c": 1}),
+        ("c", True, {"c": 1}),
+        (None, True, {}),
+    ):
+        counts = failures_of_nodes(counts, node, progressed=progressed)
+        assert counts == expected
+
+
+COMMAND = {"script": "1", "arguments": "2", "torch": "2.13"}
+
+
+class Crew:
+    """A leader, and followers as the files that they would write."""
+
+    def __init__(self, folder: Path, nodes: str = "3", **more: object) -> None:
+        self.paths = RunPaths(folder)
+        place = place_among_nodes({"nnodes": nodes, "node-rank": "0", "rdzv-conf": "last_call_timeout=0.2"}, spares=1)
+        assert place is not None
+        self.place: NodePlace = replace(place, command=COMMAND, **more)
+        self.noted: list[Fact] = []
+        self.said: list[str] = []
+        self.leader = Leader(
+            self.paths, self.place, self.said.append, SharedMeeting(self.paths, self.place.most), self.noted.append
+        )
+
+    def tell(self, rank: int, attempt: int, **more: object) -> None:
+        report = NodeReport(
+            node=f"node-{rank}", launch=f"h{rank}:1:1.0", host="h", pid=1, leader=self.place.launch, attempt=attempt,
+            master=f"h{rank}:1",
+        )  # fmt: skip
+        report = report.model_copy(update={"command": COMMAND, **more})
+        write_in_place(self.paths.node(report.node), report.model_dump_json().encode())
+
+    def gather(self, attempt: int, limit: float = 20.0) -> tuple[str, ...] | None:
+        until = time.monotonic() + limit
+        return self.leader.names if self.leader.gather(attempt, lambda: time.monotonic() > until) else None
+
+    def lose(self, rank: int) -> None:
+        self.paths.node(f"node-{rank}").unlink()
+
+    @property
+    def replaced(self) -> list[tuple[str, str, int, str]]:
+        return [(f.node, f.by, f.rank, f.why) for f in self.noted if isinstance(f, NodeReplaced)]
+
+    @property
+    def waiting(self) -> SpareNodes:
+        return [fact for fact in self.noted if isinstance(fact, SpareNodes)][-1]
+
+
+@pytest.fixture
+def crew(tmp_path: Path) -> Iterator[Crew]:
+    crew = Crew(tmp_path)
+    yield crew
+    crew.leader.put_out()
+
+
+def test_a_lost_node_is_replaced_at_once_and_waits_as_a_spare_when_it_is_back(crew: Crew) -> None:
+    for rank in (1, 2, 3):
+        crew.tell(rank, 1)
+    assert crew.gather(1) == ("node-0", "node-1", "node-2")
+    assert crew.waiting.nodes == ("node-3",)
+    group = crew.leader.group
+    assert group is not None
+    assert (group.count, group.rank) == (3, 0)
+    crew.lose(1)
+    for rank in (2, 3):
+        crew.tell(rank, 2)
+    began = time.monotonic()
+    assert crew.gather(2) == ("node-0", "node-3", "node-2")
+    assert time.monotonic() - began < 2
+    assert crew.replaced == [("node-1", "node-3", 1, "lost")]
+    assert crew.waiting.nodes == ()
+    for rank in (1, 2, 3):
+        crew.tell(rank, 3)
+    assert crew.gather(3) == ("node-0", "node-3", "node-2")
+    assert crew.waiting.nodes == ("node-1",)
+    assert len(crew.replaced) == 1
+
+
+def test_a_node_that_is_only_slow_to_end_its_ranks_keeps_its_seat(crew: Crew) -> None:
+    for rank in (1, 2, 3):
+        crew.tell(rank, 1)
+    assert crew.gather(1)
+    crew.tell(1, 1, state="running")
+    for rank in (2, 3):
+        crew.tell(rank, 2)
+    assert crew.gather(2, limit=1.0) is None, "the spare is ready, and it must not have the seat of who is not"
+    assert crew.replaced == []
+
+
+def test_a_node_whose_ranks_fail_twice_without_progress_is_replaced(crew: Crew) -> None:
+    for attempt in (1, 2):
+        for rank in (1, 2, 3):
+            crew.tell(rank, attempt)
+        assert crew.gather(attempt) == ("node-0", "node-1", "node-2")
+        failure = RankFailure(rank=1, pid=1, exitcode=1, message=None)
+        left = Left(status=1, failures=Failures(error="ChildFailedError", failures=(failure,)))
+        crew.tell(1, attempt, state="ended", left=left)
+        crew.leader.move(1)
+        crew.leader.failed(1, progressed=attempt == 1)
+    for rank in (1, 2, 3):
+        crew.tell(rank, 3)
+    assert crew.gather(3) == ("node-0", "node-3", "node-2")
+    assert crew.replaced == [("node-1", "node-3", 1, "failing")]
+    assert crew.waiting.nodes == ("node-1",)
+
+
+def test_a_spare_that_dies_is_told_and_more_spares_than_asked_for_wait(crew: Crew) -> None:
+    for rank in (1, 2, 3, 4):
+        crew.tell(rank, 1)
+    crew.gather(1)
+    assert crew.waiting.nodes == ("node-3", "node-4")
+    crew.lose(3)
+    crew.leader.move(None)
+    assert crew.waiting.nodes == ("node-4",)
+    assert crew.said[-1] == "spare nodes: node-4"
+
+
+def test_a_spare_that_would_run_something_else_takes_nobody_s_place(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, timeout=1.0)
+    other = {"command": {**COMMAND, "script": "other", "torch": "2.12"}}
+    for rank in (1, 2):
+        crew.tell(rank, 1)
+    crew.tell(3, 1, **other)
+    crew.gather(1)
+    assert crew.waiting == SpareNodes(nodes=(), unfit={"node-3": "script, torch"})
+    assert "node-3 cannot take part: it has other script, torch" in crew.said[-1]
+    crew.lose(1)
+    crew.tell(2, 2)
+    crew.tell(3, 2, **other)
+    with pytest.raises(
+        NodesMissing, match="node-1 has not come back within 1 s; node-3 cannot take part: it has other script, torch"
+    ):
+        crew.gather(2)
+    crew.leader.put_out()
+
+
+def test_without_a_spare_a_range_of_nodes_goes_on_with_those_that_are_there_or_waits_for_more(tmp_path: Path) -> None:
+    crew = Crew(tmp_path, nodes="2:3")
+    for rank in (1, 2):
+        crew.tell(rank, 1)
+    assert crew.gather(1) == ("node-0", "node-1", "node-2")
+    crew.lose(2)
+    crew.tell(1, 2)
+    assert crew.gather(2) == ("node-0", "node-1")
+    assert crew.leader.wait_for_more()
+    crew.tell(1, 3)
+    assert crew.gather(3, limit=1.0) is None
+    crew.tell(2, 3)
+    assert crew.gather(3) == ("node-0", "node-1", "node-2")
+    assert not crew.leader.wait_for_more(), "more than all there are none"
+    crew.leader.put_out()
+
+
+def test_a_new_leader_gives_those_that_had_a_seat_a_moment_to_come(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+    crew.leader.resume(("node-9", "node-1", "node-2"))
+    for rank in (2, 3):
+        crew.tell(rank, 1)
+    assert crew.gather(1, limit=1.0) is None
+    crew.tell(1, 1)
+    assert crew.gather(1) == ("node-0", "node-1", "node-2"), "it leads, so it takes the seat of the leader that is gone"
+    assert crew.replaced == [("node-9", "node-0", 0, "lost")]
+    crew.leader.put_out()
+
+
+def test_the_ranks_meet_on_the_node_of_rank_0_whoever_leads(tmp_path: Path) -> None:
+    crew = Crew(tmp_path)
+    crew.leader.resume(("node-1", "node-0", "node-2"))
+    for rank in (1, 2):
+        crew.tell(rank, 1)
+    assert crew.gather(1) == ("node-1", "node-0", "node-2")
+    group = crew.leader.group
+    assert group is not None
+    assert (group.count, group.rank, group.master) == (3, 1, "h1:1")
+    assert crew.waiting.nodes == (), "the leader before it may have journalled others"
+    crew.leader.put_out()
+
+
+def test_numbers_of_nodes_that_make_no_sense_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"--node-rank 9: with --nnodes 8 and --spare-nodes 1 it is 0 to 8"):
+        place_among_nodes({"nnodes": "8", "node-rank": "9"}, spares=1)
+    assert place_among_nodes({"nnodes": "8", "node-rank": "8"}, spares=1)
+    alone = place_among_nodes({"nnodes": "1", "node-rank": "1"}, spares=1)
+    assert alone is not None
+    assert (alone.most, alone.spares, alone.seated) == (1, 1, True)
+
+
+def test_the_address_of_a_host_is_that_by_which_it_reaches_the_endpoint() -> None:
+    place = place_among_nodes({"nnodes": "2", "rdzv-endpoint": "127.0.0.1:29400"})
+    assert place is not None
+    assert place.address == own_address(place.endpoint) == "127.0.0.1"
+    given = place_among_nodes({"nnodes": "2", "rdzv-endpoint": "127.0.0.1:29400", "local-addr": "10.0.0.7"})
+    assert given is not None
+    assert given.new_master().startswith("10.0.0.7:")
+
+
+def job(ranks: int, batch: int, objects: tuple[str, ...] = ()) -> JobIdentity:
+    data = {"kind": "map-style", "sampler": "DistributedSampler", "batch_size": batch}
+    return JobIdentity(world_size=ranks, model=[], optimizer={}, objects=[*objects], data=data)
+
+
+def test_a_job_that_fits_but_for_its_number_of_ranks_says_so_to_the_supervisor(tmp_path: Path) -> None:
+    paths = RunPaths(tmp_path)
+    with pytest.raises(RanksDoNotFit) as caught:
+        require_same_job(paths, job(8, 4), job(7, 4))
+    assert Refusal.model_validate(caught.value.fields).ranks_only
+    assert Refusal.model_validate(caught.value.fields).as_error().exit_code == 78
+    with pytest.raises(RunDoesNotFit) as other:
+        require_same_job(paths, job(8, 4), job(7, 4, ("scheduler",)))
+    assert not isinstance(other.value, RanksDoNotFit)

@@ -1,0 +1,53 @@
+"""Generators are found among whatever a data set is made of, and its samples are not looked through for every batch."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from rollback.train.data.cursor import generators
+from rollback.train.data.cursor.generators import Generators
+
+
+def found_in(data_set: Any) -> int:
+    return len(Generators(data_set))
+
+
+SAMPLES: dict[str, Any] = {
+    "token ids": [[1] * 200 for _ in range(200)],
+    "paths with a class": [(f"{number}.png", number) for number in range(200)],
+    "rows": [{"ids": [1, 2]} for _ in range(200)],
+    "arrays": [np.zeros(3) for _ in range(200)],
+}
+
+
+@pytest.mark.parametrize("name", SAMPLES)
+def test_samples_are_looked_through_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data_set = SimpleNamespace(samples=SAMPLES[name], transform=SimpleNamespace(rng=random.Random(1)))
+    assert found_in(data_set) == 1
+    looked: list[Any] = []
+    monkeypatch.setattr(generators, "_is_generator", lambda thing: looked.append(thing) or False)
+    found_in(data_set)
+    assert len(looked) < 10
+
+
+def test_a_generator_is_found_wherever_it_is_made_and_as_soon_as_it_is_there() -> None:
+    data_set = SimpleNamespace(samples=[(str(number), number) for number in range(100)], parts=[1, 2])
+    assert found_in(data_set) == 0
+    data_set.parts.append(SimpleNamespace(rng=np.random.default_rng(1)))
+    assert found_in(data_set) == 1
+    data_set.samples.append(SimpleNamespace(rng=torch.Generator()))
+    data_set.samples[0], data_set.samples[-1] = data_set.samples[-1], data_set.samples[0]
+    assert found_in(data_set) == 2
+    data_set.rng = random.Random(2)
+    assert found_in(data_set) == 3
+
+
+def test_what_is_deep_in_lists_of_objects_is_found_behind_any_number_of_samples() -> None:
+    many = SimpleNamespace(a=[[number] for number in range(500)], b=[[SimpleNamespace(rng=random.Random(1))]])
+    assert found_in(many) == 1

@@ -1,0 +1,55 @@
+"""What is kept of a Trainer at every step costs the same however long the run has been logging."""
+
+from __future__ import annotations
+
+import math
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("transformers")
+from rollback.trainers.huggingface_state import LoopState, RunMark
+
+
+def trainer_with(rows: list[dict[str, Any]]) -> Any:
+    state = SimpleNamespace(epoch=0.5, global_step=7, log_history=rows, stateful_callbacks={})
+    return SimpleNamespace(
+        state=state, callback_handler=SimpleNamespace(callbacks=[]), _tr_loss=torch.zeros(()),
+        control=SimpleNamespace(), args=SimpleNamespace(should_save=False),
+    )  # fmt: skip
+
+
+def test_rows_that_were_logged_come_back_and_are_not_written_out_again_at_every_step() -> None:
+    rows: list[dict[str, Any]] = [{"loss": 2.5, "step": 1}, {"loss": math.inf, "step": 2}]
+    kept = LoopState(trainer_with(rows), RunMark())
+    first = kept.state_dict()["logs"]
+    assert kept.state_dict()["logs"] is first
+    rows.append({"eval_accuracy": np.float32(0.5), "name": "a\nb", "step": 3})
+    later = kept.state_dict()
+
+    other = trainer_with([])
+    LoopState(other, RunMark()).load_state_dict(later)
+    assert other.state.log_history == [*rows[:2], {"eval_accuracy": 0.5, "name": "a\nb", "step": 3}]
+
+
+def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
+    trainer = trainer_with([{"step": 1}])
+    kept = LoopState(trainer, RunMark())
+    before = kept.state_dict()
+    trainer.state.log_history.append({"step": 2})
+    kept.state_dict()
+    kept.load_state_dict(before)
+    trainer.state.log_history.append({"step": 20})
+    assert kept.state_dict()["logs"].splitlines() == ['{"step": 1}', '{"step": 20}']
+
+
+def test_what_an_earlier_version_kept_is_read() -> None:
+    trainer = trainer_with([])
+    state = LoopState(trainer, RunMark()).state_dict()
+    del state["logs"]
+    state["state"]["log_history"] = [{"step": 1}]
+    LoopState(trainer, RunMark()).load_state_dict(state)
+    assert trainer.state.log_history == [{"step": 1}]
