@@ -89,6 +89,15 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank
     assert not facts(launched.run, NoLastSnapshot)
 
 
+def test_a_rank_that_was_a_step_behind_the_dead_one_keeps_the_step_that_both_have(
+    tmp_path: Path, undisturbed: Launched
+) -> None:
+    launched = Launched(tmp_path, TOY, signal=[1, KILL, signal.SIGKILL, 1], lags=[0, KILL - 1])
+    launched.finish()
+    assert launched.resumed_at == [KILL], launched.outcomes
+    launched.require(undisturbed)
+
+
 @pytest.mark.parametrize("how", ["raise", "leave"])
 def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed: Launched, how: str) -> None:
     launched = Launched(tmp_path, TOY, ends=[1, KILL, how])

@@ -12,9 +12,9 @@ runs the command there, in the first attempt), `ends` (`[rank, batch, raise | le
 memory]`: there that rank raises, leaves by os._exit, is killed within its update, breaks an assertion of the device's,
 or asks it for too much memory, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host
 is killed there, in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file
-exists), `slow` (seconds that each batch takes at
-least). Each rank writes `<name>-<rank>.json` beside it: `portrait`, or else `exit` or `error`. Consumed samples are
-logged to `<name>-<rank>.log`, over all attempts.
+exists), `lags` (`[rank, batch]`: there that rank begins its update only when another rank has died and this has been
+noticed), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json` beside it: `portrait`,
+or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 from __future__ import annotations
@@ -79,6 +79,8 @@ def hook(scenario: dict[str, Any], toy: Toy, rank: int) -> Hook:
         time.sleep(scenario.get("slow", 0.0))
         if scenario.get("ends", [])[:2] == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
             end(guard, scenario["ends"][2], toy.device)
+        if scenario.get("lags") == [rank, position] and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
+            lag(guard)
         for who, batch, command in zip(*[iter(scenario.get("shell", []))] * 3, strict=True):
             if (who, batch) == (rank, position) and os.environ.get("ROLLBACK_ATTEMPT", "1") == "1":
                 subprocess.run(["sh", "-c", command], check=True)
@@ -113,6 +115,19 @@ def end(guard: rollback.Guard | None, how: str, device: str) -> None:
         torch.empty(1 << 50, dtype=torch.uint8, device=device)
     assert guard is not None
     guard._state.optimizer.register_step_pre_hook(lambda *_: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def lag(guard: rollback.Guard | None) -> None:
+    def wait(*_: object) -> None:
+        while not last._done:
+            time.sleep(0.001)
+
+    assert guard is not None
+    last, optimizer = guard._last, guard._state.optimizer
+    others = [*optimizer._optimizer_step_pre_hooks.items()]
+    optimizer._optimizer_step_pre_hooks.clear()
+    optimizer.register_step_pre_hook(wait)
+    optimizer._optimizer_step_pre_hooks.update(others)
 
 
 def refuse(*_: object) -> Any:

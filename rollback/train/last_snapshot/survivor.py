@@ -14,7 +14,7 @@ import os
 import select
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any
@@ -28,6 +28,7 @@ from rollback.facts.training import NoLastSnapshot
 from rollback.rundir.records import metric_line
 from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.early import EarlyMarks, mark_body, require_quiet, split, stand_in
+from rollback.train.last_snapshot.peers import POLL, Peers
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
 from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_parameters
 from rollback.train.run import AttachedRun
@@ -40,8 +41,6 @@ from rollback.train.updates.hooks import weak_hook
 _SETTLE = 2.0  # seconds for ranks that still live to come to the end of the step that they are in
 _PATIENCE = 30.0  # for all of it: as long as torchrun gives its ranks
 _LEAST_WAIT = 0.5  # for the digests of the others
-_POLL = 0.002
-_MOMENT = 0.1
 _version = attrgetter("_version")
 
 
@@ -90,7 +89,7 @@ class LastSnapshot:
         self._parameters = list(state.model.parameters())
         self._mark: EndMark | None = None
         self._early: EarlyMarks | None = None
-        self._pidfds: dict[int, int] = {}
+        self._peers: Peers
         self._once, self._done, self._over = threading.Lock(), False, False
         self._pid = os.getpid()
         self._thread: threading.Thread
@@ -100,7 +99,7 @@ class LastSnapshot:
             return
         before_update(state.optimizer, weak_hook(self._before_update))
         assert self._mark is not None
-        if self._pidfds:
+        if self._peers.pidfds:
             self._early = EarlyMarks(self._mark, telltale, self._small_state, self._coming)
         self._thread = threading.Thread(target=self._watch, name="rollback-last", daemon=True)
         self._thread.start()
@@ -173,13 +172,9 @@ class LastSnapshot:
 
     def _try_to_keep(self, reason: str) -> None:
         known = next((why for why, words in end_marks.REASONS.items() if words == reason), b"!")
-        for rank in self._pidfds:
-            end_marks.ring_bell(self._paths, rank, known)
+        self._peers.ring(known)
         began = time.monotonic()
-        if self._pidfds:  # a dying rank's connections end a moment before it does
-            _any_ended(self._pidfds.values(), _MOMENT)
-        gone = [rank for rank in self._pidfds if self._is_gone(rank) and not end_marks.has_left(self._paths, rank)]
-        if gone:  # then what this rank has met follows from it
+        if gone := self._peers.lost():  # then what this rank has met follows from it
             reason = f"{_ranks(gone)} {'are' if len(gone) > 1 else 'is'} gone"
         account = LastAccount(attempt=self._run.attempt, rank=self._run.ranks.rank, reason=reason)
         try:
@@ -203,13 +198,22 @@ class LastSnapshot:
                 self._mark.leave()
             self._mark.wake()
         self._thread.join()
-        for fd in self._pidfds.values():
-            os.close(fd)
+        self._peers.close()
         self._mark.close()
 
     def _keep(self, account: LastAccount, began: float) -> LastAccount:
-        standing, sent, bodies = self._await_common_end(began, began + _SETTLE)
+        """Again, if this rank has come to another step's end meanwhile: it was behind the one that is gone."""
+        while True:
+            standing, sent, bodies = self._await_common_end(began, time.monotonic() + _SETTLE)
+            try:
+                return self._keep_at(standing, sent, bodies, account, began)
+            except NotProved:
+                if standing.changes == self._changes or time.monotonic() > began + _PATIENCE:
+                    raise
 
+    def _keep_at(
+        self, standing: _Standing, sent: list[bytes], bodies: list[bytes], account: LastAccount, began: float
+    ) -> LastAccount:
         def require() -> None:
             self._require_unchanged(standing)
 
@@ -222,7 +226,7 @@ class LastSnapshot:
         with end_marks.alone(self._paths, began + _PATIENCE):
             if any(other.checkpoint for other in end_marks.read_accounts(self._paths, self._run.attempt)):
                 return account  # another rank has done it
-            self._compare(standing.end, digest, time.monotonic() + wait)
+            self._peers.require_same(standing.end, digest, time.monotonic() + wait)
             foreseen = self._foresee(sent)
             write = LastWrite(self._run, self._state, self._snapshots, self._small_state.buffer_trees)
             manifest, tier = write.write(standing.end, bodies, standing.small, foreseen.sentinel, digest, require)
@@ -240,55 +244,30 @@ class LastSnapshot:
 
     def _await_common_end(self, began: float, deadline: float) -> tuple[_Standing, list[bytes], list[bytes]]:
         """A step's end at which this rank stands and which all ranks have told of; what those that came there have sent
-        the others; and what each alone knew."""
+        the others; and what each alone knew. Where another rank is further, this one will be there in a moment."""
         why = "this rank has not come to the end of a step"
         while True:
-            standing = self._standing
+            over, standing = time.monotonic() > deadline, self._standing
             if standing is not None and standing.changes == self._changes:
                 end = standing.end
-                ended, missing = self._marks_of(end)
+                ended, missing = self._peers.marks_of(end)
                 early = {
                     rank: split(stand_in(self._paths, rank, end, int(began * 1e9)))
-                    for rank in missing if self._is_gone(rank) and self._is_behind(rank, end)
+                    for rank in missing if self._peers.is_gone(rank) and self._peers.is_behind(rank, end)
                 }  # fmt: skip
                 if early:  # their gradients are in the sums, or this rank would not have come here
                     require_quiet(self._paths, ended, end)
-                if not (missing := [rank for rank in missing if rank not in early]):
+                missing = [rank for rank in missing if rank not in early]
+                if not missing and (over or not self._peers.any_is_beyond(end)):
                     return standing, [sent for sent, _ in ended.values()], [
                         own for _, (_, own) in sorted({**ended, **early}.items())
                     ]  # fmt: skip
                 why = f"{_ranks(missing)} had not come to the end of step {end.step}"
             elif standing is not None:
                 why = f"this rank was in its update behind step {standing.end.step}, or had not ended that step"
-            if time.monotonic() > deadline:
+            if over:
                 raise NotProved(why)
-            time.sleep(_POLL)
-
-    def _marks_of(self, end: StepEnd) -> tuple[dict[int, tuple[bytes, bytes]], list[int]]:
-        """What the ranks have left at a step's end, and the ranks that have left nothing there."""
-        found = {rank: end_marks.read_ends(self._paths, rank).get(end) for rank in range(self._run.ranks.world_size)}
-        there = {rank: split(body) for rank, body in found.items() if body is not None}
-        return there, [rank for rank in found if rank not in there]
-
-    def _is_behind(self, rank: int, end: StepEnd) -> bool:
-        """Whether a rank that is gone has left no later mark either: then this rank waits in vain."""
-        ends = end_marks.read_ends(self._paths, rank)
-        return all((other.returns, other.step) < (end.returns, end.step) for other in ends)
-
-    def _compare(self, end: StepEnd, digest: int, deadline: float) -> None:
-        """Compare the parameters with those of the others that still live and stand at this very step's end."""
-        waiting = {rank for rank in self._pidfds if not self._is_gone(rank)}
-        while waiting:
-            for rank in list(waiting):
-                other = end_marks.read_digest(self._paths, rank, end)
-                if other is not None and other != digest:
-                    raise NotProved(f"the parameters of rank {rank} are others, though they are replicas")
-                ends = end_marks.read_ends(self._paths, rank)
-                if other is not None or self._is_gone(rank) or any(later.step > end.step for later in ends):
-                    waiting.discard(rank)
-            if time.monotonic() > deadline:
-                return  # stopped, or in a call that does not end: as if it were gone
-            time.sleep(_POLL)
+            time.sleep(POLL)
 
     def _require_unchanged(self, standing: _Standing) -> None:
         if standing.changes != self._changes or standing.versions != self._versions():
@@ -300,7 +279,7 @@ class LastSnapshot:
         assert self._mark is not None
         poll = select.poll()
         poll.register(self._mark.bell, select.POLLIN)
-        ranks = {fd: rank for rank, fd in self._pidfds.items()}
+        ranks = {fd: rank for rank, fd in self._peers.pidfds.items()}
         for fd in ranks:
             poll.register(fd, select.POLLIN)
         while not (self._over or self._done):
@@ -318,14 +297,10 @@ class LastSnapshot:
     def _take_news(self, rung: bytes) -> bytes:
         """Journal that ranks leave no marks any more. Returns what else the bell was rung for."""
         if end_marks.STOPPED in rung:
-            for rank in self._pidfds:
+            for rank in self._peers.pidfds:
                 if (why := end_marks.read_stopped(self._paths, rank)) is not None:
                     self._note_stopped(f"rank {rank}: {why}")
         return rung.replace(end_marks.STOPPED, b"")
-
-    def _is_gone(self, rank: int) -> bool:
-        fd = self._pidfds.get(rank)
-        return fd is not None and _any_ended([fd])
 
     # The beginning ---------------------------------------------------------------------------------------------------
 
@@ -342,6 +317,7 @@ class LastSnapshot:
         if (why := ranks.first_fault(why)) is not None:
             return why
         self._paths = end_marks.marks_of(self._snapshots.slots_of_host.paths)
+        self._peers = Peers(self._paths, ranks)
         why = ranks.first_fault(self._try(lambda: end_marks.prepare(self._paths)) if ranks.first_of_host else None)
         return why or ranks.first_fault(self._try(self._open)) or self._meet()
 
@@ -350,13 +326,7 @@ class LastSnapshot:
 
     def _meet(self) -> str | None:
         pids = self._run.ranks.from_each(os.getpid())
-
-        def look() -> None:
-            for rank, pid in enumerate(pids):
-                if rank != self._run.ranks.rank:
-                    self._pidfds[rank] = os.pidfd_open(pid)
-
-        return self._run.ranks.first_fault(self._try(look))
+        return self._run.ranks.first_fault(self._try(lambda: self._peers.watch(pids)))
 
     @staticmethod
     def _try(act: Callable[[], None]) -> str | None:
@@ -381,14 +351,6 @@ class LastSnapshot:
 
 
 _SWITCHED_OFF = "it is switched off"
-
-
-def _any_ended(pidfds: Iterable[int], seconds: float = 0.0) -> bool:
-    """Whether one of these processes has ended, or does within that time."""
-    poll = select.poll()  # select() knows no descriptor above 1,023
-    for fd in pidfds:
-        poll.register(fd, select.POLLIN)
-    return bool(poll.poll(1000 * seconds))
 
 
 def _ranks(ranks: list[int]) -> str:

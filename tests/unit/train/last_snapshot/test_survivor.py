@@ -178,6 +178,7 @@ def test_nothing_is_kept_within_an_update(
 def test_a_change_during_the_copy_is_noticed(
     tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
+    monkeypatch.setattr("rollback.train.last_snapshot.survivor._SETTLE", 0.05)
     ordinary = write.write_shard
 
     def and_change(guard: rollback.Guard, *given: Any) -> Any:
@@ -198,8 +199,40 @@ def test_a_change_during_the_copy_is_noticed(
 
     (account,) = kept(tmp_path / "run", memory, act)
     assert account.checkpoint is None
-    assert ("changed while it was read" if how != "past the count" else "copy") in (account.why_not or "")
+    why = {"counted": "in its update behind step 17", "in place": "changed while it was read", "past the count": "copy"}
+    assert why[how] in (account.why_not or "")
     assert not [*memory.glob("*/*/slot-9*/manifest.json")]
+
+
+def test_a_step_that_ends_during_the_copy_is_kept_in_its_place(
+    tmp_path: Path, memory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ordinary, writing, ended = write.write_shard, threading.Event(), threading.Event()
+
+    def write_slowly(*given: Any) -> Any:
+        written = ordinary(*given)
+        writing.set()
+        assert ended.wait(20)
+        return written
+
+    def act(guard: rollback.Guard) -> None:
+        monkeypatch.setattr(write, "write_shard", write_slowly)
+        thread = threading.Thread(target=keep, args=(guard,))
+        threads.append(thread)
+        thread.start()
+        assert writing.wait(20)
+
+    def at_each(guard: rollback.Guard | None, position: int) -> None:
+        if position == AT + 1 and guard is not None:
+            ended.set()
+            threads[0].join()
+            found.extend(end_marks.read_accounts(guard._last._paths))
+
+    threads: list[threading.Thread] = []
+    found: list[LastAccount] = []
+    kept(tmp_path / "run", memory, act, at_each=at_each)
+    (account,) = found
+    assert (account.step, account.why_not) == (AT + 1, None)
 
 
 def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> EndMark:
@@ -215,7 +248,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     else:
         second.write(end._replace(step=end.step - 1, batch=end.batch - 1), body)
         second.write_early(end, mark_body(b"", split(body)[1]), patience=10**9)
-    last._pidfds[1] = os.pidfd_open(pid)
+    last._peers.pidfds[1] = os.pidfd_open(pid)
     guard._run.ranks.world_size = 2
     return second
 
