@@ -5,8 +5,6 @@
 command line) does not import torch.
 """
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:

@@ -4,8 +4,6 @@ A setting may come from the script (keyword arguments of `Guard`) or from the co
 down in one environment variable). The command line wins: at three in the morning the operator has no editor open.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import socket
@@ -121,7 +119,7 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     )  # fmt: skip
 
     @model_validator(mode="after")
-    def _consistent(self) -> Settings:
+    def _consistent(self) -> "Settings":
         if self.snapshot_every == 0 and not self.observe_only:
             raise ValueError("snapshot_every=0 leaves nothing to restore: allowed with observe_only=True only")
         return self

@@ -4,8 +4,6 @@ Every error says what was being done, to which object, why it failed and what to
 of these errors: it appears as an ordinary Python exception.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from enum import IntEnum

@@ -3,8 +3,6 @@
 Every restart waits for the imports of that process (`rollback.agent`), so this module imports next to nothing.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 MODULE = "rollback.agent.entry"

@@ -28,8 +28,6 @@ updates, scripts make a shorter update of the rest, and most find the end of the
 changes that count. So the window also takes the remainder: the part of the epoch after the window is whole updates.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 

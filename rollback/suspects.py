@@ -7,8 +7,6 @@ cannot be the cause. An innocent sample that two batches share by chance is rele
 explains one of the two.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 

@@ -18,8 +18,6 @@ extra      peak private resident memory (VmHWM less RssShmem of /proc/self/statu
            which slots are, does not count: they are mapped before.
 """
 
-from __future__ import annotations
-
 import argparse
 import ctypes
 import logging

@@ -12,8 +12,6 @@ digest     of the base, which a thread computes with each snapshot
 restore    into the live model, all of whose weights are right
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import statistics

@@ -15,8 +15,6 @@ rollback   a NaN in a batch: from the decision until the loop goes on (`seconds`
 With --device cpu it shows that it works, and nothing else: nothing is copied from a device there.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import logging
@@ -77,7 +75,7 @@ class Copies:
         self._events: list[tuple[Any, Any]] = []
         self._start = Capture._start_on_device
 
-    def __enter__(self) -> Copies:
+    def __enter__(self) -> "Copies":
         def timed(capture: Capture) -> None:
             if not torch.cuda.is_available():
                 return self._start(capture)

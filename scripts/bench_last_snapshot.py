@@ -8,8 +8,6 @@ medians over the steps of what the early mark and the end mark take, and the byt
 of Python in the same process stands beside it, to compare machines and moments.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

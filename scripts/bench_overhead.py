@@ -12,8 +12,6 @@ On a machine with other work the clock says little. So the processor time of the
 median, and its tenth percentile, since what others do can only add to it.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import socket

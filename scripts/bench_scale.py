@@ -12,8 +12,6 @@
 Times are processor time, so that a busy machine disturbs less. --quick: a hundredth of the run, fewer ranks.
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import multiprocessing

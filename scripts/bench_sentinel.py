@@ -12,8 +12,6 @@ steps less than 50 observations apart count as one. Slow ramps are not in the de
 (grey, silent, amp) are left out of everything.
 """
 
-from __future__ import annotations
-
 import argparse
 import statistics
 import sys

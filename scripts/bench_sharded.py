@@ -12,8 +12,6 @@ reshard    what four ranks have saved, into the live model and optimizer of two,
 extra      peak private memory of all ranks above that of as many steps without a save, as a share of the state
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -8,8 +8,6 @@ forked from one process. A result is a line of RESULTS as soon as it is there, s
 last one was stopped. Needs matplotlib for --plot.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

@@ -6,8 +6,6 @@ that trains. Of all steps, but for each run's first ones: the median, the mean, 
 others do on the machine can only add to a step. And the median of the differences of neighbouring steps.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import tempfile
@@ -46,7 +44,7 @@ class Ids(Dataset[dict[str, torch.Tensor]]):
 class StepTimes:
     """The steps of one loop, in turn with those of `other`."""
 
-    other: StepTimes
+    other: "StepTimes"
 
     def __init__(self) -> None:
         self.steps: Steps = []

@@ -1,7 +1,5 @@
 """Timing of ways to save, for the benchmarks of checkpoints."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable
@@ -24,7 +22,7 @@ def timed(act: Callable[[], object]) -> float:
 class Peak:
     """The most private memory that this process has had resident within: `bytes`. The kernel keeps count of it."""
 
-    def __enter__(self) -> Peak:
+    def __enter__(self) -> "Peak":
         Path("/proc/self/clear_refs").write_text("5")  # the high-water mark begins anew
         return self
 

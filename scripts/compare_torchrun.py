@@ -9,8 +9,6 @@ one by one.
     python scripts/compare_torchrun.py [--only TEXT] [--jobs 2] [--keep DIR]
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import json

@@ -10,8 +10,6 @@ At the end come the audit of the protected run, a table of validation losses, an
 was skipped with what was really bad. Exit status 0 if all of it is as it should be. Everything is kept under runs/.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

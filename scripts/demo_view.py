@@ -1,7 +1,5 @@
 """What a person sees of the demo: one panel for the run in progress, or plain lines where there is no terminal."""
 
-from __future__ import annotations
-
 import math
 import time
 from collections import deque

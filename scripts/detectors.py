@@ -4,8 +4,6 @@ Each is a function from loss and gradient norm (None where the log has none) to 
 would have acted. A rule that acts on every bad step (skips or clips it) returns every one.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Sequence

@@ -4,8 +4,6 @@ Each family shows one thing that a training run does. The formulas are caricatur
 `bench_sentinel.py` runs anywhere and a change of the sentinel shows at once, not to replace recorded runs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 import numpy as np

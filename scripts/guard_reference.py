@@ -4,8 +4,6 @@ python scripts/guard_reference.py            write it
 python scripts/guard_reference.py --check    exit 1 if it is not what would be written
 """
 
-from __future__ import annotations
-
 import argparse
 import inspect
 import sys

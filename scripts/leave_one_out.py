@@ -10,8 +10,6 @@ own value is taken. Prints a Markdown table: a family that a threshold rests on 
 with the preset, whose scores are in brackets.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections import defaultdict
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """What goes wrong in the jobs of `made_traces.py`: each fault acts on a job before a step, or changes its data."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -6,8 +6,6 @@ business of `made_faults.py`. The data of a step comes from a generator that the
 seed see the same batches.
 """
 
-from __future__ import annotations
-
 import itertools
 import math
 from dataclasses import dataclass

@@ -4,8 +4,6 @@ Only what the ranks and the supervisor would have written is there: no training 
 `ATTEMPT` steps, a checkpoint in every `EVERY`, incidents at even distances with a rollback each.
 """
 
-from __future__ import annotations
-
 import os
 import random
 from collections.abc import Iterator
@@ -192,7 +190,7 @@ class _Written:
         self._file = path.open("wb")
         self._what, self._chain, self._seq = path.stem, GENESIS, 0
 
-    def __enter__(self) -> _Written:
+    def __enter__(self) -> "_Written":
         return self
 
     def __exit__(self, *_: object) -> None:

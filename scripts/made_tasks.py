@@ -1,8 +1,6 @@
 # mypy: disable-error-code="no-any-return,has-type,misc,index"
 """Small training jobs of many fields (see `made_job.py`), each a second or two long on one core."""
 
-from __future__ import annotations
-
 import math
 
 import torch

@@ -10,8 +10,6 @@ is above the twin's for over 100 steps, `blip` if it is back within 30, `grey` b
 The loss of a GAN or of reinforcement learning is chaotic, so there a divergence must leave all that the twin has shown.
 """
 
-from __future__ import annotations
-
 import argparse
 import copy
 import json

@@ -1,7 +1,5 @@
 """Mutants against the tests that pytest has collected, each in a fork of its own. What they are for: `mutants.py`."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import json

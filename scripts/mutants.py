@@ -12,8 +12,6 @@ Of libraries that do the same, cosmic-ray changes the working tree and starts a 
 twenty times as much, and mutmut leaves out what is decorated, among it every property; neither drops statements.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 import os

@@ -1,7 +1,5 @@
 """The changes that make a mutant of a source, found in its syntax tree. What they are for: `mutants.py`."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import re

@@ -1,7 +1,5 @@
 """Ways to save and restore a training state, ours and those that people use, behind one interface: for benchmarks."""
 
-from __future__ import annotations
-
 import os
 import shutil
 from collections.abc import Iterator

@@ -9,8 +9,6 @@ moved where its files differ, and said twice where a tree has it in several. Rea
 not run, nor import. Exit code 1: a sentence is gone, or fewer tests have it.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import io

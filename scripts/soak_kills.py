@@ -9,8 +9,6 @@ consumed samples of every rank must be those of the undisturbed run, bit for bit
 are done, and goes on behind them. Printed are steps lost by moment. Exits with 1 if one run differs.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

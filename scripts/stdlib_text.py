@@ -9,8 +9,6 @@ data set with two stretches of it gone bad, the way a broken shard of a real cor
 `python scripts/stdlib_text.py` prints which samples are bad.
 """
 
-from __future__ import annotations
-
 import os
 import sysconfig
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Labelled loss traces: what a trace is, and reading a directory of them (`labels.json` and `data/NAME.npz`)."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,8 +1,6 @@
 """For all tests: one thread in each process, so that sums are added in the same order wherever a job runs, and examples
 that are the same in each run, with all the time that a busy machine takes for them."""
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

@@ -1,7 +1,5 @@
 """A guarded training under Ray Train: `python train_with_ray.py`. Fill in `train` and the sizes in `main`."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any

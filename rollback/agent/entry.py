@@ -10,8 +10,6 @@
 - it knows a value for `--logs-specs` that sends the output of the ranks to the supervisor.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import fcntl

@@ -15,8 +15,6 @@ states. What an import reads from the environment, it has read before the script
 scripts that rely on that. Modules (-m) and programs are started by torchrun as ever.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import gc
@@ -90,7 +88,7 @@ class ForkServer:
         theirs.close()
         self._socket = ours
 
-    def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> ForkedRank:
+    def start(self, arguments: Sequence[str], environment: Mapping[str, str], stdout: int, stderr: int) -> "ForkedRank":
         """A rank that runs `arguments` (script first). Raises ForkServerGone."""
         request = json.dumps({"arguments": list(arguments), "environment": dict(environment)}).encode()
         folder = os.open(".", os.O_RDONLY)  # the script's arguments may name files relative to it

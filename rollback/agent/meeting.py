@@ -14,8 +14,6 @@ A follower waits for the next line in the store, and the leader takes all new li
 over the network: what there is to do grows with the lines that are said. The process ends with its supervisor.
 """
 
-from __future__ import annotations
-
 import importlib
 import json
 import os

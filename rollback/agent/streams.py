@@ -5,8 +5,6 @@ files, and a rank whose output goes straight into a file dies of its own `print`
 into a pipe does not, and the supervisor says how much it could not keep.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which columns of a log are the step, the loss, the gradient norm and the learning rate, and what they say."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass

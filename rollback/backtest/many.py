@@ -1,7 +1,5 @@
 """Many logs: one after the other, or over all processors, with results in the order of the arguments."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor

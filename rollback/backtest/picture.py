@@ -1,7 +1,5 @@
 """A replay as a picture: loss, gradient norm, what was called, what was left alone, what would have been skipped."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """
 
-from __future__ import annotations
-
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal

@@ -1,7 +1,5 @@
 """The step column of a log: counted on where it starts again with each epoch, as a batch index does."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass

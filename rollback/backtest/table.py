@@ -3,8 +3,6 @@
 What a file is, is told from its content; names and endings lie. Nothing here knows which column is the loss.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import math

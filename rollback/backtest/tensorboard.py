@@ -1,7 +1,5 @@
 """Scalars of a TensorBoard event file, read with TensorBoard's own reader, which needs no TensorFlow."""
 
-from __future__ import annotations
-
 import struct
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A replay for people: a plot that fits the terminal, and what was called in words."""
 
-from __future__ import annotations
-
 import math
 from textwrap import TextWrapper
 

@@ -3,8 +3,6 @@
 The tags are those of docs/format.md, "Shards". `rollback.train.state.tree` writes the trees and decodes them with this.
 """
 
-from __future__ import annotations
-
 import base64
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence

@@ -4,8 +4,6 @@ O_DIRECT takes whole blocks from aligned memory at aligned offsets. What is not 
 that the kernel cut short) is written through the cache, and so is everything where a file system refuses O_DIRECT.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

@@ -12,8 +12,6 @@ included. So a rank that is killed while it writes one half leaves the other, an
 docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import mmap

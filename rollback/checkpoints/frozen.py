@@ -3,8 +3,6 @@
 Nothing here knows torch. Rank 0 alone writes and removes these files; a fetch adds some before the ranks start.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -127,7 +125,7 @@ class FrozenFiles:
             raise found
         return found
 
-    def __enter__(self) -> FrozenFiles:
+    def __enter__(self) -> "FrozenFiles":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -4,8 +4,6 @@ One core hashes as fast as it reads, which is about as fast as a copy goes, and 
 done. docs/format.md, "manifest.json", has the rule.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 

@@ -5,8 +5,6 @@ pages come first, so that all of them begin at the same place in a page (see `re
 size, largest first: so each is aligned. Nothing here knows torch or touches a file.
 """
 
-from __future__ import annotations
-
 import json
 import struct
 from collections.abc import Mapping

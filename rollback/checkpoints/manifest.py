@@ -1,7 +1,5 @@
 """manifest.json: the record that makes a directory of shards a checkpoint. Written last, believed only if it checks."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any
@@ -25,7 +23,7 @@ class ShardRecord(BaseModel, frozen=True, extra="forbid"):
     hash: str = Field(pattern=r"^[0-9a-f]{32}$")
 
     @classmethod
-    def of(cls, rank: int, written: Written) -> ShardRecord:
+    def of(cls, rank: int, written: Written) -> "ShardRecord":
         return cls(file=shard_name(rank), size=written.size, hash=written.digest)
 
     @property

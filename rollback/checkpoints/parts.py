@@ -4,8 +4,6 @@ A part is a box: an offset and a shape. What splits the tensor chooses the boxes
 Several ranks may have the same box (replicas). Nothing here knows torch.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -32,14 +30,14 @@ class Box:
         """Number of elements."""
         return prod(self.shape)
 
-    def overlap(self, other: Box) -> Box | None:
+    def overlap(self, other: "Box") -> "Box | None":
         """What both have in common; None where that is no element."""
         first = tuple(map(max, self.at, other.at))
         last = tuple(min(a + n, b + m) for a, n, b, m in zip(self.at, self.shape, other.at, other.shape, strict=True))
         shape = tuple(end - start for start, end in zip(first, last, strict=True))
         return Box(first, shape) if all(length > 0 for length in shape) else None
 
-    def inside(self, outer: Box) -> tuple[slice, ...]:
+    def inside(self, outer: "Box") -> tuple[slice, ...]:
         """The indices of this box in a tensor that has the elements of `outer`."""
         starts = (mine - its for mine, its in zip(self.at, outer.at, strict=True))
         return tuple(slice(start, start + length) for start, length in zip(starts, self.shape, strict=True))

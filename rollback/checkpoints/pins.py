@@ -4,8 +4,6 @@ Rank 0 looks at the pins when a checkpoint is about to leave the ring, and in no
 ranks hold for a rollback is decided without them, alike on all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from datetime import datetime, timezone

@@ -4,8 +4,6 @@ The first touch of a page costs several times what copying into it costs, so wha
 ready long before, and used again and again.
 """
 
-from __future__ import annotations
-
 import ctypes
 import errno
 import mmap

@@ -1,7 +1,5 @@
 """Where a run goes on: a pure function of its record and of the checkpoints on disk."""
 
-from __future__ import annotations
-
 from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar

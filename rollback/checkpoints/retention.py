@@ -5,8 +5,6 @@ proportion to their ages (steps before the newest). Where even these would be mo
 leaves instead. docs/design.md, "How far the ring reaches", says why, and what follows.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Sequence
 
 from rollback.rundir.paths import CheckpointName

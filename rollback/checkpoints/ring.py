@@ -4,8 +4,6 @@ Protocol and invariants are those of docs/format.md. What is on disk is the trut
 the journal says of them (good, discarded) is `rollback.facts.history`'s.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 from pathlib import Path

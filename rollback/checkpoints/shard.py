@@ -7,8 +7,6 @@ Files are read by `pread`, never mapped: a disk that fails under a map kills the
 an error like any other.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -176,7 +174,7 @@ class ShardReader:
             os.close(self._fd)
             self._fd = -1
 
-    def __enter__(self) -> ShardReader:
+    def __enter__(self) -> "ShardReader":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """How much memory the fast tier may take: decided by `slots_that_fit`, from what `free_memory` measures."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -9,8 +9,6 @@ under an exclusive lock that readers hold up by a shared one, before any rank wr
 tier with it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import fcntl

@@ -4,8 +4,6 @@ A checkpoint has one name and one content wherever it lies. Which directory is l
 tier's, then the ring's.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

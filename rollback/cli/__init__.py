@@ -1,7 +1,5 @@
 """The command line: one thin file per command. Nothing here imports torch, so help is there at once."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rollback adopt`: the diff that writes a guard into a script."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

@@ -1,7 +1,5 @@
 """What reading commands have in common: the argument RUN, an answer as text or JSON, and what could not be read."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,7 +19,7 @@ Answer = TypeVar("Answer", bound="Document")
 RunArgument = Annotated[Path, typer.Argument(help="Run directory.", show_default=False)]
 
 
-def show(answer: Answer, print_text: Callable[[Console, Answer], None], *, json: bool) -> None:
+def show(answer: Answer, print_text: "Callable[[Console, Answer], None]", *, json: bool) -> None:
     """On stdout: as JSON, or as text for people."""
     from rollback.terminal.escape import console_for
 

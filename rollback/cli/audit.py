@@ -1,7 +1,5 @@
 """`rollback audit`: what happened to a run."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rollback backtest`: what the sentinel and the policy would have done on logs that exist already."""
 
-from __future__ import annotations
-
 import json as json_format
 import shutil
 import sys

@@ -3,8 +3,6 @@
 typer knows none of this, so the words before the script are rewritten in full before typer sees them.
 """
 
-from __future__ import annotations
-
 import argparse
 import importlib
 from collections.abc import Callable, Mapping, Sequence

@@ -1,7 +1,5 @@
 """`rollback rewind`, `rollback skip`, `rollback stop`: what an operator can ask of a run, live or not."""
 
-from __future__ import annotations
-
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -96,7 +94,7 @@ def stop(
     _finish(ask_to_stop(run, who or default_who(), why), json, wait, timeout)
 
 
-def _finish(asked: Asked, json: bool, wait: bool, timeout: float) -> None:
+def _finish(asked: "Asked", json: bool, wait: bool, timeout: float) -> None:
     from rollback.control.asking import wait_for_answer, without_waiting
 
     if asked.notice:

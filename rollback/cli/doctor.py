@@ -1,7 +1,5 @@
 """`rollback doctor`: can this machine keep the promises?"""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Annotated
 

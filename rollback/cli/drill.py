@@ -1,7 +1,5 @@
 """`rollback drill`: planned faults on the user's own job, before weeks are bet on it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """`rollback launch`: from a command line to a supervised run."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

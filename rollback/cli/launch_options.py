@@ -3,8 +3,6 @@
 torchrun's flags come from their table and the guard's settings from their model, so that none of them can drift.
 """
 
-from __future__ import annotations
-
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence

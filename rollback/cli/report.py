@@ -1,7 +1,5 @@
 """`rollback report`: a run as a page."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rollback ring`: the checkpoints of a run, as files: look at them, prove them, take weights out, keep one."""
 
-from __future__ import annotations
-
 import shlex
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rollback status`: what a run is doing now."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 from typing import Annotated

@@ -1,7 +1,5 @@
 """`rollback track`: a run in TensorBoard or Weights & Biases."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """`rollback why`: what ended an attempt."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """Ranges of batches, samples, and sizes, as they are written on a command line."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Sequence
 

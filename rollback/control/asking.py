@@ -5,8 +5,6 @@ decide in the end, since a running job may have moved on since. Raises UsageErro
 NoUsableCheckpoint where there is nothing to go back to, and RunDirectoryError.
 """
 
-from __future__ import annotations
-
 import getpass
 import os
 import shlex

@@ -4,8 +4,6 @@ DCP's own writer writes it, from stand-ins without values; each tensor is read w
 each tensor: into one file, the writer would take all of them into memory.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import shutil

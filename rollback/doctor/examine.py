@@ -1,7 +1,5 @@
 """Everything that is looked at, for one run."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass, field

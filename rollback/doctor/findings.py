@@ -1,7 +1,5 @@
 """What a finding is."""
 
-from __future__ import annotations
-
 from functools import partial
 from typing import Literal
 

@@ -1,7 +1,5 @@
 """torch, cores, limits and the clock of this machine."""
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

@@ -1,7 +1,5 @@
 """Room for the fast tier: the tmpfs that checkpoints are kept in between the steps."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit

@@ -1,7 +1,5 @@
 """The run directory's disk and a ring at a URL: can they be written, how fast, and does a sync mean what it says."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import statistics

@@ -5,8 +5,6 @@ the same skip list at the start; faults that led to the same list share it. Only
 undisturbed a second time, to see whether it ever does the same thing twice.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field

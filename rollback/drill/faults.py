@@ -1,7 +1,5 @@
 """The table of faults."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum

@@ -3,8 +3,6 @@
 A row passes where what the table of faults expects has happened. Its words say what was seen, not what was hoped for.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 from datetime import datetime
 from typing import Literal

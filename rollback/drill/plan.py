@@ -1,7 +1,5 @@
 """How many updates the runs of a drill have, and what must be smaller than in a real run for that. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

@@ -1,7 +1,5 @@
 """The table of a drill, for people. What it quotes comes from a job's record and is shown, never obeyed."""
 
-from __future__ import annotations
-
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text

@@ -1,7 +1,5 @@
 """One run of the job under `rollback launch`, in a run directory of its own, and everything that it left."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 import os

@@ -1,7 +1,5 @@
 """What became of snapshots and checkpoints, from the ranks' point of view."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from rollback.facts.fact import Fact, Writer

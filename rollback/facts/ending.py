@@ -1,7 +1,5 @@
 """How training ended, from the ranks' point of view: stopped on the way, complete, or left by the script."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 from rollback.facts.fact import Fact

@@ -1,8 +1,6 @@
 """The base class of all facts, and the ranges of batches that many facts hold. The facts themselves are in
 `rollback.facts.training`."""
 
-from __future__ import annotations
-
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, Field, ValidationInfo, model_validator
@@ -18,7 +16,7 @@ class Window(BaseModel, frozen=True, extra="forbid"):
     last: int = Field(ge=0)
 
     @model_validator(mode="after")
-    def _ordered(self) -> Window:
+    def _ordered(self) -> "Window":
         if self.last < self.first:
             raise ValueError(f"window ends ({self.last}) before it begins ({self.first})")
         return self

@@ -4,8 +4,6 @@ Pure: journal entries in, a `History` out. Ranks fold the train journal to find 
 journals.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any

@@ -4,8 +4,6 @@ The drainer writes these facts into the journal of its own process: the supervis
 where there is no supervisor.
 """
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from rollback.facts.fact import Fact, Writer

@@ -1,7 +1,5 @@
 """The facts of the supervisor's journal: attempts, how they ended, and what the supervisor decided."""
 
-from __future__ import annotations
-
 from typing import ClassVar, Literal
 
 from pydantic import Field

@@ -7,8 +7,6 @@ A fact says what happened. Nobody edits or removes a fact. The state of a run is
 (`rollback.facts.history`). docs/format.md has the table of all kinds, and a test compares the two.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Union
 
@@ -209,7 +207,7 @@ class Planned(Fact):
             return f", learning rate times {self.lower_rate[0]:g} for {self.lower_rate[1]} steps"
         return f", screen batches {self.screen}" if self.screen is not None else ""
 
-    def screened_through(self, batch: int) -> Planned:
+    def screened_through(self, batch: int) -> "Planned":
         """The plan with a screen that lasts through this batch."""
         assert self.screen is not None
         return self.model_copy(update={"screen": Window(first=self.screen.first, last=max(self.screen.last, batch))})
@@ -333,7 +331,7 @@ class PassedOver(Fact):
     timeline: int
 
     @model_validator(mode="after")
-    def _is_a_window(self) -> PassedOver:
+    def _is_a_window(self) -> "PassedOver":
         Window(first=self.first, last=self.last)
         return self
 

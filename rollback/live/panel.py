@@ -1,7 +1,5 @@
 """The panel: a status and two curves as one picture for a terminal. Pure."""
 
-from __future__ import annotations
-
 import math
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The audience of a launch on a terminal: the panel at the bottom, what is printed and said above it."""
 
-from __future__ import annotations
-
 import os
 import re
 from collections.abc import Callable

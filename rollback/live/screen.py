@@ -4,8 +4,6 @@ A terminal may be held with Ctrl-S, a pipe may have a slow reader, a pty may be 
 that none of these reaches the thread that empties the ranks' pipes, and through them the ranks.
 """
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import deque
@@ -46,7 +44,7 @@ class Screen:
     def show(self, stream: Stream, data: bytes) -> None:
         self._put(stream, data)
 
-    def __enter__(self) -> Screen:
+    def __enter__(self) -> "Screen":
         self._thread.start()
         return self
 

@@ -1,7 +1,5 @@
 """Facts as lines for the person who watches. Pure."""
 
-from __future__ import annotations
-
 from rollback.facts import training as facts
 from rollback.facts.ring import DrainFailed
 from rollback.terminal.quantities import number

@@ -1,7 +1,5 @@
 """What is looked at: one run's status and curves, read again and again."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

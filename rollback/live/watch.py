@@ -1,7 +1,5 @@
 """`rollback status --watch`: a run seen from another terminal, until it ends or the person has seen enough."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

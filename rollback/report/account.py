@@ -1,7 +1,5 @@
 """Where the wall-clock time of a run went, in parts that add up to the whole. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rollback.inspect.audit.report import AuditReport

@@ -1,7 +1,5 @@
 """What the page says of each incident. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Iterator, Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """What the page's script draws: curves, incidents, skips, checkpoints and attempts, by step. Pure."""
 
-from __future__ import annotations
-
 import base64
 from collections import defaultdict
 from collections.abc import Sequence

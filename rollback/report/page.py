@@ -5,8 +5,6 @@ characters) and is escaped by the template; what the script reads is JSON in whi
 the policy in the page's head allows this page's own style and script, by their hashes, and nothing else.
 """
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import json

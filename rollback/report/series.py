@@ -1,7 +1,5 @@
 """The curve of a run, thinned for a picture: extremes, ends and everything that is not finite are kept. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 

@@ -1,7 +1,5 @@
 """The report's tables of attempts, checkpoints, skip windows and messages. Pure but for the stacks, which it reads."""
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field

@@ -11,8 +11,6 @@ Training never waits for this thread. If the durable ring cannot be reached, the
 and one for people, and tries again; training goes on.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import threading
@@ -67,7 +65,7 @@ def drainer_for(
     note: Callable[[Fact], None],
     say: Callable[[str], None],
     transport: Transport | None = None,
-) -> Drainer | None:
+) -> "Drainer | None":
     """The drainer that a run needs, not started yet; None where the run needs none. See `Drainer`.
 
     transport: reaches the other hosts where each has a run directory of its own.

@@ -1,7 +1,5 @@
 """A host's part in filling the durable ring, where a process on another host fills it: see `hosts`."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time

@@ -5,8 +5,6 @@ The process that fills the ring writes what it wants (`nodes/wanted.json`). The 
 ring commits a checkpoint there, and only when all shards are there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import threading

@@ -1,7 +1,5 @@
 """The run directory's ring as the durable one, filled from the fast tier where there is one."""
 
-from __future__ import annotations
-
 import contextlib
 import mmap
 import os

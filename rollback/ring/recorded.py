@@ -3,8 +3,6 @@
 The journals may be out of date: a checkpoint may have left since, or an object may be lost. The fetch finds out.
 """
 
-from __future__ import annotations
-
 from rollback.facts.history import History
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.schedule import of_present

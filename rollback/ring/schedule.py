@@ -5,8 +5,6 @@ copied whatever the pace: the very first checkpoint (until then the ring is empt
 or is told to stop, the newest of all, from which the next start goes on.
 """
 
-from __future__ import annotations
-
 import itertools
 import re
 from collections.abc import Collection, Iterable, Sequence
@@ -32,7 +30,7 @@ class DrainPace:
     """Seconds between two copies."""
 
     @classmethod
-    def parse(cls, text: str) -> DrainPace:
+    def parse(cls, text: str) -> "DrainPace":
         """`500` steps, `90s`, `10m`, `2h`, or `auto`; the settings guarantee one of these."""
         if text == "auto":
             return cls()

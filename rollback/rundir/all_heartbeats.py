@@ -1,7 +1,5 @@
 """The heartbeats of all ranks, on whichever host they are."""
 
-from __future__ import annotations
-
 import contextlib
 
 from pydantic import BaseModel

@@ -10,8 +10,6 @@ file system only that makes the write visible to others. A reader believes the c
 right.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 import time

@@ -3,8 +3,6 @@
 docs/format.md has the layout, and says when a block is believed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import struct

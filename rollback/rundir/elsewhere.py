@@ -1,7 +1,5 @@
 """record-elsewhere.json: in the run directory of a host that has no journals, since another host keeps the record."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 from collections.abc import Callable

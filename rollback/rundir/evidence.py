@@ -1,7 +1,5 @@
 """What each rank saw of an incident: a record beside the journal. The run does not depend on it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Literal
 

@@ -9,8 +9,6 @@ The folder lies beside the exercise's run directory, never in it. An exercise na
 left over in an environment does nothing to another run.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from datetime import datetime

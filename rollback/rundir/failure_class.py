@@ -3,8 +3,6 @@
 `rollback.supervisor.diagnosis.first_cause` has the table of all classes.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable
 from typing import get_args

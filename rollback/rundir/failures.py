@@ -6,8 +6,6 @@ numbers blanked. Frames of torch and of rollback are left out: which of their li
 depends on timing.
 """
 
-from __future__ import annotations
-
 import re
 import traceback
 from collections.abc import Iterable, Sequence

@@ -2,8 +2,6 @@
 reads what came after, however long the run is. docs/format.md, "Indexes", says when it is believed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -13,8 +13,6 @@ of its content. A reader that finds a half-written cell reads it once more:
 | 16- | the heartbeat, JSON |
 """
 
-from __future__ import annotations
-
 import os
 import stat
 import struct

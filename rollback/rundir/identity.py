@@ -1,7 +1,5 @@
 """run.json: the job that a run directory belongs to, and the comparison with another job."""
 
-from __future__ import annotations
-
 import json
 import uuid
 from datetime import datetime, timezone

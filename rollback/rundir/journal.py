@@ -3,8 +3,6 @@
 The rules for torn tails and damage are those of docs/format.md, "Journals".
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

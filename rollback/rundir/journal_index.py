@@ -3,8 +3,6 @@
 It holds no facts. docs/format.md, "Indexes", says when it is believed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

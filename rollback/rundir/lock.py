@@ -4,8 +4,6 @@ The kernel's lock on RUN/lock decides: it is released the moment its holder dies
 beside it only tells people who the holder is.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

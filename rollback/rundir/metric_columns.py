@@ -1,7 +1,5 @@
 """All judged steps of a run as columns: ten million lines are read in seconds and take 42 bytes each."""
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Lines of metrics/train.jsonl as columns of numbers."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from typing import Any

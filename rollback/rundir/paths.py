@@ -1,7 +1,5 @@
 """Every file name in a run directory is defined here and nowhere else."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -28,17 +26,17 @@ class CheckpointName(str):
     seq: int
     step: int
 
-    def __new__(cls, text: str) -> CheckpointName:
+    def __new__(cls, text: str) -> "CheckpointName":
         name, match = super().__new__(cls, text), _CHECKPOINT_NAME.fullmatch(text)
         name.seq, name.step = (int(match[1]), int(match[2])) if match else (0, 0)
         return name
 
     @classmethod
-    def of(cls, seq: int, step: int) -> CheckpointName:
+    def of(cls, seq: int, step: int) -> "CheckpointName":
         return cls(f"c{seq:06d}-s{step:08d}")
 
     @classmethod
-    def parse(cls, text: str) -> CheckpointName | None:
+    def parse(cls, text: str) -> "CheckpointName | None":
         """None for text that is no checkpoint's name: a file beside checkpoints, an operator's word."""
         return cls(text) if _CHECKPOINT_NAME.fullmatch(text) else None
 

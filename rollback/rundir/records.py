@@ -1,8 +1,6 @@
 """The small files that ranks keep beside the journal: metrics, skip records, heartbeats. The run does not depend on
 them."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import math

@@ -7,8 +7,6 @@ The files come from outside. Their number and size are bounded. A file that is n
 request, by name.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import re
@@ -53,7 +51,7 @@ class Request(BaseModel, frozen=True, extra="forbid"):
     """For a stop: the launch that is to stop, as in its holder.json. A late stop must not end the next launch."""
 
     @model_validator(mode="after")
-    def _says_what_its_order_needs(self) -> Request:
+    def _says_what_its_order_needs(self) -> "Request":
         skips = self.skip is not None
         needs = {"rewind": (True, skips, False), "skip": (False, True, False), "stop": (False, False, False)}
         if (self.to is not None, skips, bool(self.samples)) != needs.get(self.order, (False, False, True)):

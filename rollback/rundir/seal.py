@@ -5,8 +5,6 @@ run.json, every line of the journals and every manifest must bear the seal. With
 but nothing is restored from it. docs/format.md, "The seal", has the bytes.
 """
 
-from __future__ import annotations
-
 import hmac
 import os
 import stat

@@ -1,8 +1,6 @@
 """What supervisors saw of the processes of a hanging attempt: stacks/attempt-AAAA/processes*.json, one file for each
 node."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

@@ -79,8 +79,6 @@ Cost: a few microseconds and a few kilobytes, whatever the length of the run. St
 input or output: verdicts are a pure function of state and observation, so all ranks agree.
 """
 
-from __future__ import annotations
-
 from rollback.sentinel.machine import Sentinel
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.verdict import Blip, Hint, Kind, Observation, Verdict, learning_rate_hint

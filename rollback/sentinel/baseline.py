@@ -1,7 +1,5 @@
 """The normal level and noise of a witness, from accepted values only, in constant memory."""
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, insort
 from collections import deque

@@ -1,7 +1,5 @@
 """A stretch of observations that stand out, and the rules that call it."""
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import asdict, astuple, dataclass, field
@@ -75,7 +73,7 @@ class Scale:
     """The level is so near zero that ratios to it mean nothing: only a return to the first losses is damage."""
 
     @classmethod
-    def of(cls, level: float, noise: float, start: float) -> Scale:
+    def of(cls, level: float, noise: float, start: float) -> "Scale":
         """The scale from a baseline and the typical first loss."""
         progress = max(0.0, start - level)
         least = max(_LEAST_NOISE_OF_PROGRESS * progress, _LEAST_NOISE_OF_LEVEL * abs(level), math.ulp(0.0))
@@ -142,7 +140,7 @@ class Excursion:
     recent: deque[MeasuredObservation] = field(default_factory=lambda: deque(maxlen=RELEARN_FROM))
 
     @classmethod
-    def begin(cls, onset: int, reading: MeasuredObservation, scale: Scale, patience: int) -> Excursion:
+    def begin(cls, onset: int, reading: MeasuredObservation, scale: Scale, patience: int) -> "Excursion":
         """An excursion with this first reading; `onset` may be a few steps earlier."""
         alone = reading.height > OPENS
         excursion = cls(
@@ -219,7 +217,7 @@ class Excursion:
         return {**asdict(self), "recent": [list(astuple(reading)) for reading in self.recent]}
 
     @classmethod
-    def from_state(cls, state: dict[str, Any]) -> Excursion:
+    def from_state(cls, state: dict[str, Any]) -> "Excursion":
         """The excursion that `state_dict` wrote."""
         recent = deque((MeasuredObservation(*row) for row in state["recent"]), maxlen=RELEARN_FROM)
         return cls(**{**state, "opening": list(state["opening"]), "recent": recent})

@@ -1,7 +1,5 @@
 """Verdicts in words that a person can check: rule, value, threshold, and the values that they were measured against."""
 
-from __future__ import annotations
-
 import math
 
 from rollback.sentinel.excursion import Excursion, ExcursionEvidence, Found, MeasuredObservation, Scale

@@ -1,7 +1,5 @@
 """The sentinel's states, the table of transitions, and the update that chooses the row."""
 
-from __future__ import annotations
-
 import math
 from enum import Enum
 from typing import Any

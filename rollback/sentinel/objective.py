@@ -5,8 +5,6 @@ new target. Their level means nothing, so no rule that rests on a level may call
 is called all the same.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable
@@ -59,7 +57,7 @@ class Range:
         return [self.lowest, self.highest, self.count, list(self.block)] if self.count else [0, 0, 0, list(self.block)]
 
     @classmethod
-    def from_state(cls, state: list[Any]) -> Range:
+    def from_state(cls, state: list[Any]) -> "Range":
         """The range that `state_dict` wrote."""
         *known, block = state
         made = cls(*known) if known[2] else cls()

@@ -1,7 +1,5 @@
 """The three presets of the thresholds. The sensitivity is the sentinel's only setting."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

@@ -3,8 +3,6 @@
 Both rules compare the present with an older reference. The level is no use here: it follows a slow change.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Input and output of the sentinel: observations with hints, verdicts with blips."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum, Flag, auto
 

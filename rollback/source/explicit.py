@@ -10,8 +10,6 @@
 What Accelerate has prepared is handed to `rollback.protect` instead, which leaves the loop as it is.
 """
 
-from __future__ import annotations
-
 import ast
 import difflib
 from collections.abc import Callable, Iterator

@@ -3,8 +3,6 @@
 The body may call it in functions and methods of the same file. What other files do is not known here.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from dataclasses import dataclass

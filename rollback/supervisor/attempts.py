@@ -1,7 +1,5 @@
 """The attempts of one launch: watches an attempt, judges how it ended, starts the next one or ends the run."""
 
-from __future__ import annotations
-
 import signal
 import socket
 import time

@@ -1,7 +1,5 @@
 """Whether and when another attempt follows a failed attempt. Pure."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass, replace
 
 FIRST_DELAY = 1.0
@@ -38,12 +36,12 @@ class Budget:
     """Attempts in a row that failed before their ranks had attached."""
 
     @classmethod
-    def full(cls, limit: int) -> Budget:
+    def full(cls, limit: int) -> "Budget":
         return cls(limit=limit, left=limit)
 
     def after_failure(
         self, *, progressed: bool, attached: bool, killed: bool, blamed: bool = False
-    ) -> tuple[Budget, Restart | GiveUp]:
+    ) -> "tuple[Budget, Restart | GiveUp]":
         """The budget after a failed attempt, and what follows.
 
         progressed: the attempt got further than all before it. attached: its ranks had agreed where to begin. killed:

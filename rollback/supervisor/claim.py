@@ -1,7 +1,5 @@
 """The run directory before the first attempt: checks it, locks it, and leaves it untouched when a job is refused."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -82,7 +80,9 @@ def _require_run_directory(paths: RunPaths) -> None:
         )
 
 
-def claim_or_stand_in(paths: RunPaths, stand_in: Path, *, insist: bool) -> tuple[RunPaths, Claim, RollbackError | None]:
+def claim_or_stand_in(
+    paths: RunPaths, stand_in: Path, *, insist: bool
+) -> "tuple[RunPaths, Claim, RollbackError | None]":
     """The locked run directory; or the stand-in, and the reason why the run directory cannot be used.
 
     A script without a guard needs no run directory, and nobody knows yet whether the script has a guard. A script with

@@ -4,8 +4,6 @@ For the command that completed the run, nothing is left, and torchrun is not sta
 decide: they go on from the end if the script asks for more.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Callable, Sequence

@@ -1,7 +1,5 @@
 """The durable ring of a supervised run: checked before the first attempt, filled beside it, completed at its end."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """Looks for a hang while an attempt runs, and takes the stacks before everything is ended."""
 
-from __future__ import annotations
-
 import time
 
 from rollback.facts.training import Hung, StuckAtExit

@@ -1,7 +1,5 @@
 """The supervisor's journal. It is written only once this job may write to the run directory."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

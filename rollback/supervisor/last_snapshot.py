@@ -1,7 +1,5 @@
 """The supervisor's part in the last snapshot: it asks the ranks for one before it ends them, and reads the outcome."""
 
-from __future__ import annotations
-
 import time
 
 from rollback.checkpoints import end_marks, tiers

@@ -1,7 +1,5 @@
 """Stop signals of the supervisor, and how urgent they are. The handlers only note a signal; the loop acts."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time
@@ -40,7 +38,7 @@ class StopSignals:
         self._taken += len(new)
         return new
 
-    def __enter__(self) -> StopSignals:
+    def __enter__(self) -> "StopSignals":
         for signum in self._heeded:
             if signal.getsignal(signum) is not signal.SIG_IGN:
                 with contextlib.suppress(OSError):  # SIGKILL and SIGSTOP, which nobody can catch

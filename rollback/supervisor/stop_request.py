@@ -1,7 +1,5 @@
 """Stop requests in the run directory. The ranks see them too; the supervisor enforces the grace."""
 
-from __future__ import annotations
-
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Inbox, sound_requests

@@ -8,8 +8,6 @@ The order is important in three places:
 - A decision is journalled before it is carried out.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import tempfile

@@ -1,7 +1,5 @@
 """What the kernel's control groups say of a process: in which it is, and how many processors they grant."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

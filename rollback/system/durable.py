@@ -1,7 +1,5 @@
 """Writing files so that a crash or power loss leaves either the old content or the new, never a mixture."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import BinaryIO

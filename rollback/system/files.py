@@ -8,8 +8,6 @@ written must have no other name (a hard link) elsewhere. Removal goes entry by e
 All functions raise OSError, in words for people where a file is not what it should be.
 """
 
-from __future__ import annotations
-
 import contextlib
 import ctypes
 import errno

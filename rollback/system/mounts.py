@@ -1,7 +1,5 @@
 """Which file system a path is on."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from pathlib import Path
 

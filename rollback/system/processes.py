@@ -6,8 +6,6 @@ day would depend on the time of boot, which the kernel computes back from the wa
 by a second, every process would seem to be another one.
 """
 
-from __future__ import annotations
-
 import functools
 from pathlib import Path
 

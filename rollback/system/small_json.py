@@ -3,8 +3,6 @@
 It refuses with ValueError, as for any other damage. A document takes at most a few hundred MB of memory.
 """
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """A small curve of braille dots: two columns and four rows in a character. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """The part of a terminal that is drawn anew, below what was printed; also when the terminal is resized."""
 
-from __future__ import annotations
-
 import math
 
 from rich.console import Console, RenderableType

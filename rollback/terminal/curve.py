@@ -1,7 +1,5 @@
 """A curve in bounded memory: buckets of steps, each with its lowest and highest value. Pure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ class Bucket:
     high: float = math.nan
     nonfinite: bool = False
 
-    def take(self, other: Bucket) -> None:
+    def take(self, other: "Bucket") -> None:
         if not math.isnan(other.low):
             self.low = other.low if math.isnan(self.low) else min(self.low, other.low)
             self.high = other.high if math.isnan(self.high) else max(self.high, other.high)

@@ -5,8 +5,6 @@ markup, or escape sequences that a terminal carries out. Everything from a journ
 into `rich.text.Text`, which knows no markup.
 """
 
-from __future__ import annotations
-
 import os
 from typing import TextIO
 

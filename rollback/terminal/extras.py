@@ -1,7 +1,5 @@
 """Packages that only some commands need, and that are installed on request."""
 
-from __future__ import annotations
-
 import importlib
 
 from rollback.errors import UsageError

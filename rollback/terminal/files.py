@@ -1,7 +1,5 @@
 """Files that a reading command was asked to write: whole or not at all. A device or a pipe is written as it is."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Lines for the person at the terminal. They go to stderr; data goes to stdout and is not this module's."""
 
-from __future__ import annotations
-
 import os
 import sys
 

@@ -1,7 +1,5 @@
 """Numbers, times and sizes as people write them. Pure."""
 
-from __future__ import annotations
-
 import math
 
 

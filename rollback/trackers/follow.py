@@ -1,7 +1,5 @@
 """Reading a run directory for trackers: once to its end, or on and on as it grows."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path

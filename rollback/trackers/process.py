@@ -4,8 +4,6 @@ It hears that the run is over when its standard input ends. The kernel sees to t
 so that none of it is left behind.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

@@ -5,8 +5,6 @@ way back: one attempt and one timeline in it. Within a leg steps only grow. Fact
 incident ends its leg, so it is told after the leg's steps; passed-over batches begin theirs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import NamedTuple
 

@@ -6,8 +6,6 @@ scalars. Where steps are run again, a session-start event makes readers drop wha
 the second one, which keeps its texts.
 """
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 from typing import Any

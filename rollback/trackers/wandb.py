@@ -5,8 +5,6 @@ run of their own, whose steps are the training's; the group shows the legs side 
 the end of an older leg. WANDB_MODE=offline and W&B's other variables mean what they always mean.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

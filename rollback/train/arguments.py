@@ -1,7 +1,5 @@
 """Sorts and checks the arguments of the guard."""
 
-from __future__ import annotations
-
 import operator
 import os
 from typing import Any

@@ -4,8 +4,6 @@ Rank 0 reads the directory and sends the content to all ranks. Every refusal com
 changed, and on all ranks.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Makes the parts of a guard that take, keep and drain checkpoints."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 

@@ -9,8 +9,6 @@ The exercise defines the update that the fault strikes. The fault is recorded on
 restarted rank does not inject it again. Only a corrupted batch stays corrupted, as in a real data set.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import json

@@ -5,8 +5,6 @@ Any other pass that reaches the end of the data may be the last one. So the stat
 when another batch is handed out. The state that is kept when the guard is closed is the final state.
 """
 
-from __future__ import annotations
-
 import itertools
 import sys
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """Events of a whole training, for all objects that keep something of it."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from enum import Enum
 

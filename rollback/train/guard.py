@@ -1,7 +1,5 @@
 """`rollback.Guard`, for the training script. It hands out batches, and does all other work between two batches."""
 
-from __future__ import annotations
-
 import atexit
 import os
 from collections.abc import Callable, Iterator

@@ -4,8 +4,6 @@ They have no journals. Each has the run's `run.json`, so that it is known whose 
 place, heartbeats, failure records, stacks, evidence, skip records.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollback.checkpoints import ring

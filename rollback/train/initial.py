@@ -1,7 +1,5 @@
 """The state that a new run begins with, from a checkpoint that others have written (the setting `init`)."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar

@@ -1,7 +1,5 @@
 """The run that a guard has attached to: its paths, its ranks, and its record at the start."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass, field
 

@@ -1,7 +1,5 @@
 """The methods of the guard for the script, in the loop's body and elsewhere."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -154,7 +152,7 @@ class PassIterator:
     def __init__(self, guard: Iterator[Any]) -> None:
         self._guard = guard
 
-    def __iter__(self) -> PassIterator:
+    def __iter__(self) -> "PassIterator":
         return self
 
     def __next__(self) -> Any:

@@ -4,8 +4,6 @@ A checkpoint keeps each rank's part as it lies; nothing is gathered. FSDP2 (`ful
 all hold their parameters in DTensors; which part a rank has is theirs to say.
 """
 
-from __future__ import annotations
-
 import sys
 from functools import lru_cache
 from typing import Any
@@ -46,6 +44,8 @@ def part_of(item: Any, name: str) -> Part:
             hint="redistribute it to Shard or Replicate placements before the guard is made",
         )
     part, local = _part(tuple(item.shape), item.device_mesh, item.placements), item._local_tensor
+    if not local.numel() and not part.box.size:  # torch does not say alike of which shape nothing is
+        part = Part(part.shape, Box(part.box.at, tuple(local.shape)))
     if type(local) not in (Tensor, nn.Parameter) or part.box.shape != tuple(local.shape):
         raise UsageError(
             f"this rank's part of the DTensor {name!r} is a {type(local).__name__} of {list(local.shape)}; with its "

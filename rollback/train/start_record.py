@@ -1,7 +1,5 @@
 """What a start adds to the record; and the refusal to go on without a change after an incident stopped the run."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable, Sequence
 

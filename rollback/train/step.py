@@ -1,7 +1,5 @@
 """The step in progress: what the script has got and reported since the last step's end."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -5,8 +5,6 @@ The loop stays as it is: it iterates over the loader, which hands out the guard'
 back with a rollback, and that a batch is the last of its epoch is known from the position, not by reading ahead.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 

@@ -3,8 +3,6 @@
 A loop could leave its epochs early itself. But then the batches behind that would count, and skip windows fall on them.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterable, Iterator
 from itertools import islice

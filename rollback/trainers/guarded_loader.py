@@ -5,8 +5,6 @@ update of the one before is done, and knows the last one without that. All else 
 here too: random states are synchronized, batches moved to their device, and the loader told where it is.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from accelerate.data_loader import DataLoaderShard

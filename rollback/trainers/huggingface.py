@@ -14,8 +14,6 @@ entered again. What it knows besides its place (`TrainerState`, the loss since t
     on_epoch_end                     first our callback: the last update is judged before anybody hears of the end
 """
 
-from __future__ import annotations
-
 import contextlib
 import math
 import sys

@@ -1,7 +1,5 @@
 """What a Trainer knows of its training besides model, optimizer and learning rate, and which folders it has saved."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -14,8 +14,6 @@ end and begin an earlier one.
     handlers of SIGTERM, SIGUSR1       the guard's, which stops all ranks together
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -324,7 +322,7 @@ class _GuardedFit:
         combined = self._loop._combined_loader
         return int(min(len(combined.flattened[0]), combined.limits[0]))  # `limit_train_batches`
 
-    def __iter__(self) -> _GuardedFit:
+    def __iter__(self) -> "_GuardedFit":
         return self
 
     def teardown(self) -> None:

@@ -6,8 +6,6 @@ just begun nothing has been logged yet: each value is logged anew, with the argu
 put in its place.
 """
 
-from __future__ import annotations
-
 import builtins
 from collections.abc import Iterator
 from operator import attrgetter

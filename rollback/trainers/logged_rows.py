@@ -4,8 +4,6 @@ A job that is started again writes to a new file (Lightning counts versions), or
 up to where it goes on are the first ones of the new file.
 """
 
-from __future__ import annotations
-
 import csv
 import io
 import itertools

@@ -1,7 +1,5 @@
 """`rollback.protect`: finds out whose loop it is given, and hands it to the module that knows that loop."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import re
 from typing import Any

@@ -5,8 +5,6 @@ directory before it is written. Somebody else may have written that note: it say
 saves to whether it is renamed, and of no other.
 """
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterable

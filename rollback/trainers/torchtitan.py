@@ -13,8 +13,6 @@ rollback only has to put the counters back, and the loop goes on.
     clip_grad_norm_             then the guard is told the losses of the step, and the norm
 """
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

@@ -4,8 +4,6 @@ torchtitan has forms of its own for most of it, made for its checkpoints: an opt
 parameters, a loader's as pickled bytes, layers that are gathered and split. Here all is kept as it lies.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -4,8 +4,6 @@ The rules of others are written from their documentation, with their defaults. R
 defaults; only `snapshot_every` is given, because a distance that follows the clock would make no run like another.
 """
 
-from __future__ import annotations
-
 import math
 from collections import deque
 from collections.abc import Callable, Mapping

@@ -1,7 +1,5 @@
 """Runs many runs: forked from this process, a few at a time, each result a line of one file."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

@@ -1,7 +1,5 @@
 """One run: an arm meets a trouble. The loop is the same for all arms; only who hands out the batches differs."""
 
-from __future__ import annotations
-
 import copy
 import json
 import math

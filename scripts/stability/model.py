@@ -1,7 +1,5 @@
 """A small byte-level GPT, in float32 or as float16 autocast would compute it."""
 
-from __future__ import annotations
-
 import math
 from typing import Any
 

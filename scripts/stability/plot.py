@@ -1,7 +1,5 @@
 """Every curve: a row for each trouble, a panel for each measure, a line for each seed."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
 

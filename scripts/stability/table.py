@@ -1,7 +1,5 @@
 """The table: what became of the runs of each measure under each trouble."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections.abc import Iterable, Sequence

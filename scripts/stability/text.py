@@ -5,8 +5,6 @@ Code is the standard library's own source, as in `stdlib_text`. Prose is the lan
 machines with the same version of Python.
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from functools import cache
 from pydoc_data.topics import topics

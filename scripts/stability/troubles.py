@@ -5,8 +5,6 @@
 - of the *machine*: it strikes once, whatever is done about it.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 

@@ -7,8 +7,6 @@ outside of the run directory has changed, a bystander lives, no process is left,
 memory. A case that breaks this is made smaller, act by act, and printed with what plays it again.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import hashlib
@@ -97,7 +95,7 @@ class Case:
         return json.dumps([self.job, self.memory, self.warm, acts])
 
     @classmethod
-    def from_json(cls, text: str) -> Case:
+    def from_json(cls, text: str) -> "Case":
         job, memory, warm, acts = json.loads(text)
         return cls(job, memory, warm, tuple(Act(*act) for act in acts))
 

@@ -7,8 +7,6 @@ interpreter) would keep its supervisor waiting; the supervisor ends it. Both are
 often the supervisor had to step in is told.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import os

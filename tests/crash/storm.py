@@ -4,8 +4,6 @@ A kill says what dies (a rank, all ranks, a loader worker, torchrun, the supervi
 the attempt starts, in training, while a checkpoint is being written).
 """
 
-from __future__ import annotations
-
 import itertools
 import os
 import subprocess

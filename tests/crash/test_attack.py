@@ -1,7 +1,5 @@
 """The attack in small: what seeds name, that a handful of cases holds, and that what does not hold is told."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """A disk that becomes read-only, and a wall clock that jumps, while a run trains."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

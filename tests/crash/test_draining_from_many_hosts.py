@@ -1,7 +1,5 @@
 """From the slots of two hosts into one durable ring: whole or not at all, whoever dies when."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import time

@@ -1,7 +1,5 @@
 """From the fast tier into the run directory's ring: whole or not at all, wherever the process dies."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Every launch ends, also on a machine that has too much to do."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Fetching one checkpoint from a URL beside the training, with a file system that fails at any operation."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

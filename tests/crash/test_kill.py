@@ -4,8 +4,6 @@
 `rollback launch`; by default 9 of a single rank and those of two.
 """
 
-from __future__ import annotations
-
 import os
 import random
 import signal

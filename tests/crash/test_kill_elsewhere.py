@@ -1,7 +1,5 @@
 """Machine after machine is lost: each goes on from the URL alone, and the end is that of an undisturbed run."""
 
-from __future__ import annotations
-
 import random
 import signal
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Pins: a pinned checkpoint is never evicted, however the operator's command and rank 0 get in each other's way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any

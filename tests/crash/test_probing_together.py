@@ -1,7 +1,5 @@
 """Several nodes of a job ask at the same moment whether the ring's URL can be used."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 

@@ -1,7 +1,5 @@
 """A ring at a URL whose file system fails at any operation: never a false commit, and what was committed is found."""
 
-from __future__ import annotations
-
 import shutil
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ The operations of a change to the ring are counted; then, for every N, the chang
 at its Nth operation, or the power fails. After what the next attempt does first (`sweep`) the ring must be whole.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

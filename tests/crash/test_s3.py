@@ -1,7 +1,5 @@
 """A ring in S3, as a real server speaks it: a run goes on from the URL alone, through 503s and a lost object."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """`--seal`: what somebody without the key can do who writes the run directory or the bucket: nothing that counts."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path

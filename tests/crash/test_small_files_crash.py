@@ -1,7 +1,5 @@
 """A crash or power loss while a small file is replaced or a journal appended to leaves the old content or the new."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """A process killed at any system call of a save, by strace: the old checkpoint or both, and the run goes on exactly."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Iterator

@@ -5,8 +5,6 @@ run ends exactly; where the directory itself cannot be listed at a start, that s
 it should be.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Iterator, Sequence

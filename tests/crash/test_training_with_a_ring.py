@@ -1,7 +1,5 @@
 """Training with a ring at a URL: it never stops or changes because of it, and goes on elsewhere from the URL alone."""
 
-from __future__ import annotations
-
 import shutil
 from pathlib import Path
 

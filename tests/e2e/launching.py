@@ -1,7 +1,5 @@
 """Starting `rollback launch` from a test and looking at what it leaves."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

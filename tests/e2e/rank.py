@@ -1,7 +1,5 @@
 """A rank that keeps the guard's side of the contract with the supervisor, without torch: `rank.py BEHAVIOUR`."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

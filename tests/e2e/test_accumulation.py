@@ -1,7 +1,5 @@
 """Updates of many batches, in epochs that are no whole number of them, and a window across an epoch's end."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Oracle A: a run that met bad batches and rolled back ends, bit for bit, as one that was told to skip them at once."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Samples that are bad for good: each epoch meets them again, and the run goes on without them."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

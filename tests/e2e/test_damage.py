@@ -1,7 +1,5 @@
 """Checkpoints that cannot be believed, and disks that refuse."""
 
-from __future__ import annotations
-
 import errno
 import os
 import shutil

@@ -1,7 +1,5 @@
 """Reports of data that were others than the script said, each with the script as it was reported."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A data set of another length: refused, or accepted by the operator's word, which is on record."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The demo's training script, its bad data, and the demo's judgement of the runs. The demo itself is run by hand."""
 
-from __future__ import annotations
-
 import difflib
 import io
 import json

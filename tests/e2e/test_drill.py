@@ -1,7 +1,5 @@
 """`rollback drill` on a real job: the faults really strike, and the rows say what really became of them."""
 
-from __future__ import annotations
-
 import io
 import json
 import subprocess

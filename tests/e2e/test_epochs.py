@@ -1,7 +1,5 @@
 """Nested loops: rollbacks over an epoch's start, resumes in a later epoch, loops that are broken off, ends."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from pathlib import Path
 

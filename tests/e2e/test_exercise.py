@@ -1,7 +1,5 @@
 """Gradients of step 500 multiplied by 10, 1e4 and infinity: seen, undone where it matters, nothing earlier lost."""
 
-from __future__ import annotations
-
 import math
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Supervised jobs whose fast tier fails, whose disk is full, or whose last save fails: what they say and go on from."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

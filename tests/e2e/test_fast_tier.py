@@ -1,7 +1,5 @@
 """With the fast tier on: the same oracles, what is left behind, and ranks that drift apart."""
 
-from __future__ import annotations
-
 import random
 import signal
 import time

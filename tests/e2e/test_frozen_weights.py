@@ -1,7 +1,5 @@
 """Weights that nothing trains are stored once in a run, and a run with them is bit for bit what it was."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

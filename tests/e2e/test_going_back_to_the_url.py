@@ -1,7 +1,5 @@
 """Checkpoints that are only in the ring at a URL: gone back to in mid-run, fetched first; and what where that fails."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import time

@@ -1,7 +1,5 @@
 """Two ranks that hang in three ways and meet a poisoned sample: what the supervisor calls it, and `rollback why`."""
 
-from __future__ import annotations
-
 import socket
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """A job on two hosts that hangs because of a rank on the host that does not lead."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

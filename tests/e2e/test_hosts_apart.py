@@ -1,7 +1,5 @@
 """Hosts that share no disk: they meet at the endpoint of the rendezvous, and a bucket has what outlives them."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """How a run ends: the state at the end of training is kept, the run knows that it is complete, more can be asked."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import signal
@@ -280,7 +278,7 @@ def test_a_script_that_leaves_in_mid_run_as_if_all_were_well_is_not_done(rank: L
 def test_no_way_to_leave_in_mid_run_is_told_as_finished(tmp_path: Path, how: str) -> None:
     script = tmp_path / "leaving.py"
     text = TINY.read_text().replace("    loss = (model", f"    if batch == 3:\n        {how}\n    loss = (model")
-    script.write_text(f"import sys\n{text}".replace("from __future__ import annotations\n", ""))
+    script.write_text(f"import sys\n{text}")
     with launching(tmp_path, with_torchrun=False, script=script) as job:
         code, output = job.finish("", "--restart-budget", "0")
         assert code == ExitCode.FAILED, output

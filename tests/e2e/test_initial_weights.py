@@ -1,7 +1,5 @@
 """Runs that begin with the weights of others, on several ranks: sharded and replicated, from files and from DCP."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

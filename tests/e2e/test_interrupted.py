@@ -1,7 +1,5 @@
 """Attempts that end in the middle, and what the next one makes of what they left behind."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

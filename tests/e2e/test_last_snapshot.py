@@ -1,7 +1,5 @@
 """A rank dies, and the others keep the state: the run goes on at the very step, and ends as if nothing had been."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -61,7 +59,7 @@ class Launched:
         records = read_journal(RunPaths(self.run).supervisor_journal).records
         return [record.fact for record in records if isinstance(record.fact, LastSnapshotMade)]
 
-    def require(self, undisturbed: Launched) -> None:
+    def require(self, undisturbed: "Launched") -> None:
         for rank in range(self.ranks):
             portraits = [launched.scenarios.portrait("job", rank) for launched in (self, undisturbed)]
             require_same(*portraits, f"rank {rank}")

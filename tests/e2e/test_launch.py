@@ -1,7 +1,5 @@
 """`rollback launch` with a real torchrun, and ranks that keep the guard's side of the contract without torch."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """How `rollback launch` ends: real processes, signals and run directories, with one rank in torchrun's place."""
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """`rollback launch` in a run directory that somebody else has prepared, and with a seal."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """A job that does not fit its run directory: one message, the documented exit code, and nothing changed on disk."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """`rollback launch --ring URL`: the supervisor fills the ring, and a machine that has nothing but the URL goes on."""
 
-from __future__ import annotations
-
 import json
 import signal
 from pathlib import Path

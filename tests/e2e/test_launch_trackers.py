@@ -1,7 +1,5 @@
 """`rollback launch --tensorboard` on a real job: the curve is there when the launch is over."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from launching import launching

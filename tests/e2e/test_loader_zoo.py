@@ -10,8 +10,6 @@ all trials:
 and as a table, with what happened: `PYTHONPATH=tests/support python tests/e2e/test_loader_zoo.py [part of a name]`.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 import tempfile

@@ -1,7 +1,5 @@
 """A job on several nodes: one decision about attempts, whichever node is told to stop, fails or is lost."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

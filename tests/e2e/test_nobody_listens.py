@@ -1,7 +1,5 @@
 """A rank that cannot say anything: its stderr is full, or closed."""
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run with 1, 2, 4, 2 and again 1 rank: every batch is made of the same samples throughout."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

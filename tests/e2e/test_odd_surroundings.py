@@ -1,7 +1,5 @@
 """Folders that are gone, limits that are low, large and oddly spelt arguments, a host that is renamed."""
 
-from __future__ import annotations
-
 import functools
 import json
 import os

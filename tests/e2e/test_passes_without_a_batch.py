@@ -1,7 +1,5 @@
 """Epochs of which a skip window takes all that is left: the loop over the guard is empty, or has a rehearsal."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """Pins while a run goes on: what is pinned stays, and nothing else is different for it."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from toy import Toy, facts, require_same, train

@@ -1,7 +1,5 @@
 """A rank that raises on one particular batch again and again, and one that raises anywhere: what is skipped."""
 
-from __future__ import annotations
-
 import random
 import signal
 from collections.abc import Iterator

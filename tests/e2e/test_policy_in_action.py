@@ -1,7 +1,5 @@
 """The policies through a real guard: what is restored, what is skipped, when it ends."""
 
-from __future__ import annotations
-
 import itertools
 import shutil
 import signal

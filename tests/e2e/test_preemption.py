@@ -1,7 +1,5 @@
 """Stop signals at random moments, to one process, to all of a job, and from a terminal that goes away."""
 
-from __future__ import annotations
-
 import os
 import pty
 import random

@@ -1,7 +1,5 @@
 """Ranks that are forked from a process with torch in it see what ranks see that are started from nothing."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

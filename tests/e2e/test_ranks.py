@@ -1,7 +1,5 @@
 """Two ranks and four under torchrun: one job each, with scenario after scenario in the same process group."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

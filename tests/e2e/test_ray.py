@@ -1,7 +1,5 @@
 """The guard under the real Ray Train, by the recipe in launch/ray. It is skipped where Ray is not installed."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import subprocess

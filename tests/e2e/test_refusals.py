@@ -1,7 +1,5 @@
 """What the guard refuses, with what message, and that it leaves everything as it was."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

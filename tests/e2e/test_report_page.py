@@ -1,7 +1,5 @@
 """The report in a real browser: it opens without a complaint, zooms, answers keys, and can be used without eyes."""
 
-from __future__ import annotations
-
 import importlib.util
 import shutil
 from collections.abc import Iterator

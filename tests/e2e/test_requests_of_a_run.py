@@ -1,7 +1,5 @@
 """What operators ask of a run: carried out at a step's end, at the next start, or refused with a reason."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator
 from pathlib import Path

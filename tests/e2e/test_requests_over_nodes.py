@@ -1,7 +1,5 @@
 """What operators ask of a job on two nodes: all ranks do it alike, and every node ends as it should."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 That all ranks do so together where one of them cannot read is in test_ranks.py.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

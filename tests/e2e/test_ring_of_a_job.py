@@ -1,7 +1,5 @@
 """What a real run leaves in its ring is proved, what is damaged is named, and its weights load elsewhere."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 from pathlib import Path

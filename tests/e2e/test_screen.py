@@ -3,8 +3,6 @@
 Oracle: bit for bit the run that was given the resulting skip list from the start.
 """
 
-from __future__ import annotations
-
 import signal
 import subprocess
 from collections.abc import Iterator

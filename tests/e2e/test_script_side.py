@@ -1,8 +1,6 @@
 """What a script may do with a guard besides looping over it: ask for positions and lengths, call next(), have values
 kept."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Sharded models under `rollback launch`, killed and stopped at random moments and within a rollback: the run ends bit
 for bit as one that was never disturbed. And on other numbers of ranks, with every sample where it belongs."""
 
-from __future__ import annotations
-
 import json
 import os
 import random

@@ -1,7 +1,5 @@
 """Sharded models (FSDP2, HSDP, tensor parallel): oracle A, kills, drift, other numbers of ranks, export."""
 
-from __future__ import annotations
-
 import signal
 import subprocess
 import sys

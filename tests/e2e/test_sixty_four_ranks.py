@@ -1,7 +1,5 @@
 """Sixty-four ranks under eight supervisors, all on this machine: killed, hung, sent back, told to stop; exact."""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

@@ -3,8 +3,6 @@
 No clock decides: the writer waits at a gate that the training loop itself opens, many steps later.
 """
 
-from __future__ import annotations
-
 import os
 import threading
 from collections.abc import Callable

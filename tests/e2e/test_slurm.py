@@ -3,8 +3,6 @@
 `scripts/test --soak tests/e2e/test_slurm.py` runs them: a requeued job waits a while before Slurm starts it again.
 """
 
-from __future__ import annotations
-
 import sys
 import time
 from collections.abc import Iterator

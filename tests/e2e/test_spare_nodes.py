@@ -1,7 +1,5 @@
 """Nodes that wait for the place of another one, with a bucket alone and with a shared run directory."""
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

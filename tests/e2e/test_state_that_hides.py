@@ -1,7 +1,5 @@
 """What no state_dict has, and what no loss shows: buffers with `persistent=False`, statistics that are NaN."""
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The supervisor of a guarded job with loader workers is killed: what it leaves, how soon, and where it goes on."""
 
-from __future__ import annotations
-
 import time
 from pathlib import Path
 

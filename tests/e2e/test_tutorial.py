@@ -1,7 +1,5 @@
 """The scripts of docs/tutorial.md and docs/guard.md run as they stand, and those that should train alike do."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A script that makes no guard runs under `rollback launch` as it does under torchrun, and leaves nothing behind."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import signal

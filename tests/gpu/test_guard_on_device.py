@@ -1,7 +1,5 @@
 """The guard on a CUDA device: the pulse over NCCL, snapshots from device memory, oracle A. Skipped without a GPU."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """What a guard asks of a device in a loop where all is well: no wait of the host, and no memory of the device."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import torch

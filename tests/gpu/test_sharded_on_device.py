@@ -1,7 +1,5 @@
 """FSDP2 over a device: a bad batch is left out as if it had never been there, and a killed rank costs nothing."""
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

@@ -3,8 +3,6 @@
 Ranks are forked from a process that has imported torch, as ever. Had it touched the driver, none of them could train.
 """
 
-from __future__ import annotations
-
 import signal
 from pathlib import Path
 

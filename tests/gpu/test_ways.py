@@ -1,8 +1,6 @@
 """Each way to train on a device, in one process: a healthy run is the unguarded one, and one with a bad batch is the
 run that was told from the start to leave it out. Bit for bit, with kernels that are deterministic."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

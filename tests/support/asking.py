@@ -1,7 +1,5 @@
 """Handing requests to a run from within a test."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any

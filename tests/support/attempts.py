@@ -1,7 +1,5 @@
 """The test's end of forker.py: attempts of a toy job that may be killed."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -22,7 +20,7 @@ class Forker:
     def __init__(self, program: Path = FORKER) -> None:
         self._program = program
 
-    def __enter__(self) -> Forker:
+    def __enter__(self) -> "Forker":
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         self._process = WarmPopen(
             [sys.executable, str(self._program)],

@@ -1,7 +1,5 @@
 """Small checkpoints for tests, made by the real protocol."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rollback.checkpoints import frozen, ring

@@ -4,8 +4,6 @@ As a program it imports the commands once, without torch, and forks for each: a 
 answer, a line too, has `code`, `output` and `rss` (the most that was resident, in MB).
 """
 
-from __future__ import annotations
-
 import json
 import os
 import resource
@@ -35,7 +33,7 @@ class Commands:
             env={**os.environ, "NO_COLOR": "1", "COLUMNS": "200"},
         )  # fmt: skip
 
-    def __enter__(self) -> Commands:
+    def __enter__(self) -> "Commands":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,5 @@
 """Protected jobs beside what each is to be like, bit for bit: unprotected, given its skips, or not killed."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from collections.abc import Mapping

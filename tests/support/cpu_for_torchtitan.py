@@ -11,8 +11,6 @@ What stands in for what is not there:
 A script that it is given trains in float32, too: with bfloat16 a CPU needs many times as long.
 """
 
-from __future__ import annotations
-
 import importlib
 import runpy
 import sys

@@ -1,7 +1,5 @@
 """Made loss curves for the tests of the sentinel: a descent with noise, and things that happen to it."""
 
-from __future__ import annotations
-
 import math
 import random
 from collections.abc import Iterable, Sequence

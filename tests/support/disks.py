@@ -1,7 +1,5 @@
 """Disks of a given size that a test mounts, fills and takes away (tmpfs). Only root may, and not everywhere."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """Any fact at all: strategies made from the types of the fields, so that a new kind of fact is covered at once."""
 
-from __future__ import annotations
-
 import typing
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin

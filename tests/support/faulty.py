@@ -3,8 +3,6 @@
 What is written appears when it is closed, whole, as in S3; `torn` lets half of it appear where the process dies.
 """
 
-from __future__ import annotations
-
 import errno
 import io
 import os

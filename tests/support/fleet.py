@@ -1,8 +1,6 @@
 """Hosts of one job. They share nothing but a bucket: each has a disk, a memory and a run directory of its own. Or they
 share the run directory."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

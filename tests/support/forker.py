@@ -11,8 +11,6 @@ many seconds later), `told_in` (`[evaluation | save, n, number]`: send itself a 
 Answer: `status`, the exit code or minus the signal.
 """
 
-from __future__ import annotations
-
 import itertools
 import json
 import os

@@ -1,7 +1,5 @@
 """With how many threads ranks hash what they read."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -4,8 +4,6 @@ What makes a host one is that it can be lost: `Host.lose` ends every process on 
 goes its /dev/shm, which is a tmpfs of its own. Needs root.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import signal

@@ -17,8 +17,6 @@ noticed), `slow` (seconds that each batch takes at least). Each rank writes `<na
 or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

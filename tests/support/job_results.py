@@ -1,7 +1,5 @@
 """Writing scenarios for job.py and reading what its ranks left."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
@@ -34,7 +32,7 @@ class Scenarios:
         self.path = folder / "scenarios.json"
         self._listed: list[dict[str, Any]] = []
 
-    def add(self, name: str, toy: Toy | TrainerJob, **more: Any) -> None:
+    def add(self, name: str, toy: "Toy | TrainerJob", **more: Any) -> None:
         """Run `toy` under a guard in the run directory `<name>`, unless `more` says otherwise."""
         self._listed.append({"name": name, "toy": toy.to_json(), "run": str(self.run(name)), **more})
         self.path.write_text(json.dumps(self._listed))

@@ -3,8 +3,6 @@
 To be started under libfaketime, with the file FAKETIME_TIMESTAMP_FILE in FOLDER.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import sys

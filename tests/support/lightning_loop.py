@@ -1,7 +1,5 @@
 """The loop `lightning` of trainer_job.py: a GPT-2 in a LightningModule, with all that Lightning logs and saves."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Module(lightning.LightningModule):
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: "Job") -> None:
         super().__init__()
         self.watched = [job]  # in a list: no part of its state
         self.model = job.model()
@@ -81,7 +79,7 @@ class Stopping(Callback):
         self.ends = state["ends"]
 
 
-def train(job: Job) -> dict[str, str]:
+def train(job: "Job") -> dict[str, str]:
     from trainer_job import Text
 
     given, more = job.job, job.job.more

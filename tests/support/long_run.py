@@ -1,7 +1,5 @@
 """The record of a run of any length with any number of incidents, made faster than the writers would."""
 
-from __future__ import annotations
-
 import json
 import math
 from datetime import datetime, timedelta, timezone

@@ -7,8 +7,6 @@ contents. Or they write contents first: then every name that was given in a dire
 latest first.
 """
 
-from __future__ import annotations
-
 import fcntl
 import os
 import shutil

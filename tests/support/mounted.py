@@ -3,8 +3,6 @@
 To be started in a mount namespace of its own (`unshare --mount`), since it mounts a disk (tmpfs) at DISK.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

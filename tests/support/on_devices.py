@@ -1,8 +1,6 @@
 """Toy jobs on a CUDA device, and the same ones on the CPU: there they are soak tests, which show where there is no GPU
 that the tests themselves are right."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from dataclasses import dataclass
@@ -75,7 +73,7 @@ class Supervised:
         assert done.returncode == code, done.stdout[-8000:]
         return done.stdout
 
-    def require(self, other: Supervised) -> None:
+    def require(self, other: "Supervised") -> None:
         for rank in range(self.group.ranks):
             one, two = (job.scenarios.portrait("job", rank) for job in (self, other))
             require_same(one, two, f"rank {rank}")

@@ -1,7 +1,5 @@
 """A run directory as a run would leave it, written by the real writers with a clock that the test winds."""
 
-from __future__ import annotations
-
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any

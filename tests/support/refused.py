@@ -1,7 +1,5 @@
 """What scripts are refused that a job under tests/e2e/jobs makes, one for each case, and what they are told."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """A real S3 protocol server on the loopback (moto), which answers some requests with 503 SlowDown."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import urllib.request

@@ -3,8 +3,6 @@
 Exits with 5 where the disk refuses.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 from pathlib import Path

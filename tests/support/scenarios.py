@@ -1,7 +1,5 @@
 """Scenarios one after another, as a training script: what job.py and trainer_job.py have in common."""
 
-from __future__ import annotations
-
 import json
 import os
 import sys

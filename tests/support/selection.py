@@ -1,7 +1,5 @@
 """Which cases of a test run by default; the others are soak tests. See also the marker `covering`."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

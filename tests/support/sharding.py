@@ -1,7 +1,5 @@
 """Models that are sharded over one rank: DTensors, with all that FSDP2 does to them, in the test's own process."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -3,8 +3,6 @@
 Needs root and Debian's slurm-wlm and munge. Nothing outside its folder is written, and no other cluster is touched.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import socket
@@ -71,7 +69,7 @@ class Slurm:
         self.environment = {**os.environ, "PATH": _path(), "SLURM_CONF": str(folder / "slurm.conf")}
         self._daemons: list[subprocess.Popen[bytes]] = []
 
-    def __enter__(self) -> Slurm:
+    def __enter__(self) -> "Slurm":
         host = socket.gethostname().partition(".")[0]
         for name in ("state", "spool"):
             (self.folder / name).mkdir(parents=True)

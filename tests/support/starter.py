@@ -3,8 +3,6 @@
 Request: `arguments` (what would stand behind `python`), `cwd`, `environment`, `output` (of stdout and stderr).
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

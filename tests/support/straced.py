@@ -4,8 +4,6 @@ The victim says which thread it is and waits (`wait_for_strace`); strace is atta
 go. strace counts calls from there on, for each kind of call on its own, so a place in time is `(call, n)`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import os

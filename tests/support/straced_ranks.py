@@ -7,8 +7,6 @@ killed, as torchrun would. Answer: `statuses`, by rank. Portraits go to RUN-port
 all attempts to RUN-log-<rank>.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

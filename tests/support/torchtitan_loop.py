@@ -1,7 +1,5 @@
 """The loop `torchtitan` of trainer_job.py: its debug model, smaller, over made documents, read several times."""
 
-from __future__ import annotations
-
 import gc
 import json
 import os
@@ -37,7 +35,7 @@ ADAM = {"lr": 3e-3, "betas": (0.9, 0.95), "weight_decay": 0.1}
 torchtitan.trainer.time = SimpleNamespace(perf_counter=torchtitan.trainer.time.perf_counter, sleep=lambda seconds: None)
 
 
-def configuration(job: Job) -> Trainer.Config:
+def configuration(job: "Job") -> Trainer.Config:
     given, more = job.job, job.job.more
     tokens(job.output)
     documents = written(12 * job.ranks, given.samples)
@@ -153,7 +151,7 @@ class Rows:
 KEPT = ("loss_metrics", "grad_norm", "n_tokens_seen", "lr", "validation_metrics/loss")
 
 
-def train(job: Job) -> dict[str, str]:
+def train(job: "Job") -> dict[str, str]:
     alone()
     torch.autograd.set_multithreading_enabled(False)
     trainer: Any = configuration(job).build()
@@ -176,7 +174,7 @@ def train(job: Job) -> dict[str, str]:
     )  # fmt: skip
 
 
-def watch(job: Job, trainer: Any) -> None:
+def watch(job: "Job", trainer: Any) -> None:
     """Note what is trained on, and spoil the loss where the job says so."""
     forward_backward_step, loss_fn = trainer.forward_backward_step, trainer.loss_fn
 

@@ -4,8 +4,6 @@
 What is wrong with the data is said by position in the stream (`nan`, `garbage`), since a test must know when it comes.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json
@@ -109,17 +107,17 @@ class Toy:
     depend on the disk's speed, and with them what a rollback restores and skips."""
     settings: dict[str, Any] = field(default_factory=dict)
 
-    def but(self, **changes: Any) -> Toy:
+    def but(self, **changes: Any) -> "Toy":
         return replace(self, **changes)
 
-    def with_settings(self, **settings: Any) -> Toy:
+    def with_settings(self, **settings: Any) -> "Toy":
         return replace(self, settings={**self.settings, **settings})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> Toy:
+    def from_json(cls, text: str) -> "Toy":
         fields: dict[str, Any] = json.loads(text)
         lists = {key: tuple(value) for key, value in fields.items() if isinstance(value, list)}
         return cls(**{**fields, **lists})
@@ -157,7 +155,7 @@ class Endless:
         chosen = torch.randint(len(self.data), (4,))
         return self.data.x[chosen], self.data.y[chosen], chosen
 
-    def __iter__(self) -> Endless:
+    def __iter__(self) -> "Endless":
         return self
 
 

@@ -8,8 +8,6 @@ kills itself before the n-th fact of that kind is journalled) and `log` (of anot
 `<name>-<rank>.json` beside it: its `portrait`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -68,17 +66,17 @@ class TrainerJob:
     more: dict[str, Any] = field(default_factory=dict)
     """Further arguments: TrainingArguments', DataLoaderConfiguration's."""
 
-    def but(self, **changes: Any) -> TrainerJob:
+    def but(self, **changes: Any) -> "TrainerJob":
         return replace(self, **changes)
 
-    def with_settings(self, **settings: Any) -> TrainerJob:
+    def with_settings(self, **settings: Any) -> "TrainerJob":
         return replace(self, settings={**self.settings, **settings})
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def from_json(cls, text: str) -> TrainerJob:
+    def from_json(cls, text: str) -> "TrainerJob":
         fields: Any = {
             key: tuple(value) if isinstance(value, list) else value for key, value in json.loads(text).items()
         }

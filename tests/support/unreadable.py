@@ -1,7 +1,5 @@
 """A checkpoint that passes verification, and whose tensors the disk then refuses to read."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import os

@@ -10,8 +10,6 @@ directory) are not passed on, and `psutil.Process.environ`, which reads what a p
 from a register that every fork enters itself into.
 """
 
-from __future__ import annotations
-
 import atexit
 import importlib
 import io

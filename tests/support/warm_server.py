@@ -10,8 +10,6 @@ names further modules (`ENV_MODULES`) there is a server that has imported these 
 The attendant waits for the command and writes down how it ended, since a test cannot wait for what is not its child.
 """
 
-from __future__ import annotations
-
 import functools
 import gc
 import json

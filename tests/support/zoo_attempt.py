@@ -5,8 +5,6 @@ Request: `kind`, `log` (a file that each batch trained on is appended to); optio
 `nan_once`: the first time that it comes), `kill` and `stop` (send itself SIGKILL or SIGTERM at that batch), `output`.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The rules of the house: imports point one way, only the ranks' rooms know torch, no module is a maze."""
 
-from __future__ import annotations
-
 import ast
 import re
 import subprocess

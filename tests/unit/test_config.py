@@ -1,7 +1,5 @@
 """Settings: defaults, who wins, and what is refused with which words."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

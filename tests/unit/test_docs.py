@@ -1,7 +1,5 @@
 """What the documents name exists: commands, flags, files, tests, links; and the adoption diff is the real one."""
 
-from __future__ import annotations
-
 import difflib
 import re
 from pathlib import Path

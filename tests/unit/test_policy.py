@@ -1,7 +1,5 @@
 """The policy: what is restored lies before the onset and is good, what is skipped covers it, and repeats escalate."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The recipes in launch/ name flags that exist, agree with our exit codes, and fit the published schemas."""
 
-from __future__ import annotations
-
 import importlib.util
 import re
 import shlex

@@ -1,7 +1,5 @@
 """Which samples incidents have in common, and who stands in for those that are left out."""
 
-from __future__ import annotations
-
 import random
 from typing import Any
 

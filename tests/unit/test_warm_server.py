@@ -1,7 +1,5 @@
 """A command that is forked warm is to a test what one would be that was started from nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -5,8 +5,6 @@ part is what torch.save makes of it: a zip archive, somewhere in a data file, wh
 they lie, uncompressed. So any rows of a part can be read alone.
 """
 
-from __future__ import annotations
-
 import io
 import os
 import struct

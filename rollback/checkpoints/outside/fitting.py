@@ -3,8 +3,6 @@
 Two kinds: safetensors in Hugging Face's layout, and torch.distributed.checkpoint (DCP). Nothing here knows torch.
 """
 
-from __future__ import annotations
-
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence

@@ -4,8 +4,6 @@
 one file reads it; else the index is read. So these two are the *entries*: without one there is nothing to load.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ be made and from what, so whoever wrote the file decides nothing about this proc
 checkpoints of torch.distributed.checkpoint, whose table of contents is a pickle.
 """
 
-from __future__ import annotations
-
 import pickletools
 from collections.abc import Callable
 from dataclasses import dataclass, field

@@ -4,8 +4,6 @@
 a run (a page, a table for a spreadsheet) are made from the report, not from the journals.
 """
 
-from __future__ import annotations
-
 from rollback.inspect.audit.compile import compile_ledger
 from rollback.inspect.audit.reading import Material, read_material
 from rollback.inspect.audit.report import AuditReport

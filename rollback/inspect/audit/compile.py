@@ -1,7 +1,5 @@
 """Compiles the report of a run from what its directory holds. Pure."""
 
-from __future__ import annotations
-
 from bisect import bisect_left, bisect_right
 from collections import Counter, defaultdict
 from collections.abc import Sequence

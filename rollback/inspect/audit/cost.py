@@ -12,8 +12,6 @@ that commit. A checkpoint without this line (because of a crash) counts from the
 was set back, an interval that ends before it begins costs nothing.
 """
 
-from __future__ import annotations
-
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Mapping, Sequence

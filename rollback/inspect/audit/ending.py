@@ -1,7 +1,5 @@
 """How a run ended, from its facts. Pure. Every pass over the data ends with a fact that the loop has ended."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rollback.facts import training as facts

@@ -1,7 +1,5 @@
 """Combines the evidence of all ranks about an incident: where it began, and how large the gradients were."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import get_args
 

@@ -4,8 +4,6 @@ A recorded loss is the loss that the script observed, or the mean of several in 
 whether the script had divided them by the number of accumulated batches, so the text names both values.
 """
 
-from __future__ import annotations
-
 import contextlib
 import itertools
 import math

@@ -1,7 +1,5 @@
 """The data set samples that are suspected or left out, since when and why (`rollback audit --samples`)."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 from rollback.facts.history import History, fold

@@ -1,7 +1,5 @@
 """Reads everything that the audit needs from a run directory. Changes nothing there."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path

@@ -4,8 +4,6 @@ Fields may be added within a version; a field that changes its meaning or goes a
 Times are UTC, ISO 8601. `null` always means "not known from the record", never zero.
 """
 
-from __future__ import annotations
-
 import json
 from typing import Any, Literal, TypeVar
 

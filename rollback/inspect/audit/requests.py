@@ -1,7 +1,5 @@
 """The requests of operators, and their results."""
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable
 
 from rollback.facts.training import Answered, JournalEntry, Requested

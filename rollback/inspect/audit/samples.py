@@ -5,8 +5,6 @@ the ranks, so memory does not grow with the number of samples. Only batch number
 about the same batch counts.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -104,7 +102,7 @@ def read_samples(root: Path) -> SampleTable:
     return SampleTable(rows(), notices)
 
 
-def _rows(line: SkippedBatch, rank: int, passings: _Passings, reasons: _Reasons) -> Iterator[Row]:
+def _rows(line: SkippedBatch, rank: int, passings: "_Passings", reasons: "_Reasons") -> Iterator[Row]:
     when, why = passings.of(line), reasons.of(line.batch)
     places: Iterable[tuple[int | None, int | None]] = (
         [(None, None)] if line.indices is None else ((sample, place) for place, sample in enumerate(line.indices))

@@ -5,8 +5,6 @@ Text in a journal may come from anywhere. In CSV a text that a spreadsheet would
 numbers. JSON is ASCII only. Parquet has the text unchanged.
 """
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The report as text for people."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 

@@ -9,8 +9,6 @@ that was recorded twice must have the same samples, and every batch that the jou
 of every rank.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reads a ring at a URL like a run directory: copies what is needed into a temporary directory."""
 
-from __future__ import annotations
-
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager

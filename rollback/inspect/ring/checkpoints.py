@@ -1,7 +1,5 @@
 """The checkpoints of a run: where they are, and their status in the record (`rollback ring list`)."""
 
-from __future__ import annotations
-
 import os
 import time
 from collections import Counter

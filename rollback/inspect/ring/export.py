@@ -1,7 +1,5 @@
 """Exports the model weights of a checkpoint, in Hugging Face's layout (`rollback ring export`)."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress

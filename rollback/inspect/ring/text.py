@@ -1,7 +1,5 @@
 """The ring for a terminal: what `rollback ring list` and `verify` print."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rich.console import Console

@@ -4,8 +4,6 @@ The order is that of a restore: the manifest; then size, hash and header of each
 content fits the run's job. After the first check that fails, later checks are left out.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack

@@ -1,7 +1,5 @@
 """The part of a run's record that the status needs, updated fact by fact. Pure."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

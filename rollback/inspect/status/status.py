@@ -4,8 +4,6 @@
 length of the run.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

@@ -1,7 +1,5 @@
 """The status as text for people."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 
 from rich.console import Console

@@ -1,7 +1,5 @@
 """The stacks of a hanging attempt: processes at the same place are one group. The suspect comes first."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """Shows why an attempt ended: first the cause, then what followed and what the supervisor did."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator
 

@@ -4,8 +4,6 @@ The supervisor classified the end when it had all the evidence. This module read
 records of the ranks: exceptions with their tracebacks, stacks, and positions.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path

@@ -1,8 +1,6 @@
 """From a URL into a run directory: the parts of the record and the checkpoints that a start needs, verified on the
 way."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path

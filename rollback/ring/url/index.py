@@ -1,7 +1,5 @@
 """index-N.json: the checkpoints of a ring at a URL, and the pieces of the run's record."""
 
-from __future__ import annotations
-
 import json
 import re
 import uuid

@@ -1,7 +1,5 @@
 """The run's record at a URL: new parts are uploaded in pieces, and the whole record is downloaded."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """The writing end of a ring at a URL. One process holds it at a time; docs/format.md has the order of writes."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from pathlib import Path
 

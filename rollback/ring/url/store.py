@@ -4,8 +4,6 @@ fsspec promises no more about errors than that they are exceptions, so they are 
 handles credentials and endpoints: environment variables, its configuration files, the cloud's own.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import os

@@ -14,8 +14,6 @@ The budget of restarts handles all other cases:
   the code is at fault.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 
 from rollback.facts.training import AttemptEnded, Blamed, JournalEntry

@@ -1,7 +1,5 @@
 """The evidence about an attempt, from the run directory, rank 0 and torchrun's process. Writes nothing."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TypeVar

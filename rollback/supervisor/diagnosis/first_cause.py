@@ -23,8 +23,6 @@ consequence. `launcher`: torchrun failed, and no rank did. `told_to_stop`: the a
 `exception` may blame a batch.
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Sequence
 from dataclasses import dataclass

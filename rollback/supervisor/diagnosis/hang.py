@@ -25,8 +25,6 @@ do; it is behind all others, by step, batch and number of collectives begun. An 
 gone does not count.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Collection, Mapping

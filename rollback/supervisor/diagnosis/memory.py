@@ -5,8 +5,6 @@ process: `oom_kill` in memory.events (cgroup v2, ancestors included) or memory.o
 also counts where the whole host was short of memory.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from pathlib import Path
 

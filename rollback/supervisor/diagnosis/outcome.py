@@ -26,8 +26,6 @@ row but one: if torchrun died, the supervisor ends the ranks with SIGTERM, and t
 stop, so it goes on.
 """
 
-from __future__ import annotations
-
 import signal
 from dataclasses import dataclass
 from typing import Literal

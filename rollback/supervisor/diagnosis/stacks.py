@@ -6,8 +6,6 @@ process, and which stacks are missing and why. A stopped process does not handle
 handler would die of it, so these get no signal.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest

@@ -1,7 +1,5 @@
 """The follower: starts and ends its own torchrun by the leader's orders."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import time

@@ -5,8 +5,6 @@ A follower hands them to its leader when an attempt has ended there, and the lea
 What is large stays where it is: the output of the ranks, the tensors of incidents, checkpoints.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The leader: knows which nodes have come, gives them orders, and collects what an attempt left on all nodes."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace

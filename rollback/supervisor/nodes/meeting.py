@@ -12,8 +12,6 @@ follows from it (`protocol`, `lead`, `follow`) is the same in both.
 ask. One that got the lock shows its orders in both ways, and sees in which way others come.
 """
 
-from __future__ import annotations
-
 import contextlib
 import time
 from collections.abc import Callable

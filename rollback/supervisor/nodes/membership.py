@@ -1,7 +1,5 @@
 """Whether a job has many nodes, which node this is, and the lock that makes it unique."""
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import json

@@ -25,8 +25,6 @@ counts:
 | any          | else                               | waits                                          |
 """
 
-from __future__ import annotations
-
 import signal
 from collections.abc import Iterable, Mapping
 from typing import Literal
@@ -54,7 +52,7 @@ class RunResult(BaseModel, frozen=True):
     """The checkpoints in the durable ring. Hosts without the journals give their memory back by this."""
 
     @classmethod
-    def of_error(cls, error: RollbackError) -> RunResult:
+    def of_error(cls, error: RollbackError) -> "RunResult":
         return cls(exit_code=error.exit_code, reason=error.message, hint=error.hint, refused=True)
 
     def as_error(self) -> RollbackError:

@@ -12,8 +12,6 @@ ranks have in memory is of use to the ranks of that seat only. Whoever is left o
 | any of these | no | as without spares: the nodes that are there go on if they are enough, or wait |
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 

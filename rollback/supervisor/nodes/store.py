@@ -5,8 +5,6 @@ only if its name is one that the other side may use, and if it is no larger than
 who reads it checks its content.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fnmatch
 import json

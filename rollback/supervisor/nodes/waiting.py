@@ -1,7 +1,5 @@
 """What a spare node does while it waits: it has what its ranks will need at hand."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Callable
 

@@ -1,7 +1,5 @@
 """The command line of torchrun, and the environment of the ranks. Pure."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Mapping, Sequence

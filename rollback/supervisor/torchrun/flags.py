@@ -5,8 +5,6 @@ is not in the table, `rollback.cli.command_line` asks the parser of the installe
 installed torchrun does not have, torchrun refuses.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 

@@ -1,7 +1,5 @@
 """Attempts on this host. When an attempt ends, every process of it is gone before anything else happens."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -8,8 +8,6 @@ only. It counts what a full disk loses, and leaves the terminal to the audience.
 Where the user's flags decide about the output (`--tee`, `--redirects`, `--log-dir` and others), torchrun handles it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import fcntl
 import os

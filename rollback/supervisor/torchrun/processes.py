@@ -5,8 +5,6 @@ gone. Ranks have sessions of their own, and loader workers may outlive them, so 
 own list has all processes. A subreaper has: an orphan below this process becomes its child.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -4,8 +4,6 @@ A digest of 16 bits, with the run's salt and a slow hash, shows whether a secret
 many values have the same 16 bits, so the digest does not reveal the secret.
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -5,8 +5,6 @@ time at low priority. It holds no port, no device and no lock, and does not touc
 supervisor, when the other end of its socket is closed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -3,8 +3,6 @@
 Only environment variables that are known to matter are recorded. Secrets are recorded nowhere (`redaction`).
 """
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re

@@ -14,8 +14,6 @@ send, a letter of `LETTER` numbers from each rank follows in the vector. A rank'
 so letters arrive exactly: whole numbers below 2**53. They stay one tensor: no Python object is made for a rank.
 """
 
-from __future__ import annotations
-
 import math
 import time
 from array import array

@@ -4,8 +4,6 @@ One process without torch.distributed is a job of one rank. All ranks must call 
 same point; its result is the same on all ranks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import time

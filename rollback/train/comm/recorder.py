@@ -1,7 +1,5 @@
 """The recorder of rank 0: journal, metrics and notices. A full disk never stops the training."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import sys

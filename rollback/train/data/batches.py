@@ -3,8 +3,6 @@
 Each batch is compared with the draw log: a batch that was drawn before must be the same again.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -14,8 +14,6 @@ compared only where `past` is the same.
 Entry i of the file is for the last batch whose number is i modulo the number of entries. See docs/format.md.
 """
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

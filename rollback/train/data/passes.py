@@ -13,8 +13,6 @@ one batch, and the code after its loop works. The one exception is a complete ru
 again and ends at once, so that the script does its work after the pass, and the next pass begins.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Iterator
 from enum import Enum
 from typing import Any

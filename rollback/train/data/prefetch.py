@@ -17,8 +17,6 @@ leaves out a batch, or that draws all batches of an update first:
 | hand out, step (in its closure: forward, backward) | a step that is given a closure       | no     |
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 import torch

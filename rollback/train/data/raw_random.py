@@ -5,8 +5,6 @@ of the Mersenne twister and the number of the next one, and are read from there.
 is believed: see `_PythonWords`.
 """
 
-from __future__ import annotations
-
 import ctypes
 import random
 import sys

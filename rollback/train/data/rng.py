@@ -5,8 +5,6 @@ for each CUDA device. `capture` returns their states as a tree of JSON values an
 optional: a process that has not imported it has no NumPy state.
 """
 
-from __future__ import annotations
-
 import hashlib
 import importlib
 import random
@@ -77,12 +75,12 @@ class RandomStream:
         """Whether the process has drawn or seeded anything outside since the last block of the stream."""
         return self._left is not None and drawn_since(self._left)
 
-    def copy(self) -> RandomStream:
+    def copy(self) -> "RandomStream":
         """Another stream with the same state."""
         return RandomStream(self._states)
 
     @classmethod
-    def take_over(cls) -> RandomStream:
+    def take_over(cls) -> "RandomStream":
         """A stream with the process's states. The process itself goes on with seeds drawn from a copy of them.
 
         Draws in the stream get the same numbers as without a guard, as long as nothing else draws. They never get the
@@ -93,7 +91,7 @@ class RandomStream:
         return stream
 
     @classmethod
-    def split_off(cls) -> RandomStream:
+    def split_off(cls) -> "RandomStream":
         """A stream with seeds drawn from a copy of the process's states. The process's states do not change."""
         with preserved():
             _reseed()
@@ -111,7 +109,7 @@ class RandomStream:
         self._left = self._outside
 
     @classmethod
-    def of_process(cls) -> RandomStream:
+    def of_process(cls) -> "RandomStream":
         """A copy of the process's states, for work that is done ahead: see `hand_over`."""
         return cls(cpu_states())
 
@@ -124,7 +122,7 @@ class RandomStream:
         return {**_to_tree(self._states), "cuda": []}
 
     @classmethod
-    def from_state_dict(cls, state: dict[str, Any]) -> RandomStream:
+    def from_state_dict(cls, state: dict[str, Any]) -> "RandomStream":
         return cls(_from_tree(state))
 
 
@@ -221,7 +219,7 @@ def _to_tree(states: CpuStates) -> dict[str, Any]:
     return tree
 
 
-def _int64(words: array[int]) -> torch.Tensor:
+def _int64(words: "array[int]") -> torch.Tensor:
     """The words as a tensor, without a loop over them: a snapshot waits for this."""
     return torch.frombuffer(words, dtype=torch.int64)
 

@@ -1,7 +1,5 @@
 """Skips the batches of the skip list, with a record of each; and knows the samples that are left out."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from functools import partial
 

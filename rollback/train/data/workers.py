@@ -4,8 +4,6 @@ A scheduler may signal all processes of a job step, torchrun a rank's whole proc
 processes. The rank then saves and stops. A worker that died of the signal would make the rank raise before the save.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 from collections.abc import Callable, Iterator

@@ -1,7 +1,5 @@
 """The incidents of a run: the number of the next one, the last plan, and the incident that is still open."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 from rollback import policy

@@ -1,7 +1,5 @@
 """What is judged at a step's end, and what may be decided then."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 from rollback.facts.ending import GivingUp

@@ -6,8 +6,6 @@ the batches: on the device and unread, until somebody asks. Batches are bounded 
 that the sentinel suspects stays, and older ones go first.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import math

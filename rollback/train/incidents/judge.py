@@ -5,8 +5,6 @@
 All of it depends only on the reduced beat and on state that is the same on all ranks. So all ranks decide alike.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import statistics

@@ -6,8 +6,6 @@ still open before its first batch. A request is over when the journal has its an
 interrupted is taken up again, and what an attempt has done of it is not done twice.
 """
 
-from __future__ import annotations
-
 from typing import Any
 
 from rollback.facts.training import Answered, Requested, SampleQuarantine, SkipAdded, Window

@@ -1,7 +1,5 @@
 """Going back to a checkpoint within the process. The ranks carry out a plan in no other way without exiting."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable
 

@@ -6,8 +6,6 @@ all given to the sum: whoever has got the sums can rely on it. It stands for the
 changes in between what only that rank knows. That is looked at in every step, by every rank.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterable
 

@@ -6,8 +6,6 @@ the same on all ranks (other objects, parameter groups, counters) stays in its m
 `SmallStateReader` reads at every step, so it takes microseconds.
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import marshal
@@ -98,7 +96,7 @@ class SmallStateReader:
         stored = (*parts, rest.stored, position.stored, *self._views, *scattered, self._opening.stored)
         return LocalState(text, b"".join(stored))
 
-    def _encode_rest(self, told: dict[str, Any]) -> _Unchanged:
+    def _encode_rest(self, told: dict[str, Any]) -> "_Unchanged":
         """What mostly is as it was before. The key tells the exact types and bits of values; it is never read."""
         try:
             key = marshal.dumps(told)
@@ -108,7 +106,7 @@ class SmallStateReader:
             self._rest = _Unchanged.of(key, told)
         return self._rest
 
-    def _find_position(self, *, keep: bool) -> _Unchanged:
+    def _find_position(self, *, keep: bool) -> "_Unchanged":
         """The cursor's position. keep: the step's end will find it again."""
         cursor, found = self._state.cursor, self._position
         place = cursor.epoch, cursor.offset, cursor.batch, cursor.opened
@@ -181,7 +179,7 @@ class _Unchanged:
     stored: bytes
 
     @classmethod
-    def of(cls, source: Any, told: dict[str, Any]) -> _Unchanged:
+    def of(cls, source: Any, told: dict[str, Any]) -> "_Unchanged":
         trees, tensors = _small(told, _LOCAL)
         text = f"[{_encode(trees)},{_encode(_table(tensors)) if tensors else '[]'}]"
         return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
@@ -212,7 +210,7 @@ class SmallState:
     random: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, body: bytes) -> SmallState:
+    def of(cls, body: bytes) -> "SmallState":
         """Raises ValueError, KeyError, TypeError for what is no mark's content."""
         start = 8 + int.from_bytes(body[:8], "little")
         (told, rest), (position, of_cursor), buffers, (opening, of_opening), of_next = json.loads(body[8:start])

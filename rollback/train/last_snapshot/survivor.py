@@ -7,8 +7,6 @@ for a bell. It needs neither the group nor the main thread, which may be in a co
 last snapshot", has the proof that what it keeps is the state at the end of one step on all ranks. `write` writes it.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import select

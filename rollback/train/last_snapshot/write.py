@@ -3,8 +3,6 @@
 It becomes a checkpoint by the ordinary commit, and only if nothing has changed until then.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime, timezone

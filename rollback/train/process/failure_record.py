@@ -1,7 +1,5 @@
 """Writes the failure record of a rank when an exception ends it (`rollback.rundir.failures`)."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

@@ -6,8 +6,6 @@ place has a thread, so that a busy rank differs from a rank that waits for ever 
 so that a slow disk delays the file only.
 """
 
-from __future__ import annotations
-
 import atexit
 import contextlib
 import faulthandler
@@ -39,7 +37,7 @@ class HeartbeatWriter:
     Where one process trains several times, the writer of the next guard replaces that of the last guard.
     """
 
-    _present: HeartbeatWriter | None = None
+    _present: "HeartbeatWriter | None" = None
 
     def __init__(self, paths: RunPaths, ranks: Ranks, attempt: int, cursor: Cursor | None = None) -> None:
         self._path = paths.heartbeat(ranks.rank)

@@ -6,8 +6,6 @@ return, a sleeping C call or a held interpreter lock do not. Comparing frames al
 long call twice, and call it motionless. For other threads only the position in the code can be compared.
 """
 
-from __future__ import annotations
-
 import ctypes
 import sys
 import threading

@@ -13,8 +13,6 @@ leave out the whole epoch instead was rejected: the run that skips it while it i
 loop, so the run that has the same skips from the start must do it too.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Stop signals of a rank, and the loss of its supervisor."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

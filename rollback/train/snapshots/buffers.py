@@ -5,8 +5,6 @@ Both kinds prepare the memory ahead of time, in a thread, and say when it is rea
 ranks make the same calls, so they choose the same slot.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import Future, ThreadPoolExecutor

@@ -9,8 +9,6 @@ For `drift` a rank digests all parameters. Those that it stores are digested in 
 digested in place, before the optimizer begins. Parameters that nothing trains are not copied: see `frozen`.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field

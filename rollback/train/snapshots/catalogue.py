@@ -4,8 +4,6 @@ It never looks at the disk. Its input is the same on all ranks: landings, verdic
 others. So all ranks have the same catalogue.
 """
 
-from __future__ import annotations
-
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum

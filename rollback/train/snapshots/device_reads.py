@@ -4,8 +4,6 @@ A shard that lies in memory which the driver has registered is copied at the spe
 registered rooms of each thread that reads: one is filled from the file while the device copies from the other.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass

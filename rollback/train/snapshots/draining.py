@@ -1,7 +1,5 @@
 """The durable ring of a run without a supervisor: rank 0 fetches from it and fills it."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -5,8 +5,6 @@ every rank the same sum of gradients and the same update. So a difference in any
 script that changed the parameters of one rank alone.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 
 import torch

@@ -7,8 +7,6 @@ digested with every snapshot, in the thread that writes it. The thread may do th
 were at the beginning were also so when the snapshot was taken.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor

@@ -5,8 +5,6 @@ lacks it gets a copy from the URL first. On the hosts beside rank 0's, the ring 
 place of the last such copy.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from rollback.checkpoints import ring

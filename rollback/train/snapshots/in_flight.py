@@ -1,7 +1,5 @@
 """The snapshot in flight: its stages, the table that moves it, and the letters that ranks send each other about it."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -82,7 +80,7 @@ class SnapshotInFlight:
     """Under way, where it overlaps with training, until the fence."""
     copied: Future[None] | None = None
     """The work of its thread."""
-    letter: Letter | None = None
+    letter: "Letter | None" = None
     fault: str | None = None
     """This rank's own, for its log; whether the snapshot failed is decided by pulse."""
     torn: bool = False

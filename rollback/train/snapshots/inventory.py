@@ -1,7 +1,5 @@
 """The checkpoints in the slots when an attempt starts. Only those that every host has can be used."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass

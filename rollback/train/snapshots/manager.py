@@ -4,8 +4,6 @@
 no slot lie in the run directory's ring, which rank 0 looks after. Methods are collective.
 """
 
-from __future__ import annotations
-
 import os
 from collections.abc import Callable, Sequence
 from functools import partial

@@ -3,8 +3,6 @@
 Pure: every rank gets the same numbers from the pulse and computes the same answer.
 """
 
-from __future__ import annotations
-
 from math import ceil
 
 from rollback.config import FIRST_PACE

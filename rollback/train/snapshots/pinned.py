@@ -1,7 +1,5 @@
 """Memory that a CUDA device copies into by itself: a region that its driver has registered."""
 
-from __future__ import annotations
-
 import torch
 
 from rollback.checkpoints.region import Region

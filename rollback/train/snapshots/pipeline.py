@@ -3,8 +3,6 @@
 `in_flight` has the table of stages. No rank decides by what it alone knows: `advance` takes reduced beats only.
 """
 
-from __future__ import annotations
-
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor

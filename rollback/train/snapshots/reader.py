@@ -8,8 +8,6 @@ Reading into an existing tensor costs half as much as reading into a new one and
 no such tensor (the optimizer of a new process has no state), a new one is made and given to `load_state_dict`.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Reading tensors from shards: into the live tensors where they fit, by as many threads as the host has cores."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager

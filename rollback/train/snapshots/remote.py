@@ -4,8 +4,6 @@ Rank 0 downloads in a thread. Meanwhile all ranks meet several times a second, s
 the download. If the download fails, the plan is made again without that checkpoint.
 """
 
-from __future__ import annotations
-
 import contextlib
 import threading
 import time
@@ -84,7 +82,7 @@ class RemoteRing:
         there = good_ones_at(self._url, self._record.history, supervisor)
         return [point for point in there if point.name not in self._tried]
 
-    def _note(self, name: str, download: CheckpointDownload, seen: dict[str, Any]) -> None:
+    def _note(self, name: str, download: "CheckpointDownload", seen: dict[str, Any]) -> None:
         if (manifest := seen.get("manifest")) is not None:
             seconds = round(time.monotonic() - download.began, 4)
             size = Manifest.model_validate(manifest).bytes

@@ -1,7 +1,5 @@
 """Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path

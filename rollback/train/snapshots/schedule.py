@@ -1,7 +1,5 @@
 """When and how snapshots are taken: the pace, the tier, and whether they overlap with training."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections import deque

@@ -1,7 +1,5 @@
 """How this job takes its snapshots: in which tier, in how many slots, at once or overlapped. Chosen once, and said."""
 
-from __future__ import annotations
-
 import os
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ It has all that a checkpoint has, and goes back the way that a checkpoint goes: 
 that nothing trains are not copied.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,7 @@ class HeldState:
     before: a held state that is not wanted any more; its memory is used again where it fits.
     """
 
-    def __init__(self, state: TrainingState, before: HeldState | None = None) -> None:
+    def __init__(self, state: TrainingState, before: "HeldState | None" = None) -> None:
         image = state.image()
         room = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch

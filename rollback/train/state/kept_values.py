@@ -3,8 +3,6 @@
 Each rank has its own values, as with any variable of the script. A checkpoint keeps those of every rank.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 from collections.abc import Mapping

@@ -5,8 +5,6 @@ statistics, caches), so a checkpoint keeps them too. For plain attributes nobody
 from a forward. So they are not kept, and the user gets their names.
 """
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping
 from itertools import islice
 from typing import Any

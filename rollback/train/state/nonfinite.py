@@ -5,8 +5,6 @@ letter. Values that were not finite when the run began are never reported, since
 is true for an infinite value in a buffer that had no tensor before.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal

@@ -5,8 +5,6 @@ place, so a resumed start has one write more to each than the run's first start.
 state. And a script that begins with a later epoch calls `set_epoch` with it (see `Passes`).
 """
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Any
 

@@ -6,8 +6,6 @@ model's buffers. With DDP the buffers of the ranks may differ between forwards, 
 own. Of a sharded tensor, which is in `shared`, each rank stores its part.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable

@@ -4,8 +4,6 @@
 exact JSON form, with its path, when the guard is made and not at the first snapshot.
 """
 
-from __future__ import annotations
-
 import base64
 import math
 from collections import Counter

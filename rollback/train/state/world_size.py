@@ -8,8 +8,6 @@ The position in the data is the same number on all ranks. `rollback.rundir.ident
 samples as before, and the cursor checks the order.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from typing import Any
 

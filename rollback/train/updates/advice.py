@@ -4,8 +4,6 @@ No advice is better than a wrong one. So each of them waits until several update
 another reason is possible.
 """
 
-from __future__ import annotations
-
 import statistics
 from collections import deque
 from collections.abc import Collection, Iterator

@@ -5,8 +5,6 @@ other tensors, and sets the gradients itself. There a backward shows in what the
 as having reached the parameters at its end, when FSDP2 has set them.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -6,8 +6,6 @@ The result is the same, bit for bit: the first time, torch computes it too, and 
 not this plain one, torch's own function does the work.
 """
 
-from __future__ import annotations
-
 import functools
 import math
 import weakref

@@ -5,8 +5,6 @@ it begins, the gradients are still those of the update before. They are the upda
 runs it several times, along the way: what it found first is the gradient where the update began.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -13,8 +13,6 @@ On CUDA norms are accumulated in double precision, which costs nothing there. On
 so it is used only after single precision has overflowed, which can be seen there without waiting.
 """
 
-from __future__ import annotations
-
 import math
 import operator
 from collections.abc import Sequence

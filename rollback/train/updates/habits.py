@@ -4,8 +4,6 @@ Everything is read on the host: versions of tensors, flags, the order of calls. 
 `rollback.train.updates.advice` uses the result.
 """
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections.abc import Callable

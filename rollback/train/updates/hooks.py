@@ -1,7 +1,5 @@
 """Hooks that keep nothing alive."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -4,8 +4,6 @@ A look costs a pass over the embeddings, every `EVERY` updates, on the gradient 
 look finds is copied to the host beside the training, and read at the next look: nothing waits for the device.
 """
 
-from __future__ import annotations
-
 from collections import defaultdict, deque
 from collections.abc import Iterable, Sequence
 from itertools import pairwise

@@ -5,8 +5,6 @@ see the script's rates alone, and the factor is a function of the step and of th
 nothing else. A schedule that steps the optimizer's rates goes on underneath as if nothing had been done.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Notices optimizer updates: made ones, those that a gradient scaler dropped, and their gradient norms."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Finds a gradient scaler that drops too many updates. A few dropped updates are normal."""
 
-from __future__ import annotations
-
 from collections import deque
 
 from rollback.sentinel import Kind, Verdict

@@ -16,8 +16,6 @@ finds out by itself. The ranks compare that in a collective: each has come to th
 on. A rank that does not come there trains something else, and ends at its next sign.
 """
 
-from __future__ import annotations
-
 import builtins
 import sys
 from collections.abc import Callable, Iterator
@@ -291,7 +289,7 @@ class _Strangers:
     def __init__(self, adoption: Adoption, batches: Any, loader: Any) -> None:
         self._adoption, self._batches, self._loader = adoption, batches, loader
 
-    def __iter__(self) -> _Strangers:
+    def __iter__(self) -> "_Strangers":
         return self
 
     def __next__(self) -> Any:

@@ -1,7 +1,5 @@
 """The script's loop over epochs: where the guard stands in another epoch than the loop's body, that body is left."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -13,7 +11,7 @@ class EpochMoved(BaseException):
 class EpochLoop:
     """What the script goes over in place of its `range`. begun: called when its iteration begins."""
 
-    def __init__(self, numbers: range, begun: Callable[[EpochLoop], None]) -> None:
+    def __init__(self, numbers: range, begun: "Callable[[EpochLoop], None]") -> None:
         self._numbers = numbers
         self._begun = begun
         self.place = -1
@@ -39,7 +37,7 @@ class EpochLoop:
             raise EpochMoved
         self._pending = None
 
-    def __iter__(self) -> EpochLoop:
+    def __iter__(self) -> "EpochLoop":
         self._begun(self)
         return self
 

@@ -3,8 +3,6 @@
 All stays as it is for a script that is not adopted, and for what an adoption does not concern. Ranks only; once.
 """
 
-from __future__ import annotations
-
 import functools
 import sys
 from collections.abc import Callable

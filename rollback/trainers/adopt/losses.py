@@ -1,7 +1,5 @@
 """What the script calls backward() on, and the norm that its clipping finds: kept until the guard is told."""
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from typing import Any

@@ -1,7 +1,5 @@
 """Which of the objects that a script has made are trained, and which else have a state that changes with training."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from typing import Any

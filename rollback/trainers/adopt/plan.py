@@ -1,7 +1,5 @@
 """Of what the guard of a watched script is to be made: found on each rank, before the ranks compare it."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 from dataclasses import dataclass

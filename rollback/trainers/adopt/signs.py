@@ -5,8 +5,6 @@ of them are told the one message, and none waits for ranks that are gone. What d
 ranks in one collective (`agree`), or changes nothing but what is said.
 """
 
-from __future__ import annotations
-
 import os
 from typing import Any, NoReturn
 

@@ -1,7 +1,5 @@
 """The user's own files among those that are running: which lines call, and what their source says of them."""
 
-from __future__ import annotations
-
 import importlib.util
 import linecache
 import os

@@ -4,8 +4,6 @@ A line a batch in `trained-RANK.jsonl` of the folder NOTES. `KILL` in the enviro
 kills itself, unless it did in an earlier attempt.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

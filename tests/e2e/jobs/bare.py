@@ -1,7 +1,5 @@
 """A script without a guard, and without torch: `bare.py fail-twice|save|meet`."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

@@ -4,8 +4,6 @@
 optimizer gets another group, and at batch 30 the job dies, in its first attempt.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import signal

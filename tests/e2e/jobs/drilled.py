@@ -4,8 +4,6 @@
 sharded, in N replicas. Where the training is over it leaves `reached-the-end` in its folder.
 """
 
-from __future__ import annotations
-
 import random
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Says what a script can see of how it was started: `mirror.py FOLDER [ERROR]`; with ERROR it raises that."""
 
-from __future__ import annotations
-
 import atexit
 import json
 import os

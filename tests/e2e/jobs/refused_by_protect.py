@@ -3,8 +3,6 @@
 With one case, the refusal is left to end the process.
 """
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

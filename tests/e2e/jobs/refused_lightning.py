@@ -1,7 +1,5 @@
 """What `rollback.protect` refuses of Lightning: `refused_lightning.py CASE ...`, as refused_by_protect.py."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,7 +1,5 @@
 """What `rollback.protect` refuses of torchtitan: `refused_torchtitan.py CASE ...`, as refused_by_protect.py."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import json
 import os

@@ -1,8 +1,6 @@
 """Models of which each rank has a share that no checkpoint keeps, one after another, handed to a guard: each rank says
 what it is told."""
 
-from __future__ import annotations
-
 import torch
 import torch.distributed as dist
 from torch import nn

@@ -1,8 +1,6 @@
 """A model on a mesh of two replicas by two shards: `sharded_norms.py told` hands over the norm that clipping has found,
 `sharded_norms.py measured` leaves it to the guard, and clips nothing."""
 
-from __future__ import annotations
-
 import sys
 
 import torch

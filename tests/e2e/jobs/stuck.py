@@ -1,7 +1,5 @@
 """A guarded job that hangs at batch 5: the first rank on HOST is stopped, all others wait for it. `stuck.py HOST`"""
 
-from __future__ import annotations
-
 import os
 import signal
 import socket

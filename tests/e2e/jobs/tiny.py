@@ -4,8 +4,6 @@
 for SIGTERM; with --evaluate, it evaluates for a minute, whatever it is told, once there is a second checkpoint.
 """
 
-from __future__ import annotations
-
 import argparse
 import os
 import signal

@@ -3,8 +3,6 @@
 Before the first trouble it does what must not be taken for a hang: rank 0 evaluates for long, its peer waits for it.
 """
 
-from __future__ import annotations
-
 import ctypes
 import os
 import signal

@@ -1,7 +1,5 @@
 """The toy job under the recipe for Ray: `under_ray.py FOLDER`. Rank 1 is killed at batch 60, the first time."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

@@ -4,8 +4,6 @@ A few cases at one rank and at two; `scripts/test --soak tests/e2e/trainers` tri
 state that is compared: a buffer of its model.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

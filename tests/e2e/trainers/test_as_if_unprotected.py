@@ -3,8 +3,6 @@
 A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all, Accelerate's at four ranks as well.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The scripts of scripts/examples run as they stand, alike with their guard and without it; the documents have them."""
 
-from __future__ import annotations
-
 import os
 import re
 import sys

@@ -1,7 +1,5 @@
 """A protected job is killed, or told to stop, under `rollback launch`: the run ends bit for bit as the undisturbed."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -3,8 +3,6 @@
 With what was logged and saved. A few at one rank and at two; `scripts/test --soak tests/e2e/trainers` tries all.
 """
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What `rollback.protect` refuses of Lightning: exit code, message and what to do instead; and nothing is left."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

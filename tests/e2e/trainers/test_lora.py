@@ -1,7 +1,5 @@
 """LoRAs of PEFT's, in TRL's trainer and in a script's own loop: their base is stored once, and every run is exact."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """The tests of this folder once more, with the oldest versions of the libraries that `rollback.protect` supports."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

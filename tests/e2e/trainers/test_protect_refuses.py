@@ -1,7 +1,5 @@
 """What `rollback.protect` refuses: the exit code, what is said, what to do instead; and nothing is left behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

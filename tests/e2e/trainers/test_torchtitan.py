@@ -5,8 +5,6 @@ them: where it cannot be imported, the test of the default suite is skipped. `sc
 tests/e2e/trainers/test_torchtitan.py` installs it into a folder of its own, and tries all.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

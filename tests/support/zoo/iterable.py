@@ -1,7 +1,5 @@
 """`DataLoader`s over `IterableDataset`s, wrappers around loaders, lists, generators, callables."""
 
-from __future__ import annotations
-
 import itertools
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """A loader kind: how it is made, how its batches are read, and what is expected of each trial."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any

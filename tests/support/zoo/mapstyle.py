@@ -1,7 +1,5 @@
 """`DataLoader`s over data sets that are read by index, and their samplers."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Iterable, Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """torchdata's loaders and nodes, and hand-written loaders with a state of their own."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from typing import Any

@@ -8,8 +8,6 @@ retried: the same soon after an epoch's start, and the loss is finite the second
 the epoch before, and nothing is skipped.
 """
 
-from __future__ import annotations
-
 import json
 import signal
 from collections.abc import Callable

@@ -1,7 +1,5 @@
 """What the supervisor relies on in torchrun: its flags, and how it tells which ranks failed."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

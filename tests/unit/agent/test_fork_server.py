@@ -1,7 +1,5 @@
 """The fork server as torchrun's process uses it, where one of the two has been killed."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

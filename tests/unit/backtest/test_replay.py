@@ -1,7 +1,5 @@
 """`rollback backtest`: every kind of log, guessed columns, the documented JSON, and errors for the reader."""
 
-from __future__ import annotations
-
 import csv
 import json
 import math

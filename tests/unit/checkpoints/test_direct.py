@@ -1,7 +1,5 @@
 """Writing past the page cache: the same bytes on disk, however the kernel takes them."""
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os

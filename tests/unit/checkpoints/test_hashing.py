@@ -1,7 +1,5 @@
 """The hash of a shard: one rule, however the bytes come and however many threads compute it."""
 
-from __future__ import annotations
-
 import threading
 from collections.abc import Iterator
 

@@ -1,7 +1,5 @@
 """Manifests: believed only if whole, of this format, and of the directory they lie in."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

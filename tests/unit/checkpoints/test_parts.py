@@ -1,7 +1,5 @@
 """Parts of sharded tensors: where they lie, and whether they are the whole together."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Copying memory: all of it and nothing beside it, wherever in their pages source and target begin."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Where a run goes on: the newest checkpoint after a crash, the planned one where a plan is pending."""
 
-from __future__ import annotations
-
 import pytest
 
 from checkpoints import manifest_of

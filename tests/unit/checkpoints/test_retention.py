@@ -1,7 +1,5 @@
 """Which checkpoints leave a full ring, and how far back what stays reaches."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from itertools import pairwise
 from random import Random

@@ -1,7 +1,5 @@
 """The ring: what it lists, what it evicts, what it refuses."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Shards: the safetensors library reads what we write and we read what it writes; nothing damaged is believed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

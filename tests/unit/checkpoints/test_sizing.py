@@ -1,7 +1,5 @@
 """How much memory the fast tier may take, and what the kernel's groups leave of it."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from types import SimpleNamespace

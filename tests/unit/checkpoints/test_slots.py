@@ -1,7 +1,5 @@
 """The fast tier's slots: what is readable is never written, and nothing of anybody else's is touched."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import signal

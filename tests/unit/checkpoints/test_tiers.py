@@ -1,7 +1,5 @@
 """Where the checkpoints of a run are looked for, whose fast tier is believed, and when its memory is given back."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The command line's contract: messages, exit codes, what is read from flags, and what is not imported."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """The operator's commands on run directories as a run would leave them: refusals, hand-ins, answers, exit codes."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """Checkpoints of runs in DCP's form: what torch.distributed.checkpoint loads from them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import weakref

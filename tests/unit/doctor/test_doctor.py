@@ -1,7 +1,5 @@
 """`rollback doctor`: what it measures it removes, and what it concludes follows from what it measured."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

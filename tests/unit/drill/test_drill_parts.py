@@ -1,7 +1,5 @@
 """The parts of a drill: what strikes, and what is concluded from what the runs left."""
 
-from __future__ import annotations
-
 import errno
 import os
 from collections import OrderedDict, namedtuple

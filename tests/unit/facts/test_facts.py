@@ -3,8 +3,6 @@
 `PYTHONPATH=tests/support python tests/unit/facts/test_facts.py` writes the table of facts into docs/format.md.
 """
 
-from __future__ import annotations
-
 import ast
 import inspect
 import itertools

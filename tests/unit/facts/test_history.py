@@ -1,7 +1,5 @@
 """Folding facts: what is good, what is pending, what is skipped."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from itertools import pairwise
 

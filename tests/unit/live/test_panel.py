@@ -1,7 +1,5 @@
 """The panel: it fits its terminal, tells what is to be told, obeys nothing that it shows, and ends no run."""
 
-from __future__ import annotations
-
 import io
 import math
 import os

@@ -1,7 +1,5 @@
 """The report: what is drawn is what happened, the account adds up, and nothing from a run directory is obeyed."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 import itertools

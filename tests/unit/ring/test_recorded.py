@@ -1,7 +1,5 @@
 """What a ring at a URL holds by what the journals say."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from recorded_run import incident, rollback_plan

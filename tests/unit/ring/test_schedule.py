@@ -1,7 +1,5 @@
 """What is copied to the durable ring, when, and what leaves it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

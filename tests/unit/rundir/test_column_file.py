@@ -1,7 +1,5 @@
 """The metrics in columns, beside their lines: readers find what the lines say, whatever became of the columns."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 

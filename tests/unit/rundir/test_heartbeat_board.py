@@ -1,7 +1,5 @@
 """The board in memory on which ranks show that they live: whole heartbeats or none, whatever the disk does."""
 
-from __future__ import annotations
-
 import multiprocessing
 from collections.abc import Iterator
 from pathlib import Path

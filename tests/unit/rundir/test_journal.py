@@ -1,7 +1,5 @@
 """Journals: what a crash tears is dropped, what is damaged otherwise is refused, nothing written is lost."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json

@@ -1,7 +1,5 @@
 """What a journal's writer keeps beside it, and when a reader believes it."""
 
-from __future__ import annotations
-
 import hashlib
 import random
 from collections.abc import Iterator

@@ -1,7 +1,5 @@
 """One process runs a run directory; the others are told who, and a dead holder is no obstacle."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

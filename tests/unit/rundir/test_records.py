@@ -1,7 +1,5 @@
 """Metrics, skip records and heartbeats: read what was written, cut what was torn, pass over what is damaged."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,7 +1,5 @@
 """The recovery benchmark: what it makes of the times that a job has noted, and (soak) that its jobs run at all."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The yardstick measures what it says: a detector with known calls gets the score that one works out by hand."""
 
-from __future__ import annotations
-
 import sys
 from dataclasses import replace
 from pathlib import Path

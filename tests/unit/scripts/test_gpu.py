@@ -1,7 +1,5 @@
 """The script for rented GPUs where there is none; and (soak) that its benchmark runs at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """Mutation testing itself: which changes it makes, where, and that what stands does what the mutant would."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The comparison of what two trees of tests promise."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The stability bench: others' rules act as documented, troubles come back as they should, the table counts right."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

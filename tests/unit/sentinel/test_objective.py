@@ -1,7 +1,5 @@
 """Losses that measure no progress: what of them is called, and what is advice."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

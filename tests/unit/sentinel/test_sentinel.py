@@ -1,7 +1,5 @@
 """What the sentinel calls and what it leaves alone, on curves that show one thing each."""
 
-from __future__ import annotations
-
 import math
 import random
 

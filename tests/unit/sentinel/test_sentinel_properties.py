@@ -1,7 +1,5 @@
 """Laws that hold for the sentinel on any sequence whatsoever."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """The guard that `rollback adopt` writes into a script."""
 
-from __future__ import annotations
-
 from textwrap import dedent
 
 import pytest

@@ -1,7 +1,5 @@
 """The training loop of a script, found in its source."""
 
-from __future__ import annotations
-
 from textwrap import dedent
 
 import pytest

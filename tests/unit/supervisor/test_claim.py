@@ -1,7 +1,5 @@
 """The run directory before the first attempt: what is refused, and that nothing on disk changes by it."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable

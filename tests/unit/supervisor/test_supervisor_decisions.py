@@ -1,7 +1,5 @@
 """The pure parts of the supervisor: how an attempt ended, what follows, and what torchrun is called with."""
 
-from __future__ import annotations
-
 import json
 import signal
 import sys

@@ -1,7 +1,5 @@
 """A run directory that somebody else has written: nothing outside of it is read, changed, removed or ended."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

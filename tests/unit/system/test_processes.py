@@ -1,7 +1,5 @@
 """Which process is which: by its pid and the kernel's own count of ticks at which it began."""
 
-from __future__ import annotations
-
 import os
 import resource
 import subprocess

@@ -1,7 +1,5 @@
 """What is in a run directory's files is bounded and checked: a sentence and an exit code, in little memory."""
 
-from __future__ import annotations
-
 import json
 import os
 from collections.abc import Iterator

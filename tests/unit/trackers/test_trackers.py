@@ -1,7 +1,5 @@
 """Trackers, looked at with their own readers: the curve without the discarded steps, and no word that is obeyed."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

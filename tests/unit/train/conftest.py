@@ -1,7 +1,5 @@
 """For what must hold of models as they are, and sharded."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import nullcontext
 

@@ -3,8 +3,6 @@
 `format-2.tar.xz` was written by the last version with that format: `train(Path("run"), 4)`.
 """
 
-from __future__ import annotations
-
 import json
 import tarfile
 from pathlib import Path

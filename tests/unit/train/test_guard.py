@@ -1,7 +1,5 @@
 """What a guard is made with: refusals in their order, and what it keeps of where it is made."""
 
-from __future__ import annotations
-
 import weakref
 from pathlib import Path
 from typing import Any

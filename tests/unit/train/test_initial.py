@@ -1,7 +1,5 @@
 """A run that begins with weights of others: what is read, what is refused, and when it is not read."""
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 from typing import Any

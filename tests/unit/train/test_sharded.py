@@ -3,8 +3,6 @@
 A process for each rank has a process group in which nothing is sent, so it shards as that rank of any mesh would.
 """
 
-from __future__ import annotations
-
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator

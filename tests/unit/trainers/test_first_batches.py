@@ -1,7 +1,5 @@
 """A loader of which each epoch has its first batches only."""
 
-from __future__ import annotations
-
 from itertools import islice
 
 import pytest

@@ -1,7 +1,5 @@
 """What is kept of a Trainer at every step costs the same however long the run has been logging."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 from typing import Any

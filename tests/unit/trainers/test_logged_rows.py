@@ -1,7 +1,5 @@
 """Rows of undone steps leave Lightning's CSV log; a new file begins with the rows up to where the job goes on."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Files of undone steps are renamed: those that were noted, in the trainer's folders, and no others."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What is kept of a Trainer of torchtitan: several optimizers as one, layers as they lie, data that go back."""
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Iterator
 from typing import Any

@@ -1,7 +1,5 @@
 """The base of all cursors: a position in the data stream that can be saved and restored."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence, Set
 from functools import cached_property

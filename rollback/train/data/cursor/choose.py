@@ -1,7 +1,5 @@
 """Chooses the cursor for a loader."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset, MapDataPipe

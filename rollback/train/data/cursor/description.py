@@ -1,7 +1,5 @@
 """Describes a map-style loader. The description is kept with the run, so that another data set or split is refused."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from torch.utils.data import DataLoader, Subset

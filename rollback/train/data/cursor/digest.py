@@ -5,8 +5,6 @@ hashed. Strings are hashed only if the batch has no tensor: a path in a batch ma
 and still name the same sample.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from functools import lru_cache

@@ -1,7 +1,5 @@
 """The cursor of a callable or iterator that draws its batches: nanoGPT's `get_batch`, an endless generator."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable
 from typing import Any
 

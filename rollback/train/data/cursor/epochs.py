@@ -1,7 +1,5 @@
 """Repeats the script's `set_epoch` calls after a rollback over an epoch's start."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The batch sampler that the clone of a map-style loader gets in place of the user's."""
 
-from __future__ import annotations
-
 from collections import deque
 from typing import Any
 
@@ -44,7 +42,7 @@ class Feed:
         """The next reader gets the batch before the position again, and then the batches behind it."""
         self._repeat = True
 
-    def __iter__(self) -> Feed:
+    def __iter__(self) -> "Feed":
         self.reading = 0
         return self
 

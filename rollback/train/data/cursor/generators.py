@@ -1,7 +1,5 @@
 """Finds, saves, restores and seeds the random generators that loaders, samplers and data sets hold."""
 
-from __future__ import annotations
-
 import copy
 import random
 from collections.abc import Mapping

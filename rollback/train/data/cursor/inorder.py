@@ -1,7 +1,5 @@
 """The common part of the cursors that read a loader in order, through its iterator."""
 
-from __future__ import annotations
-
 import copy
 from abc import abstractmethod
 from collections.abc import Iterator

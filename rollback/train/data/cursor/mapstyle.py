@@ -16,8 +16,6 @@ order is drawn twice at the opening of a run, and a sampler that gives two diffe
 that finds other indices than before is refused as well.
 """
 
-from __future__ import annotations
-
 import operator
 from collections.abc import Iterable, Iterator, Sequence, Set
 from typing import Any

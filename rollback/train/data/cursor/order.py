@@ -5,8 +5,6 @@ samplers the whole epoch is a range or a permutation, and a batch is a slice of 
 other samplers are run, which costs Python time for each index but reads no data.
 """
 
-from __future__ import annotations
-
 import copy
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -85,7 +83,7 @@ class _Sliced:
     exact: ClassVar[bool] = True
 
     def __init__(
-        self, draw: Callable[[], _Drawn], at_exhaustion: Callable[[], object] | None, batching: BatchSampler | None
+        self, draw: "Callable[[], _Drawn]", at_exhaustion: Callable[[], object] | None, batching: BatchSampler | None
     ) -> None:
         self._draw = draw
         self._at_exhaustion = at_exhaustion

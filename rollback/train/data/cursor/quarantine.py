@@ -1,7 +1,5 @@
 """Samples in quarantine: each is replaced by a neighbour, the same one on every attempt."""
 
-from __future__ import annotations
-
 import operator
 import time
 from collections.abc import Sequence, Set

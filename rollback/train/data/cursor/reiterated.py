@@ -1,7 +1,5 @@
 """The cursor of a loader that is always iterated from its start: a list of batches, an IterableDataset's loader."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from typing import Any
 

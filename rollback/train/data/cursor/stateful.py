@@ -1,7 +1,5 @@
 """The cursor of a loader that saves its own position: torchdata's StatefulDataLoader, a streaming data set."""
 
-from __future__ import annotations
-
 import copy
 import inspect
 from typing import Any

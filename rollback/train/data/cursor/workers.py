@@ -1,8 +1,6 @@
 """The clone of a user's map-style loader, which reads from any position on. Its workers get a data set that is read
 under random states of the position."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 

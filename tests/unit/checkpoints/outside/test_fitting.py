@@ -1,7 +1,5 @@
 """Checkpoints of others: what is found in them, and what of it is a job's."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

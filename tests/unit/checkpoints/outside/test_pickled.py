@@ -1,7 +1,5 @@
 """Pickles read as data: what they say is seen, and nothing that they name is imported or called."""
 
-from __future__ import annotations
-
 import os
 import pickle
 import subprocess

@@ -1,7 +1,5 @@
 """`rollback audit --verify`: whatever was changed in the record is found, and said where."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

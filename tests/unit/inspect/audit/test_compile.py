@@ -1,7 +1,5 @@
 """The audit: the ledger says what happened, its sums are right, and what a journal quotes cannot steer a terminal."""
 
-from __future__ import annotations
-
 import io
 import json
 import os

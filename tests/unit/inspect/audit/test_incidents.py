@@ -1,7 +1,5 @@
 """The audit puts together what the ranks saw: on which rank and in which tensor it began."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

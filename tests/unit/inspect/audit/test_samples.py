@@ -1,7 +1,5 @@
 """The table of skipped samples: a row for each, the same in every format, and nothing in it that a reader obeys."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

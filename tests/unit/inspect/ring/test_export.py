@@ -1,7 +1,5 @@
 """Exports of sharded checkpoints: one file or many, in little memory, whole or not at all."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """`rollback ring`: what is listed, what is proved, what is taken out. Two ranks, made by the real writers."""
 
-from __future__ import annotations
-
 import json
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The status: alive or not, where the run stands, and how fast, without touching it."""
 
-from __future__ import annotations
-
 import json
 import os
 import socket

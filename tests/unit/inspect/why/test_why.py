@@ -1,7 +1,5 @@
 """`rollback why` on records that no job of two ranks would leave: many ranks, no exception, no failure."""
 
-from __future__ import annotations
-
 import io
 from pathlib import Path
 from typing import Any

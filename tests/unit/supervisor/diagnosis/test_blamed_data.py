@@ -1,7 +1,5 @@
 """Which crashes are blamed on a batch, with records as attempts leave them."""
 
-from __future__ import annotations
-
 import random
 
 import pytest

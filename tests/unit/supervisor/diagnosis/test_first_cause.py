@@ -1,7 +1,5 @@
 """From evidence to class and first cause: every row of the table of rollback.supervisor.diagnosis.first_cause."""
 
-from __future__ import annotations
-
 import signal
 from typing import get_args
 

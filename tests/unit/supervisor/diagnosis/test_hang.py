@@ -1,7 +1,5 @@
 """When a job hangs and on which rank, with heartbeats and a clock that the test makes."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -1,7 +1,5 @@
 """Finding and reading the kernel's count of OOM kills, on cgroup file systems as they look in the field."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What thousands of hosts do to the directory that they share: visits of files are counted, on a clock of our own."""
 
-from __future__ import annotations
-
 import subprocess
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Both ways in which hosts meet do the same: by a directory that they share, and by a store of torch's."""
 
-from __future__ import annotations
-
 import json
 import socket
 import time

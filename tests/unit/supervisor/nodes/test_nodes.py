@@ -1,7 +1,5 @@
 """What leader and followers make of each other's words: the tables, and liveness by a clock of one's own."""
 
-from __future__ import annotations
-
 import subprocess
 import threading
 import time

@@ -1,7 +1,5 @@
 """Which nodes take part in an attempt, who waits as a spare, and who comes in for whom."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What the ranks print: kept in files for each rank, shown from the first, and lost only where the disk refuses."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess

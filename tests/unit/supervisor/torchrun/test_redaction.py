@@ -1,7 +1,5 @@
 """Credentials in URLs and arguments: refused or hidden; and who may read what a run writes."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

@@ -1,7 +1,5 @@
 """What an attempt is started with: what differs from the last start is told, and nothing that is secret is kept."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The pulse: what one rank's beat says, and that ranks that reduce theirs read the same."""
 
-from __future__ import annotations
-
 import gc
 import json
 import math
@@ -197,7 +195,7 @@ class _Backend:
         self.done = threading.Event()
         self.released = threading.Event()
 
-    def all_reduce(self, tensor: Tensor, async_op: bool) -> _Backend:
+    def all_reduce(self, tensor: Tensor, async_op: bool) -> "_Backend":
         assert async_op
         held = [tensor.view(-1)]  # its base holds the tensor below Python
 

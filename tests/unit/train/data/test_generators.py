@@ -1,7 +1,5 @@
 """Generators are found among whatever a data set is made of, and its samples are not looked through for every batch."""
 
-from __future__ import annotations
-
 import random
 from types import SimpleNamespace
 from typing import Any

@@ -1,7 +1,5 @@
 """Passes: which epoch a script's loop gets, after resumes and rollbacks. Cursor and script are as simple as can be."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollback.errors import UsageError

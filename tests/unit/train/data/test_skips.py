@@ -1,7 +1,5 @@
 """Passing over the batches of the skip list."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Incidents from call to outcome: which plan answers, what an incident means for the one before it, how each ends."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

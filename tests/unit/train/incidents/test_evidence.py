@@ -1,7 +1,5 @@
 """What a rank remembers of an incident: the layer that began, the kind of explosion, the batch as it was handed out."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Decisions at a step's end, on one rank with real parts and numbers of our choice."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Iterator
 from pathlib import Path

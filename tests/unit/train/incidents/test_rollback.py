@@ -1,7 +1,5 @@
 """Whoever keeps something of a training hears of it when training is put back, for whatever cause."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Callable
 from pathlib import Path

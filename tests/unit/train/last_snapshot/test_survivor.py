@@ -1,7 +1,5 @@
 """What is proved before a last snapshot is believed: each proof fails here once."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The batch that does not count, of a pass that has no batch left."""
 
-from __future__ import annotations
-
 import torch
 from torch import nn
 

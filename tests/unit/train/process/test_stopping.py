@@ -1,7 +1,5 @@
 """What a signal means to a rank with a guard, and to its loader workers."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """What snapshots are copied into: made ready ahead of time, the next one and no more."""
 
-from __future__ import annotations
-
 import threading
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Which checkpoints are good: probation, what an onset holds back, what leaves."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Reading into tensors of a device. The CPU stands in for one: streams and registered memory are CUDA's alone."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

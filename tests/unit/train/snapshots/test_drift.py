@@ -1,7 +1,5 @@
 """Replicas that differ: who is named, and that a single bit shows."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

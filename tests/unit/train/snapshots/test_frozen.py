@@ -1,7 +1,5 @@
 """Weights that nothing trains: left out of snapshots, stored once, found again; and found out where they do change."""
 
-from __future__ import annotations
-
 import errno
 from collections.abc import Callable, Iterator
 from pathlib import Path

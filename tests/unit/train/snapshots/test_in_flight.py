@@ -1,7 +1,5 @@
 """The table that moves the snapshot in flight, and what ranks write each other about it."""
 
-from __future__ import annotations
-
 from itertools import product
 
 import pytest

@@ -1,7 +1,5 @@
 """Two ranks on two hosts, each with memory of its own: what they hold together, and what they restore from it."""
 
-from __future__ import annotations
-
 import copy
 import json
 import threading

@@ -1,7 +1,5 @@
 """How often snapshots are taken: what they cost stays within what was allowed, and the pace does not flutter."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 

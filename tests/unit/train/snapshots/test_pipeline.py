@@ -1,7 +1,5 @@
 """A snapshot's flight, on one rank and on two that share a directory and whose beats the test reduces."""
 
-from __future__ import annotations
-
 import errno
 import threading
 from collections.abc import Iterator

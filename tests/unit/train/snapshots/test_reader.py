@@ -1,7 +1,5 @@
 """Reading a checkpoint back: with how many threads a rank hashes and reads, wherever it lies."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

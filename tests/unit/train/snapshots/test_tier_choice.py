@@ -1,7 +1,5 @@
 """How a job takes its snapshots: whether it has a fast tier, how many slots, and what the loop waits for."""
 
-from __future__ import annotations
-
 import json
 import os
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Values of the script that the guard keeps: what they may be, and that they come back."""
 
-from __future__ import annotations
-
 import enum
 import json
 import math

@@ -1,7 +1,5 @@
 """Buffers of all kinds, taken apart and put back; what modules hold besides is named."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

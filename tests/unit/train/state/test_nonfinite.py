@@ -1,7 +1,5 @@
 """What is found in tensors that is not finite, and what of it is left alone."""
 
-from __future__ import annotations
-
 import math
 
 import pytest

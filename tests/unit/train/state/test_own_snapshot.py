@@ -1,7 +1,5 @@
 """A script that loads a snapshot of its own beside the run's checkpoints is told so, and one that does not is not."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path

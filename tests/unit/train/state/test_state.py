@@ -1,7 +1,5 @@
 """Taking a training state apart and putting it back; who stores what; which job it is."""
 
-from __future__ import annotations
-
 import copy
 import json
 from typing import Any

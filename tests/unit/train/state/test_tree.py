@@ -1,7 +1,5 @@
 """States as trees: what goes in comes out equal, through JSON, and what cannot is refused with its path."""
 
-from __future__ import annotations
-
 import json
 import math
 import warnings

@@ -1,7 +1,5 @@
 """Going on with another number of ranks, and with a data set of another length: which samples come then."""
 
-from __future__ import annotations
-
 import random
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """Setup mistakes are noticed, and what looks like them is not. Each mistake is trained beside its correct twin."""
 
-from __future__ import annotations
-
 import os
 import sys
 from collections.abc import Callable, Iterator

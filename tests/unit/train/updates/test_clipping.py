@@ -1,7 +1,5 @@
 """Clipping and the guard read the gradients once between them, and what is clipped is bit for bit what torch clips."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """What a guard leaves behind in a process that goes on."""
 
-from __future__ import annotations
-
 import gc
 import weakref
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Layers whose gradient vanishes, and embeddings that grow without bound, are named; sound ones are not."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from pathlib import Path

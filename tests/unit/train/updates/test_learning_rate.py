@@ -1,7 +1,5 @@
 """A lower learning rate for a stretch of steps: the optimizer steps with it, and nobody else sees it."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

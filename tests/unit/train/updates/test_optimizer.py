@@ -1,7 +1,5 @@
 """Noticing updates: by the optimizer's hook, and by the gradient scaler's own calls where it drops one."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """A gradient scaler whose updates are dropped now and then is left alone; one whose scale collapses is an incident."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 from typing import Any

@@ -1,7 +1,5 @@
 """The script's loop over epochs, steered."""
 
-from __future__ import annotations
-
 import pytest
 
 from rollback.trainers.adopt.epochs import EpochLoop, EpochMoved

@@ -1,7 +1,5 @@
 """What a guard is told of what a script calls backward() on."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Which of a script's objects are trained."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """What the ranks of a watched script see: compared, refused, or said."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest
