@@ -26,6 +26,8 @@ from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, c
 from rollback.train.updates.clipping import lend_norm
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
+_grad, _version, _layout, _dtype = map(operator.attrgetter, ("grad", "_version", "layout", "dtype"))
+_is_view = Tensor._is_view
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
 
@@ -95,7 +97,7 @@ class Gradients:
         if seen is None or self.scale is not None or not seen.each.is_cpu or seen.each.dtype is not torch.float32:
             return None
         parameters, own = self._with_gradients()
-        if {gradient.dtype for gradient in own} != {torch.float32} or _marks_of(parameters, own) != self._marks:
+        if {*map(_dtype, own)} != {torch.float32} or _marks_of(parameters, own) != self._marks:
             return None
         if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
             return seen.total.clone()
@@ -167,7 +169,7 @@ class Gradients:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
         if not self.written:
             return True
-        if any(gradient._base is not None for gradient in gradients):
+        if any(map(_is_view, gradients)):
             return False  # views of one bucket count their writes together
         (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
         return addresses == addresses_then and len(set(map(operator.sub, versions, versions_then))) == 1
@@ -185,10 +187,12 @@ class Gradients:
 
     def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         parameters = self._parameters()
-        gradients: list[Tensor] = [gradient for p in parameters if (gradient := p.grad) is not None]
-        if len(gradients) < len(parameters):
+        gradients: list[Tensor] = [*map(_grad, parameters)]
+        kinds = {*map(type, gradients)}
+        if type(None) in kinds:
             parameters = [p for p in parameters if p.grad is not None]
-        if not _PLAIN.issuperset(map(type, gradients)) or {g.layout for g in gradients} != {torch.strided}:
+            gradients = [*map(_grad, parameters)]
+        if not _PLAIN.issuperset(kinds) or {*map(_layout, gradients)} != {torch.strided}:
             gradients = [_dense(gradient) for gradient in gradients]
         return parameters, gradients
 
@@ -199,7 +203,7 @@ def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
 
 def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
     if not _any_sharded(parameters):
-        return [own.data_ptr() for own in gradients], [own._version for own in gradients]
+        return [*map(Tensor.data_ptr, gradients)], [*map(_version, gradients)]
     pairs = zip(parameters, gradients, strict=True)
     marks = [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
     return [address for address, _ in marks], [version for _, version in marks]
