@@ -40,7 +40,7 @@ import rollback
 from checkpoint_timing import lost, ordinary
 from rollback.checkpoints import tiers
 from rollback.facts.training import Restored
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.snapshots.capture import Capture
 from savers import MEMORY, DcpAsync, DcpAsyncProcess, Method, Ours, Script, TorchSave, TorchSnapshot, has_torchsnapshot

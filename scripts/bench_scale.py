@@ -159,9 +159,9 @@ def _report(root: Path) -> None:
 
 def _index(root: Path) -> None:
     """What the writers of a run of that length have left by now."""
-    from rollback.rundir.column_file import ColumnWriter
-    from rollback.rundir.folded_journal import fold_journal
-    from rollback.rundir.journal import Journal
+    from rollback.rundir.journal.folded_journal import fold_journal
+    from rollback.rundir.journal.journal import Journal
+    from rollback.rundir.metrics.column_file import ColumnWriter
     from rollback.rundir.paths import RunPaths
 
     paths = RunPaths(root)

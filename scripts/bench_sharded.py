@@ -40,7 +40,8 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
-from rollback.train.snapshots.restore import CheckpointPlace, restore
+from rollback.train.restore.restore import restore
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.state.state import TrainingState
 from savers import MEMORY, Dcp, DcpAsync, DcpAsyncProcess, Method, Ours, Script
 

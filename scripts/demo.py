@@ -38,7 +38,7 @@ from rollback.facts.training import (
     Planned,
     Restored,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 from rollback.system.processes import runs

@@ -20,7 +20,7 @@ from rollback.facts.supervisor import AttemptEnded, AttemptStarted, RestartSched
 from rollback.facts.training import Attached, Concluded, Incident, PassedOver, Planned, Restored
 from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, StepSeen
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.journal import GENESIS, journal_line
+from rollback.rundir.journal.journal import GENESIS, journal_line
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import Heartbeat, SkippedBatch, metric_line, write_heartbeat
 from rollback.system.durable import write_file

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 import rollback
 from rollback.checkpoints import tiers
 from rollback.checkpoints.sizing import bytes_of
-from rollback.train.snapshots.restore import restore
+from rollback.train.restore.restore import restore
 
 try:
     import torchsnapshot

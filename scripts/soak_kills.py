@@ -31,7 +31,7 @@ from rich.console import Console
 from rich.table import Table
 
 from rollback.facts.training import Attached, LastSnapshotMade
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 EVERY = 50

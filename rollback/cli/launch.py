@@ -25,7 +25,7 @@ from rollback.errors import ExitCode, RollbackError, UsageError
 from rollback.facts.fact import SamplesFrom
 from rollback.facts.history import History, merge_windows
 from rollback.live.screen import Screen
-from rollback.rundir.folded_journal import fold_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.seal import use
 from rollback.supervisor.attempts import LaunchOrder, Result

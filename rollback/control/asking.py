@@ -24,7 +24,7 @@ from rollback.inspect.audit.report import Document
 from rollback.inspect.ring.checkpoints import has_memory_elsewhere, read_held
 from rollback.inspect.status.status import Status, read_status
 from rollback.rundir import requests
-from rollback.rundir.folded_journal import fold_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.lock import launch_of
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import Request

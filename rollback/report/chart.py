@@ -11,7 +11,7 @@ from rollback.facts.ring import Drained
 from rollback.facts.training import JournalEntry, PassedOver
 from rollback.inspect.audit.report import AuditReport
 from rollback.report.series import Series, Stretch, series, stretches, table
-from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
+from rollback.rundir.metrics.metric_columns import Floats, Integers, MetricColumns
 from rollback.terminal.quantities import number
 
 _ROWS = 60  # of the curve in numbers

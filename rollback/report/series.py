@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from rollback.rundir.metric_columns import Floats, Integers, MetricColumns
+from rollback.rundir.metrics.metric_columns import Floats, Integers, MetricColumns
 
 BUCKETS = 12_000  # of the whole run, for each curve; two points each
 DETAIL = 400  # steps around an incident that are kept one by one

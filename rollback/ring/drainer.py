@@ -29,8 +29,8 @@ from rollback.ring.schedule import DrainPace, LastCopy, Situation, next_to_drain
 from rollback.ring.url.ring import RingAtUrl, RunFromUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Transport
-from rollback.rundir.folded_journal import fold_journal
-from rollback.rundir.journal import JournalTail
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import CheckpointName, RunPaths
 
 _POLL = 0.2

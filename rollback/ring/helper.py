@@ -17,7 +17,7 @@ from rollback.ring.in_run import copy_shard
 from rollback.ring.url.index import checkpoint_key
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
-from rollback.rundir.journal import JournalTail, read_journal
+from rollback.rundir.journal.journal import JournalTail, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from rollback.config import Settings
 from rollback.errors import ExitCode, RollbackError
 from rollback.facts import training as facts
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.budget import Budget, GiveUp, Restart, after_unguarded
 from rollback.supervisor.claim import EarlierAttempts

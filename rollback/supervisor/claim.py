@@ -6,9 +6,9 @@ from pathlib import Path
 
 from rollback.errors import RollbackError, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.facts.training import AttemptStarted, JournalEntry
-from rollback.rundir.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.identity import read_identity, require_key
-from rollback.rundir.journal import last_fact, read_journal
+from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
+from rollback.rundir.journal.journal import last_fact, read_journal
 from rollback.rundir.lock import HOLDER_LIMIT, RunLock
 from rollback.rundir.paths import RunPaths
 from rollback.system import files

@@ -9,7 +9,7 @@ from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import drained
 from rollback.ring.url.store import Store
 from rollback.rundir.beacon import Transport
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.journal import SupervisorJournal
 

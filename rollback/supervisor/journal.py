@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Fact
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 
 

@@ -22,7 +22,7 @@ from rollback.ring.helper import drained
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
 from rollback.rundir.elsewhere import forget_elsewhere
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import Attempts, LaunchOrder, Result
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past

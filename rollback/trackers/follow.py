@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal import JournalTail
+from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, MetricTail
 from rollback.trackers.story import Story

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
-from rollback.rundir.folded_journal import fold_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 
 _PATIENCE = 60.0  # seconds for the last of it to be written, or sent

@@ -26,7 +26,6 @@ from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError
 from rollback.facts.fact import READ
 from rollback.facts.history import History, history_as_json
 from rollback.facts.training import Accepted, Attached, Blamed, Evicted, Quarantined
-from rollback.rundir.folded_journal import FoldedJournal, fold_journal
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -36,7 +35,8 @@ from rollback.rundir.identity import (
     require_same_job,
     write_identity,
 )
-from rollback.rundir.journal import of_kind, read_journal
+from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
+from rollback.rundir.journal.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.system import files
@@ -44,13 +44,14 @@ from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.host_directory import first_writes_of_host, require_one_run
 from rollback.train.initial import begin_with
+from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.draining import fetch_run, only_at_url, reach_ring
 from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.inventory import take_inventory
-from rollback.train.snapshots.restore import CheckpointPlace, restore
 from rollback.train.start_record import (
     finish_pending_plan,
     leave_out_what_is_new,

@@ -13,8 +13,8 @@ from rollback.checkpoints.parts import whole
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, UsageError
 from rollback.facts.fact import InitialState
 from rollback.train.comm.ranks import Ranks
+from rollback.train.restore.reads import Reads, reading
 from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
-from rollback.train.snapshots.reads import Reads, reading
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 

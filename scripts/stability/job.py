@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader
 import rollback
 from rollback.errors import ExitCode
 from rollback.facts.training import Incident
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from stability.arms import ARMS, SNAPSHOT_EVERY, Restart, Watch
 from stability.model import GPT, GrowingAdamW

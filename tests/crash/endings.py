@@ -22,7 +22,7 @@ from datetime import datetime
 from pathlib import Path
 
 from rollback.facts.training import AttemptEnded, Finished, StuckAtExit
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 TINY = Path(__file__).parents[1] / "e2e" / "jobs" / "tiny.py"

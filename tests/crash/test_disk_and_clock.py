@@ -18,7 +18,7 @@ from rollback.facts.training import Attached, Committed, Drained
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 SUPPORT = Path(__file__).parents[1] / "support"

@@ -16,8 +16,8 @@ from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Drained, Fact
 from rollback.ring.drainer import Phase, drainer_for
 from rollback.ring.in_run import RingInRun
-from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.identity import read_identity
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.draining import Draining
 from rollback.supervisor.journal import SupervisorJournal

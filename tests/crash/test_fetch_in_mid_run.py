@@ -13,7 +13,7 @@ from rollback.facts.training import Drained, Fetched, Quarantined
 from rollback.ring.url import store as storing
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder

@@ -20,7 +20,7 @@ from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, AttemptEnded, Incident
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -21,7 +21,7 @@ from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.nodes import waiting
 from rollback.supervisor.nodes.waiting import FetchAhead, forget_fetched

@@ -29,7 +29,7 @@ from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity, require_key
-from rollback.rundir.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.supervisor.claim import read_past
 

@@ -6,7 +6,7 @@ import pytest
 
 from mortal import Mortal
 from rollback.facts.training import Finished
-from rollback.rundir.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.system.durable import write_file
 
 OLD, NEW = b"old content", b"new content, which is longer"

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 from warm_server import WarmPopen, run_warm
 
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -14,7 +14,7 @@ import psutil
 from rollback.config import guard_mark
 from rollback.facts.training import Attached, Committed, Fact, Finished, Stopped, Window
 from rollback.rundir.failures import FailureRecord, write_failure
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LEAVING, Heartbeat, read_heartbeats, write_heartbeat
 from rollback.supervisor.torchrun.processes import dead_ranks

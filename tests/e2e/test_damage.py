@@ -21,7 +21,8 @@ from rollback.facts.training import (
     Quarantined,
     Restored,
 )
-from rollback.rundir import journal, records
+from rollback.rundir import records
+from rollback.rundir.journal import journal
 from rollback.rundir.paths import RunPaths
 from rollback.system import durable
 from rollback.train.snapshots import pipeline

@@ -25,7 +25,7 @@ from rollback.facts.training import (
     Saving,
     Stopped,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 pytestmark = pytest.mark.skipif(not may_mount(), reason="only root may mount, and not everywhere")

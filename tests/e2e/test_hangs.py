@@ -8,7 +8,7 @@ import pytest
 from launching import Launch, launching
 
 from rollback.facts.training import AttemptEnded, Blamed, Hung, RunEnded, SampleQuarantine
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.stacks import read_processes
 
 TROUBLED = Path(__file__).parent / "jobs" / "troubled.py"

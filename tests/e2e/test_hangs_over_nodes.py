@@ -15,7 +15,7 @@ from test_hangs import IMPATIENT
 from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded, Hung
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parent / "jobs" / "stuck.py"

@@ -34,7 +34,7 @@ from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.export import export
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"

@@ -23,7 +23,7 @@ from rollback.facts.training import (
     Signalled,
     Stopped,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.supervisor.diagnosis.memory import counter_files
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"

@@ -18,7 +18,7 @@ from rollback.facts.training import (
     Signalled,
 )
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.lock import RunLock
 
 

@@ -9,7 +9,7 @@ from launching import Launch, launching, tree
 
 from rollback.errors import ExitCode
 from rollback.facts.training import AttemptStarted, Finished
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 
 TINY = Path(__file__).parent / "jobs" / "tiny.py"
 

@@ -33,7 +33,7 @@ from rollback.facts.training import (
     RunEnded,
     Signalled,
 )
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

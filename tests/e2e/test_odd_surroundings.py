@@ -22,7 +22,7 @@ from warm_server import WarmPopen, run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Finished, Stopped
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 JOB = Path(__file__).parent / "jobs" / "careless.py"

@@ -10,7 +10,7 @@ from attempts import Forker
 from toy import Toy, facts, require_same, same_skips_from_the_start, skipped
 
 from rollback.facts.training import AttemptEnded, Blamed, SampleQuarantine, SkipAdded
-from rollback.rundir.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.diagnosis.blamed_data import blame
 from rollback.supervisor.diagnosis.evidence import TrainJournal, gather, rank_ends

@@ -19,7 +19,7 @@ from toy import Toy, facts, require_same
 from warm_server import WarmPopen, run_warm
 
 from rollback.facts.training import Attached, Committed, RunEnded, Signalled, Stopped
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 

@@ -11,7 +11,7 @@ import pytest
 from launching import LIMIT, Launch, launching, tree
 
 from rollback.facts.training import Attached, AttemptStarted
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.lock import RunLock
 
 BARE = Path(__file__).parent / "jobs" / "bare.py"

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import rollback
 from rollback.facts.history import fold
 from rollback.facts.training import Window
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.pulse import Pulse, Signs
 from rollback.train.comm.ranks import Ranks

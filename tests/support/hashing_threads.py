@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from rollback.checkpoints import shard
-from rollback.train.snapshots import reads
+from rollback.train.restore import reads
 
 
 def note_threads(patch: pytest.MonkeyPatch, cores: int) -> list[int]:

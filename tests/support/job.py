@@ -36,8 +36,9 @@ from unreadable import unreadable
 
 import rollback
 from rollback.errors import RollbackError
+from rollback.train.restore import restore
 from rollback.train.sharded import detached
-from rollback.train.snapshots import pipeline, restore
+from rollback.train.snapshots import pipeline
 
 
 def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]:

@@ -19,9 +19,9 @@ from rollback.facts.training import (
     PassedOver,
     Restored,
 )
-from rollback.rundir import journal
 from rollback.rundir.evidence import BatchKept, NamedNorm, Norms, RankEvidence, write_evidence
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
+from rollback.rundir.journal import journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.rundir.records import SkippedBatch
 

@@ -14,7 +14,7 @@ from toy import Toy, require_same
 from warm_server import run_warm
 
 from rollback.facts.training import AttemptEnded
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 
 NEEDS_GPU = [

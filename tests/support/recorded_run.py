@@ -22,9 +22,9 @@ from rollback.facts.training import (
     RunEnded,
     Window,
 )
-from rollback.rundir import journal
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal import journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, Metric, SkippedBatch, metric_line
 

@@ -9,8 +9,8 @@ from typing import Any
 from unittest import mock
 
 from rollback.checkpoints.manifest import read_manifest
-from rollback.train.snapshots import restore
-from rollback.train.snapshots.reader import Reading
+from rollback.train.restore import restore
+from rollback.train.restore.reader import Reading
 
 _READ = 2  # tensors before the refusal: some live ones have the checkpoint's content then, and the others have not
 

@@ -15,7 +15,7 @@ from rollback.inspect.audit.metrics import last_judged
 from rollback.inspect.audit.quarantine import sample_entries
 from rollback.inspect.audit.reading import Material, by_attempt
 from rollback.inspect.audit.requests import request_entries
-from rollback.rundir.journal import last_fact, of_kind
+from rollback.rundir.journal.journal import last_fact, of_kind
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import SkippedBatch
 

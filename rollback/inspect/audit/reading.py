@@ -14,8 +14,8 @@ from rollback.rundir import seal
 from rollback.rundir.elsewhere import read_elsewhere
 from rollback.rundir.evidence import RankEvidence, read_evidence
 from rollback.rundir.identity import Identity, read_identity
-from rollback.rundir.journal import read_journal
-from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
+from rollback.rundir.journal.journal import read_journal
+from rollback.rundir.metrics.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import Metric, SkippedBatch, read_skipped
 from rollback.system.files import size_of

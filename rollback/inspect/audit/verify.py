@@ -23,7 +23,7 @@ from rollback.inspect.audit.reading import merge, require_run_directory
 from rollback.inspect.audit.report import Document, ReportItem
 from rollback.rundir import seal
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal import examine_journal
+from rollback.rundir.journal.journal import examine_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.terminal.escape import printable

@@ -29,7 +29,7 @@ from rollback.inspect.audit.report import Document, ReportItem
 from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.rundir import seal
-from rollback.rundir.folded_journal import fold_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 
 Status = Literal["good", "candidate", "discarded", "damaged", "quarantined", "unknown"]

@@ -30,7 +30,7 @@ from rollback.inspect.status.record import RunRecord
 from rollback.rundir import seal
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.identity import read_identity
-from rollback.rundir.journal import JournalTail
+from rollback.rundir.journal.journal import JournalTail
 from rollback.rundir.lock import read_holder
 from rollback.rundir.paths import WRITING, RunPaths
 from rollback.rundir.records import Heartbeat

@@ -14,9 +14,9 @@ from rollback.ring.url.index import Index, Kept, checkpoint_key, frozen_key, rea
 from rollback.ring.url.record import Relation, read_piece
 from rollback.ring.url.store import Store, read_verified
 from rollback.rundir import seal
-from rollback.rundir.folded_journal import fold_journal
 from rollback.rundir.identity import Identity, read_identity, require_key_for, require_seal
-from rollback.rundir.journal import read_journal, require_sealed
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import read_journal, require_sealed
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
 from rollback.system.durable import open_regular

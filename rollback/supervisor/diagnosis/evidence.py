@@ -20,8 +20,8 @@ from rollback.facts.training import (
 from rollback.ring.helper import drained
 from rollback.rundir.all_heartbeats import read_all_heartbeats
 from rollback.rundir.failures import read_failures
-from rollback.rundir.folded_journal import FoldedJournal
-from rollback.rundir.journal import JournalTail, read_journal
+from rollback.rundir.journal.folded_journal import FoldedJournal
+from rollback.rundir.journal.journal import JournalTail, read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.supervisor.diagnosis.first_cause import RankEnd
 from rollback.supervisor.diagnosis.outcome import AttemptEvidence, Failures, Left, Refusal

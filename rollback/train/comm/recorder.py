@@ -13,9 +13,9 @@ from typing import Any, TypeVar
 from rollback.errors import JournalDamaged
 from rollback.facts.history import History, fold
 from rollback.facts.training import Advice, Fact, JournalEntry, Trouble
-from rollback.rundir.column_file import ColumnWriter
-from rollback.rundir.folded_journal import FoldedJournal, fold_journal
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.folded_journal import FoldedJournal, fold_journal
+from rollback.rundir.journal.journal import Journal
+from rollback.rundir.metrics.column_file import ColumnWriter
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter, metric_line
 

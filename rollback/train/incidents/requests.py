@@ -18,9 +18,9 @@ from rollback.train.events import RollbackApplied
 from rollback.train.incidents.decisions import Halt, Rewind
 from rollback.train.incidents.judge import Judge
 from rollback.train.process.stopping import StopRequest
+from rollback.train.restore.restore import verify
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.snapshots.restore import verify
 
 _REFUSALS_AT_ONCE = 16  # each is a synced line, and a directory full of rubbish must not hold up training
 

@@ -10,9 +10,9 @@ from rollback.facts.training import Restored, Window
 from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.decisions import Halt, Rewind, Undo
 from rollback.train.incidents.judge import Judge
+from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.snapshots.restore import restore
 from rollback.train.state.held import HeldState
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT

@@ -1,1 +1,1 @@
-"""From tensors to a checkpoint and back: capture, the snapshot in flight, the catalogue, restore."""
+"""From tensors to a checkpoint: capture, the snapshot in flight, the catalogue."""

@@ -4,14 +4,16 @@ It never looks at the disk. Its input is the same on all ranks: landings, verdic
 others. So all ranks have the same catalogue.
 """
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
 from rollback.checkpoints.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
+from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint
-from rollback.rundir.paths import CheckpointName
+from rollback.rundir.paths import CheckpointName, RunPaths
 
 
 class CheckpointStatus(Enum):
@@ -25,6 +27,23 @@ class CheckpointStatus(Enum):
 
 
 _HELD = (CheckpointStatus.CANDIDATE, CheckpointStatus.GOOD)
+
+
+@dataclass(frozen=True)
+class CheckpointPlace:
+    """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
+    this process has it mapped (fast tier). bring: collective; makes sure that every host has it there, where each has a
+    run directory of its own, and returns the fault in words or None."""
+
+    directory: Path
+    run: RunPaths
+    in_slot: bool = False
+    memory: memoryview | None = None
+    bring: Callable[[str], str | None] | None = None
+
+    @property
+    def tier(self) -> Tier:
+        return "fast" if self.in_slot else "durable"
 
 
 @dataclass

@@ -15,8 +15,8 @@ from rollback.ring.drainer import Drainer, Phase, drainer_for
 from rollback.ring.helper import Helper, drained
 from rollback.ring.url.fetch import fetch, fetch_checkpoint, read_manifest_at
 from rollback.ring.url.store import Store
-from rollback.rundir.folded_journal import fold_journal
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.folded_journal import fold_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import CheckpointName, RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say

@@ -30,12 +30,11 @@ from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied, RollbackCause
-from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.snapshots.catalogue import Catalogue, CheckpointPlace
 from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.snapshots.remote import RemoteRing
-from rollback.train.snapshots.restore import CheckpointPlace
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 

@@ -19,7 +19,7 @@ from rollback.policy import PolicyCheckpoint
 from rollback.ring.recorded import good_ones_at
 from rollback.ring.url.fetch import bring, read_manifest_at
 from rollback.ring.url.store import Store
-from rollback.rundir.folded_journal import fold_journal
+from rollback.rundir.journal.folded_journal import fold_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say

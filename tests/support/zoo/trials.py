@@ -19,7 +19,7 @@ from attempts import Forker
 
 from rollback.errors import ExitCode
 from rollback.facts.history import fold
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from zoo.kinds import APART, BATCHES, EXACT, IDS, REFUSED, STEPS
 

@@ -15,7 +15,7 @@ from rollback.cli.launch import closing_line, default_run, read_settings, requir
 from rollback.config import PresetName, Settings
 from rollback.errors import ExitCode, RunDirectoryError, UsageError
 from rollback.facts.training import SkipAdded, Window
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.attempts import LaunchOrder, Result
 from rollback.supervisor.torchrun.flags import FLAGS

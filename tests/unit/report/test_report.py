@@ -30,7 +30,7 @@ from rollback.inspect.audit.reading import read_material
 from rollback.report.account import account
 from rollback.report.page import make_page
 from rollback.report.series import nonfinite_ranges, series, stretches, table, thin
-from rollback.rundir.metric_columns import MetricColumns, last_steps, read_metric_columns
+from rollback.rundir.metrics.metric_columns import MetricColumns, last_steps, read_metric_columns
 from rollback.rundir.records import LineWriter, metric_line, read_metrics
 from rollback.rundir.stacks import ProcessSeen, write_processes
 

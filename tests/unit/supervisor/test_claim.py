@@ -13,7 +13,7 @@ from rollback.errors import ExitCode, RollbackError, RunDirectoryError, RunDoesN
 from rollback.facts.training import AttemptStarted, Finished
 from rollback.rundir import lock, seal
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.supervisor.claim import Claim, claim_or_stand_in, read_past
 

@@ -18,7 +18,7 @@ from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
-from rollback.rundir.journal import Journal, read_journal
+from rollback.rundir.journal.journal import Journal, read_journal
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.rundir.records import Heartbeat, LineWriter, read_heartbeats, write_heartbeat
 from rollback.supervisor.claim import Claim

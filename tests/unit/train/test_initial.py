@@ -19,7 +19,7 @@ from rollback.errors import UsageError
 from rollback.facts.training import Advice, Attached
 from rollback.inspect.ring.export import export
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.reads import reading
+from rollback.train.restore.reads import reading
 
 TOY = Toy(40, max_steps=3)
 

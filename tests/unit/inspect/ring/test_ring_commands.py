@@ -30,7 +30,7 @@ from rollback.facts.training import BecameGood, Committed, Quarantined
 from rollback.inspect.ring.checkpoints import read_listing
 from rollback.inspect.ring.verify import verify
 from rollback.rundir.identity import JobIdentity, new_identity, read_identity, write_identity
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths, shard_name
 
 OLD, MIDDLE, NEW = "c000000-s00000010", "c000001-s00000020", "c000002-s00000030"

@@ -94,7 +94,7 @@ import os, sys
 from pathlib import Path
 os.umask(int(sys.argv[2], 8))
 from rollback.facts.training import Finished
-from rollback.rundir.journal import Journal
+from rollback.rundir.journal.journal import Journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import LineWriter
 from rollback.supervisor.claim import Claim

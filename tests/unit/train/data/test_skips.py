@@ -10,7 +10,7 @@ from torch.utils.data import DataLoader
 from rollback.config import Settings
 from rollback.facts.history import History
 from rollback.facts.training import PassedOver, SkipAdded, Window
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_skipped
 from rollback.train.comm.ranks import Ranks

@@ -10,7 +10,7 @@ import torch
 from rollback.config import Settings
 from rollback.facts.history import History
 from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, Incident, Planned
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
 from rollback.train.comm.pulse import Pulse

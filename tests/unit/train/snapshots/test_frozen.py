@@ -14,10 +14,11 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
+from rollback.train.restore.restore import RestoreOutcome, restore
 from rollback.train.snapshots import frozen as module
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.restore import CheckpointPlace, RestoreOutcome, restore
 from rollback.train.state.state import TrainingState
 
 LARGE = 600  # 600 x 600 float32: more than LEAST

@@ -24,11 +24,12 @@ from rollback.sentinel import Sentinel
 from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
+from rollback.train.restore.restore import RestoreOutcome, restore, verify
 from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.restore import CheckpointPlace, RestoreOutcome, restore, verify
 from rollback.train.state.state import TrainingState
 
 SLOT = 0

@@ -17,7 +17,7 @@ from warm_server import run_warm
 
 import rollback
 from rollback.facts.training import Advice, Incident
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Blip, Kind, Verdict
 from rollback.train.comm.pulse import Beat

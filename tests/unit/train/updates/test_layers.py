@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import rollback
 from rollback.facts.training import Advice, Incident
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.updates import layers as looking
 from rollback.train.updates.gradients import GradientNorms

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader
 
 import rollback
 from rollback.facts.training import Fact, Incident, PhaseAnnounced, ScalerSkipped
-from rollback.rundir.journal import read_journal
+from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.train.updates.scaler import DROPPED, WINDOW, ScaleWatch
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints.shard import ShardPiece, ShardReader, write_shard
-from rollback.train.snapshots import device_reads
+from rollback.train.restore import device_reads
+from rollback.train.restore.device_reads import DeviceRead, read_to_devices
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.device_reads import DeviceRead, read_to_devices
 from rollback.train.state import tree
 
 TENSORS = {

@@ -11,8 +11,8 @@ from pathlib import Path
 from rollback.facts.fact import READ
 from rollback.facts.history import History, fold, history_as_json
 from rollback.rundir import seal
-from rollback.rundir.journal import JournalContent, read_journal, read_journal_after
-from rollback.rundir.journal_index import IndexedLines, read_index
+from rollback.rundir.journal.journal import JournalContent, read_journal, read_journal_after
+from rollback.rundir.journal.journal_index import IndexedLines, read_index
 from rollback.system.durable import read_small_file, write_file
 
 _LIMIT = 1 << 30

@@ -12,10 +12,11 @@ from recorded_run import incident, rollback_plan
 from rollback.errors import JournalDamaged
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Concluded, Evicted, Restored, Stopped
-from rollback.rundir import folded_journal, journal, journal_index, seal
-from rollback.rundir.folded_journal import fold_journal, history_path
-from rollback.rundir.journal import Journal, JournalTail, examine_journal, read_journal
-from rollback.rundir.journal_index import index_path
+from rollback.rundir import seal
+from rollback.rundir.journal import folded_journal, journal, journal_index
+from rollback.rundir.journal.folded_journal import fold_journal, history_path
+from rollback.rundir.journal.journal import Journal, JournalTail, examine_journal, read_journal
+from rollback.rundir.journal.journal_index import index_path
 from rollback.rundir.paths import CheckpointName
 
 BLOCK = 4

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from rollback.rundir import column_file, metric_columns
-from rollback.rundir.column_file import LINES, ColumnWriter, column_path
-from rollback.rundir.metric_columns import MetricColumns, read_metric_columns
+from rollback.rundir.metrics import column_file, metric_columns
+from rollback.rundir.metrics.column_file import LINES, ColumnWriter, column_path
+from rollback.rundir.metrics.metric_columns import MetricColumns, read_metric_columns
 from rollback.rundir.records import metric_line
 
 VALUES = [1.5, None, float("nan"), float("inf"), -0.0, 1e300]

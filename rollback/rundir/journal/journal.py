@@ -20,7 +20,7 @@ from rollback.errors import JournalDamaged, RunDirectoryError, reporting
 from rollback.facts.fact import READ
 from rollback.facts.training import Fact, JournalEntry, parse_fact
 from rollback.rundir import seal
-from rollback.rundir.journal_index import IndexedLines, Indexing, read_index, write_index
+from rollback.rundir.journal.journal_index import IndexedLines, Indexing, read_index, write_index
 from rollback.system import files
 from rollback.system.durable import append_line, open_regular, sync_directory
 from rollback.system.small_json import parse_json

@@ -25,9 +25,9 @@ from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks
+from rollback.train.restore.reads import fitting, fresh, reading, threads_of
 from rollback.train.sharded import is_sharded, local_of, part_of, sharded_like
 from rollback.train.snapshots.frozen import FrozenInCheckpoint
-from rollback.train.snapshots.reads import fitting, fresh, reading, threads_of
 from rollback.train.state import tree
 from rollback.train.state.state import TrainingState
 from rollback.train.state.world_size import adopt, source_of

@@ -13,9 +13,9 @@ import pytest
 
 from rollback.errors import JournalDamaged, RunDirectoryError
 from rollback.facts.training import Fact, Finished, PassedOver, Trouble
-from rollback.rundir import journal as journal_module
 from rollback.rundir import seal
-from rollback.rundir.journal import (
+from rollback.rundir.journal import journal as journal_module
+from rollback.rundir.journal.journal import (
     Damage,
     Journal,
     JournalTail,

@@ -14,7 +14,7 @@ from typing import BinaryIO
 import numpy as np
 import xxhash
 
-from rollback.rundir.metric_rows import COLUMNS, Column, columns_of
+from rollback.rundir.metrics.metric_rows import COLUMNS, Column, columns_of
 from rollback.system import files
 from rollback.system.durable import open_regular, write_all
 

@@ -1,36 +1,17 @@
 """Restoring a checkpoint: all ranks verify it and agree on it first, then it is read into the live tensors."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
 from rollback.checkpoints.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
-from rollback.facts.training import Tier
-from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.reader import Parted, Reading, Whole
-from rollback.train.snapshots.reads import threads_of
+from rollback.train.restore.reader import Parted, Reading, Whole
+from rollback.train.restore.reads import threads_of
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.state.state import TrainingState
 
 _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad
-
-
-@dataclass(frozen=True)
-class CheckpointPlace:
-    """Where a checkpoint lies. run: the run directory, which has the frozen weights. memory: this rank's own shard, if
-    this process has it mapped (fast tier). bring: collective; makes sure that every host has it there, where each has a
-    run directory of its own, and returns the fault in words or None."""
-
-    directory: Path
-    run: RunPaths
-    in_slot: bool = False
-    memory: memoryview | None = None
-    bring: Callable[[str], str | None] | None = None
-
-    @property
-    def tier(self) -> Tier:
-        return "fast" if self.in_slot else "durable"
 
 
 @dataclass

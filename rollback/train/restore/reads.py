@@ -14,8 +14,8 @@ from rollback.checkpoints.layout import Kind
 from rollback.checkpoints.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
 from rollback.train.comm.ranks import Ranks
+from rollback.train.restore.device_reads import DeviceRead, await_devices, read_to_devices
 from rollback.train.snapshots.capture import bytes_of
-from rollback.train.snapshots.device_reads import DeviceRead, await_devices, read_to_devices
 from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state import tree
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from rollback import facts
 from rollback.facts.fact import Fact
 from rollback.facts.history import Case, History
-from rollback.rundir import folded_journal
+from rollback.rundir.journal import folded_journal
 
 KNOWN = {1: "e4e62b2f5efff42c"}
 """By format, what a history consists of."""

@@ -12,10 +12,11 @@ from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
-from rollback.train.snapshots import reads
+from rollback.train.restore import reads
+from rollback.train.restore.restore import restore
 from rollback.train.snapshots.buffers import FastTier
+from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.restore import CheckpointPlace, restore
 from rollback.train.state.state import TrainingState
 
 

@@ -11,8 +11,8 @@ from typing import Any, BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from rollback.rundir.column_file import LINES, read_blocks
-from rollback.rundir.metric_rows import COLUMNS, Column, as_columns, columns_of, row_of
+from rollback.rundir.metrics.column_file import LINES, read_blocks
+from rollback.rundir.metrics.metric_rows import COLUMNS, Column, as_columns, columns_of, row_of
 from rollback.rundir.records import Metric
 from rollback.system.durable import open_regular
 
