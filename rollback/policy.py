@@ -97,66 +97,37 @@ def plan(
     first. suspected: a sample that this incident shares with an earlier one explains it. The result's `timeline` begins
     when the plan is carried out. Same arguments, same plan: every rank may compute it.
     """
-    back = previous if previous and comes_back(incident, previous, settings, stream, suspected) else None
-    escalation = _escalation(incident, back)
-    in_hand = incident.in_hand and settings.trusts_the_batch_in_hand and not (back and back.action == "rollback")
-    reach = _reach(in_hand, back, settings)
-    goes_on = back is not None and _goes_on(incident, back, stream)
-    target, why = _target(incident, back if escalation > goes_on else None, held, reach)
-    action = _action(back is not None, settings)
+    trouble = _Trouble.of(incident, previous, settings, stream, suspected)
+    back = trouble.back
+    target, why = trouble.target(held)
     undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
-    window = screen = lower_rate = None
-    found = target is not None
     if target is None:
-        action, reason = "observe" if settings.observe_only else "stop", why
+        answer = _Answer("observe" if settings.observe_only else "stop", why)
     else:
-        reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
-        if in_hand:
-            reason += "; its batch alone did it: the loss was finite until then, and is not"
-        if action != "retry":
-            wide = _window(incident, target, back, reach, stream, goes_on=goes_on)
-            least = _narrowest(incident, target, back, stream, goes_on=goes_on)
-            dear = action == "rollback" and excess_of(wide, stream, settings) is not None
-            instead = dear and target.step >= LEVEL_KNOWN and (back is None or back.screen is None)
-            if not in_hand and (instead or (settings.policy == "screen" and not escalation)):
-                screen = Window(first=target.batch, last=max(wide.last, target.batch))
-                least = Window(first=least.first, last=stream.end_of_update(least.first, least.first))
-                if dear:
-                    reason += "; updates are screened, since a window would exceed max_skipped"
-            elif dear:
-                window = _cut_down(wide, least, stream, settings)
-                reason += "; no wider window, since that would exceed max_skipped"
-            else:
-                window = wide
-            if action == "rollback" and (excess := excess_of(least, stream, settings)):
-                action, reason = "stop", excess
-        if action == "rollback" and back is not None and undone > settings.max_undone:
-            action, reason = "stop", _structural(back, undone, settings)
-        if action == "stop" and back is not None and back.lower_rate is None and settings.lower_rate is not None:
-            action, window, screen, lower_rate = "rollback", None, None, settings.lower_rate
-            reason = f"with a lower learning rate, once, before it is called structural: {reason}"
-    if action == "stop":
-        target = window = screen = None
+        answer = trouble.answer(target, why, undone)
+    giving_up = None if answer.action != "stop" else "no_checkpoint" if target is None else "structural"
+    if answer.action == "stop":
+        target = None
     last_kept = target.step if target is not None else incident.onset_step
-    discards = [] if action == "observe" else [point.name for point in held if point.step > last_kept]
+    discards = [] if answer.action == "observe" else [point.name for point in held if point.step > last_kept]
     return Planned(
         incident=incident.incident,
         repeats=back.incident if back else None,
-        action=action,
-        escalation=escalation,
+        action=answer.action,
+        escalation=trouble.escalation,
         checkpoint=target.name if target else None,
         step=target.step if target else None,
         batch=target.batch if target else None,
-        skip=window,
+        skip=answer.window,
         discards=tuple(discards),
         through=incident.detection_batch,
-        timeline=incident.timeline + (action in ("rollback", "retry")),
-        reason=reason,
-        in_hand=in_hand and window is not None,
-        screen=screen,
+        timeline=incident.timeline + (answer.action in ("rollback", "retry")),
+        reason=answer.reason,
+        in_hand=trouble.in_hand and answer.window is not None,
+        screen=answer.screen,
         undone=undone,
-        lower_rate=lower_rate,
-        giving_up=None if action != "stop" else "structural" if found else "no_checkpoint",
+        lower_rate=answer.lower_rate,
+        giving_up=giving_up,
     )
 
 
@@ -211,88 +182,152 @@ def horizon_end(plan: Planned, settings: Settings, batches_per_step: int) -> int
     return plan.last + settings.horizon * batches_per_step
 
 
-def _escalation(incident: Incident, back: Planned | None) -> int:
-    """The number of harder answers that this trouble has had, and now gets. What begins behind a screen has not been
-    answered yet."""
-    if back is None:
-        return 0
-    behind_screen = back.screen is not None and incident.onset_batch > back.screen.last
-    return back.escalation + (back.action == "rollback" and not back.in_hand and not behind_screen)
+@dataclass(frozen=True)
+class _Answer:
+    """What is done about a trouble, but for the checkpoint."""
+
+    action: Action
+    reason: str
+    window: Window | None = None
+    screen: Window | None = None
+    lower_rate: tuple[float, int] | None = None
 
 
-def _goes_on(incident: Incident, back: Planned, stream: DataStream) -> bool:
-    """Whether the trouble is back right behind the window: the stretch of bad data is longer than that."""
-    return back.skip is not None and 0 < incident.onset_batch - back.skip.last <= AT_ONCE * stream.batches_per_step
+@dataclass(frozen=True)
+class _Trouble:
+    """An incident, and the plan that it shows to have failed, if there is one."""
 
+    incident: Incident
+    back: Planned | None
+    stream: DataStream
+    settings: Settings
+    in_hand: bool
+    """Whether the batch in hand is the cause, and is skipped alone."""
+    escalation: int
+    """The number of harder answers that this trouble has had, and now gets."""
 
-def _action(repeated: bool, settings: Settings) -> Action:
-    if settings.observe_only:
-        return "observe"
-    if settings.retry_first and not repeated:
-        return "retry"
-    return "rollback"
+    @classmethod
+    def of(
+        cls, incident: Incident, previous: Planned | None, settings: Settings, stream: DataStream, suspected: bool
+    ) -> "_Trouble":
+        back = previous if previous and comes_back(incident, previous, settings, stream, suspected) else None
+        escalation = 0
+        if back is not None:  # what begins behind a screen has not been answered yet
+            behind_screen = back.screen is not None and incident.onset_batch > back.screen.last
+            escalation = back.escalation + (back.action == "rollback" and not back.in_hand and not behind_screen)
+        trusted = incident.in_hand and settings.trusts_the_batch_in_hand
+        return cls(incident, back, stream, settings, trusted and not (back and back.action == "rollback"), escalation)
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is back right behind the window: the stretch of bad data is longer than that."""
+        if self.back is None or self.back.skip is None:
+            return False
+        return 0 < self.incident.onset_batch - self.back.skip.last <= AT_ONCE * self.stream.batches_per_step
 
-def _reach(in_hand: bool, back: Planned | None, settings: Settings) -> Reach:
-    if in_hand:
-        return PRESETS["surgical"]
-    if back is not None and back.in_hand:  # a stretch of such batches, not that one alone: from there on
-        return settings.reach.model_copy(update={"rewind": 0, "skip_from": "onset"})
-    return settings.reach
+    @property
+    def action(self) -> Action:
+        if self.settings.observe_only:
+            return "observe"
+        return "retry" if self.settings.retry_first and self.back is None else "rollback"
 
+    @property
+    def reach(self) -> Reach:
+        if self.in_hand:
+            return PRESETS["surgical"]
+        if self.back is not None and self.back.in_hand:  # a stretch of such batches, not that one alone: from there on
+            return self.settings.reach.model_copy(update={"rewind": 0, "skip_from": "onset"})
+        return self.settings.reach
 
-def _target(
-    incident: Incident, escalated_from: Planned | None, held: Sequence[PolicyCheckpoint], reach: Reach
-) -> tuple[PolicyCheckpoint | None, str]:
-    """The checkpoint to restore, and the reason in words."""
-    before = [point for point in held if point.good and point.step <= incident.onset_step]
-    if not before:
-        return None, "no good checkpoint from before the onset is left"
-    if escalated_from is not None:
-        older = [point for point in before if escalated_from.step is not None and point.step < escalated_from.step]
-        return (
-            (older[-1], "an older good checkpoint than last time")
-            if older
-            else (before[0], "the oldest good checkpoint")
-        )
-    rewind = reach.rewind
-    enough = [point for point in before if point.step <= incident.onset_step - rewind]
-    if enough:
-        at_least = f"at least {rewind} steps " if rewind else ""
-        return enough[-1], f"the newest good checkpoint {at_least}before the onset"
-    return before[0], f"the oldest good checkpoint; none is {rewind} steps before the onset"
+    def target(self, held: Sequence[PolicyCheckpoint]) -> tuple[PolicyCheckpoint | None, str]:
+        """The checkpoint to restore, and the reason in words."""
+        before = [point for point in held if point.good and point.step <= self.incident.onset_step]
+        if not before:
+            return None, "no good checkpoint from before the onset is left"
+        if self.back is not None and self.escalation > self.goes_on:
+            last = self.back.step
+            older = [point for point in before if last is not None and point.step < last]
+            return (older[-1], "an older good checkpoint than last time") if older else (before[0], _OLDEST)
+        rewind = self.reach.rewind
+        enough = [point for point in before if point.step <= self.incident.onset_step - rewind]
+        if enough:
+            at_least = f"at least {rewind} steps " if rewind else ""
+            return enough[-1], f"the newest good checkpoint {at_least}before the onset"
+        return before[0], f"{_OLDEST}; none is {rewind} steps before the onset"
 
+    def answer(self, target: PolicyCheckpoint, why: str, undone: int) -> _Answer:
+        """The answer that goes back to `target`, within all budgets. undone: updates, with those of earlier answers."""
+        back, settings = self.back, self.settings
+        reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
+        if self.in_hand:
+            reason += "; its batch alone did it: the loss was finite until then, and is not"
+        answer = _Answer("retry", reason) if self.action == "retry" else self._skip(target, reason)
+        if answer.action == "rollback" and back is not None and undone > settings.max_undone:
+            answer = _Answer("stop", _structural(back, undone, settings))
+        if answer.action == "stop" and back is not None and back.lower_rate is None and settings.lower_rate is not None:
+            reason = f"with a lower learning rate, once, before it is called structural: {answer.reason}"
+            answer = _Answer("rollback", reason, lower_rate=settings.lower_rate)
+        return answer
 
-def _window(
-    incident: Incident,
-    target: PolicyCheckpoint,
-    previous: Planned | None,
-    reach: Reach,
-    stream: DataStream,
-    *,
-    goes_on: bool,
-) -> Window:
-    first = target.batch if reach.skip_from == "checkpoint" else incident.onset_batch
-    last = max(incident.detection_batch + reach.skip_after, first + reach.skip_min - 1)
-    if previous is not None and previous.skip is not None:
-        # Not from before the restored checkpoint: those batches are part of the run and stay so.
-        if goes_on:
-            # Half as much again as was skipped so far: a long stretch takes few answers.
-            so_far = next((each for each in stream.skipped if previous.skip.last in each), previous.skip)
-            first, length = max(target.batch, previous.skip.last + 1), len(so_far) // 2
+    def _skip(self, target: PolicyCheckpoint, reason: str) -> _Answer:
+        """Skip what did it: a window, or what a screen finds in it. A stop, where the least would cost too much."""
+        bounded = self.action == "rollback"
+        wide, least = self._window(target), self._narrowest(target)
+        dear = bounded and excess_of(wide, self.stream, self.settings) is not None
+        if self._screens(target, dear=dear):
+            if dear:
+                reason += "; updates are screened, since a window would exceed max_skipped"
+            screen = Window(first=target.batch, last=max(wide.last, target.batch))
+            least = Window(first=least.first, last=self.stream.end_of_update(least.first, least.first))
+            answer = _Answer(self.action, reason, screen=screen)
+        elif dear:
+            reason += "; no wider window, since that would exceed max_skipped"
+            answer = _Answer(self.action, reason, _cut_down(wide, least, self.stream, self.settings))
         else:
-            first, length = max(target.batch, min(first, previous.skip.first)), 2 * len(previous.skip)
-        last = max(incident.detection_batch + reach.skip_after, first + length - 1)
-    return Window(first=first, last=stream.end_of_update(first, last))
+            answer = _Answer(self.action, reason, wide)
+        excess = excess_of(least, self.stream, self.settings) if bounded else None
+        return _Answer("stop", excess) if excess else answer
+
+    def _screens(self, target: PolicyCheckpoint, *, dear: bool) -> bool:
+        """Whether updates are judged one by one. dear: a window would cost too much."""
+        if self.in_hand:
+            return False
+        stands_in = dear and target.step >= LEVEL_KNOWN and (self.back is None or self.back.screen is None)
+        return stands_in or (self.settings.policy == "screen" and not self.escalation)
+
+    def _window(self, target: PolicyCheckpoint) -> Window:
+        reach, detection = self.reach, self.incident.detection_batch
+        first, length = target.batch if reach.skip_from == "checkpoint" else self.incident.onset_batch, reach.skip_min
+        skipped = self.back.skip if self.back is not None else None
+        if skipped is not None:
+            # Not from before the restored checkpoint: those batches are part of the run and stay so.
+            if self.goes_on:
+                # Half as much again as was skipped so far: a long stretch takes few answers.
+                so_far = next((each for each in self.stream.skipped if skipped.last in each), skipped)
+                first, length = max(target.batch, skipped.last + 1), len(so_far) // 2
+            else:
+                first, length = max(target.batch, min(first, skipped.first)), 2 * len(skipped)
+        last = max(detection + reach.skip_after, first + length - 1)
+        return Window(first=first, last=self.stream.end_of_update(first, last))
+
+    def _narrowest(self, target: PolicyCheckpoint) -> Window:
+        """From the onset, or where the last window ended, through the detection."""
+        first = self.incident.onset_batch
+        if self.goes_on and self.back is not None and self.back.skip is not None:
+            first = self.back.skip.last + 1
+        first = max(target.batch, first)
+        return Window(first=first, last=self.stream.end_of_update(first, self.incident.detection_batch))
 
 
-def _narrowest(
-    incident: Incident, target: PolicyCheckpoint, previous: Planned | None, stream: DataStream, *, goes_on: bool
-) -> Window:
-    """From the onset, or where the last window ended, through the detection."""
-    behind = previous.skip.last + 1 if previous is not None and previous.skip is not None and goes_on else None
-    first = max(target.batch, incident.onset_batch if behind is None else behind)
-    return Window(first=first, last=stream.end_of_update(first, incident.detection_batch))
+_OLDEST = "the oldest good checkpoint"
+
+
+def _structural(back: Planned, undone: int, settings: Settings) -> str:
+    return (
+        f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
+        f"{settings.max_undone}; {back.escalation + 1} rollbacks did not cure it, so the cause is not in the skipped "
+        "data: look at the learning rate, the precision, the model or the code"
+    )
 
 
 def excess_of(window: Window, stream: DataStream, settings: Settings) -> str | None:
@@ -327,11 +362,3 @@ def _cut_down(wide: Window, narrow: Window, stream: DataStream, settings: Settin
     last = stream.end_of_update(narrow.first, narrow.last + (allowed - skipped) // 2)
     cut = Window(first=narrow.first, last=max(narrow.last, min(wide.last, last)))
     return narrow if excess_of(cut, stream, settings) else cut
-
-
-def _structural(back: Planned, undone: int, settings: Settings) -> str:
-    return (
-        f"the answers to this trouble would undo {undone} updates together, and max_undone allows "
-        f"{settings.max_undone}; {back.escalation + 1} rollbacks did not cure it, so the cause is not in the skipped "
-        "data: look at the learning rate, the precision, the model or the code"
-    )
