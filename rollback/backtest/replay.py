@@ -3,6 +3,7 @@
 The log goes on whatever is called: nothing is rewound, so the sentinel runs on over what a real run would have undone.
 """
 
+import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -10,8 +11,10 @@ from typing import Any, Literal
 from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
 from rollback.backtest.table import read_table
+from rollback.checkpoints.retention import choose_evictions
 from rollback.config import FIRST_PACE, Settings
 from rollback.facts.training import Incident, Planned
+from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import json_number
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
 
@@ -91,11 +94,10 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
     """
     answers: list[Planned] = []
     carried_out: Planned | None = None
-    last_detection = first_step - 1
+    last_detection, ring = first_step - 1, _Ring(first_step, settings)
     for number, verdict in enumerate(calls):
         incident = _incident(number, verdict)
-        held = _held(verdict.step, first_step, last_detection, settings)
-        answer = policy.plan(incident, carried_out, held, settings)
+        answer = policy.plan(incident, carried_out, ring.at(verdict.step, last_detection), settings)
         answers.append(answer)
         if answer.goes_back:
             carried_out = answer
@@ -103,23 +105,32 @@ def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Pla
     return answers
 
 
-def _held(detected: int, first_step: int, last_detection: int, settings: Settings) -> list[policy.PolicyCheckpoint]:
-    """The ring at the time of a detection: the newest `keep` checkpoints, and the newest good one in any case."""
-    every = FIRST_PACE if settings.snapshot_every == "auto" else settings.snapshot_every
-    if not every:
-        return []
-    begin = -(-first_step // every) * every
-    taken = range(begin, detected, every)
+class _Ring:
+    """The checkpoints that a run with these settings would hold, as its steps go by."""
 
-    def good(step: int) -> bool:
-        proven = detected - settings.probation
-        return step <= proven and not step <= last_detection < step + settings.probation
+    def __init__(self, first_step: int, settings: Settings) -> None:
+        self._every = FIRST_PACE if settings.snapshot_every == "auto" else settings.snapshot_every
+        self._keep, self._probation = settings.keep, settings.probation
+        self._next = -(-first_step // self._every) * self._every if self._every else sys.maxsize
+        self._taken = 0
+        self._held: list[CheckpointName] = []
 
-    newest = list(taken[-settings.keep :])
-    older = (step for step in reversed(taken[: -settings.keep]) if good(step))
-    if not any(good(step) for step in newest):
-        newest[:0] = [step for step in [next(older, None)] if step is not None]
-    return [policy.PolicyCheckpoint(name=f"step-{step:09d}", step=step, batch=step, good=good(step)) for step in newest]
+    def at(self, step: int, last_detection: int) -> list[policy.PolicyCheckpoint]:
+        """Those that are held when `step` is judged. Call it with rising steps. last_detection: the last one before."""
+        while self._next < step:
+            self._held.append(CheckpointName.of(self._taken, self._next))
+            good = [name for name in self._held if self._is_good(name, self._next, last_detection)]
+            for name, _ in choose_evictions(self._held, good, (), self._keep):
+                self._held.remove(CheckpointName(name))
+            self._taken, self._next = self._taken + 1, self._next + self._every
+        return [
+            policy.PolicyCheckpoint(name, name.step, name.step, self._is_good(name, step, last_detection))
+            for name in self._held
+        ]
+
+    def _is_good(self, name: CheckpointName, now: int, last_detection: int) -> bool:
+        proved = name.step + self._probation
+        return proved <= now and not name.step <= last_detection < proved
 
 
 def _incident(number: int, verdict: Verdict) -> Incident:

@@ -1,8 +1,9 @@
 """What ended an attempt: the class of the first cause, the rank with which it began, and what only followed. Pure.
 
-The first row that holds gives the class of a rank's failure. Of several ranks, the rank whose class is highest in the
+The first row that holds gives the class of a rank's failure. Of several ranks, the rank whose class comes first in the
 table is the first cause: a rank that dies makes its peers raise, and a rank that is stopped or hangs makes the
-*healthy* ranks raise first. Within a class, the earliest failure counts.
+*healthy* ranks raise first. Within a class, the earliest failure counts. The order is that of
+`rollback.facts.supervisor.Why`.
 
 | class         | evidence                                                                                   |
 |---------------|--------------------------------------------------------------------------------------------|

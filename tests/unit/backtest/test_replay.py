@@ -333,6 +333,13 @@ def test_the_plan_uses_only_checkpoints_that_were_good_by_then(tmp_path: Path) -
     assert "no good checkpoint" in answer.reason
 
 
+def test_the_plan_knows_how_a_full_ring_is_thinned(tmp_path: Path) -> None:
+    """What is far back is still there, at wider distances: the ring does not hold the newest few alone."""
+    log = write_csv(tmp_path / "log.csv", {"step": range(3000), "loss": raised(descent(3000), 2200, 9.0)})
+    found = replay(log, Overrides(), Settings(snapshot_every=10, keep=8, rewind=400))
+    assert found.plan[0].step == 1640
+
+
 def test_text_names_every_call_and_fits_the_terminal(tmp_path: Path, run: Run) -> None:
     log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": LOSSES})
     code, out, err = run(log)
