@@ -120,6 +120,7 @@ def _show(path: Path, body: bytes) -> None:
 def _start(root: Path) -> None:
     """What supervisor and rank 0 read, and what rank 0 sends to the others."""
     from rollback.config import Settings
+    from rollback.facts.history import history_as_json
     from rollback.rundir.identity import read_identity
     from rollback.rundir.paths import RunPaths
     from rollback.supervisor.claim import read_past
@@ -128,11 +129,11 @@ def _start(root: Path) -> None:
     from rollback.train.comm.recorder import Recorder
 
     paths = RunPaths(root)
-    for _ in range(2):  # before it takes the lock, and with it
-        read_past(paths)
+    read_past(paths, read_past(paths))  # before it takes the lock, and with it
     identity = read_identity(paths)
     assert identity is not None
     found, lock = read_run(paths, identity.job, Ranks(), Settings(accept_structural=True))
+    json.dumps({"history": history_as_json.dump_json(found.history).decode()}).encode()  # for the other ranks
     Recorder(paths, found.attempt, first=True, journal=found.journal).close()
     if lock is not None:
         lock.release()

@@ -5,7 +5,7 @@ journals.
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from pydantic import TypeAdapter
@@ -170,6 +170,25 @@ def fold(records: Iterable[JournalEntry], history: History | None = None) -> His
             history.furthest = max(record.fact.step, history.furthest or 0)
         _apply(history, record)
     return history
+
+
+def copy_of(history: History) -> History:
+    """Another history of the same facts. `fold` changes one, and not the other."""
+    return replace(history, **{each.name: _copy(getattr(history, each.name)) for each in fields(history)})
+
+
+def _copy(value: Any) -> Any:
+    match value:
+        case dict():
+            return {key: _copy(item) for key, item in value.items()}
+        case list():
+            return [_copy(item) for item in value]
+        case set():
+            return {*value}
+        case Case():
+            return replace(value, screened_out=[*value.screened_out])
+        case _:  # a fact, or a number: they never change
+            return value
 
 
 def _apply(history: History, record: JournalEntry) -> None:

@@ -1,5 +1,6 @@
 """The run directory before the first attempt: checks it, locks it, and leaves it untouched when a job is refused."""
 
+import contextlib
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +22,8 @@ class EarlierAttempts:
 
     train: FoldedJournal
     supervisor: list[JournalEntry]
+    files: tuple[object, ...] = ()
+    """What told the journals' files from others before they were read."""
 
     @property
     def last_attempt(self) -> int:
@@ -31,8 +34,10 @@ class EarlierAttempts:
         return last_fact(self.supervisor, AttemptStarted)
 
 
-def read_past(paths: RunPaths) -> EarlierAttempts:
+def read_past(paths: RunPaths, before: EarlierAttempts | None = None) -> EarlierAttempts:
     """Read a run directory, which need not exist. Changes nothing.
+
+    before: what was read before the lock was taken. It is the result where nobody has written since.
 
     Raises RunDoesNotFit for a directory with other files or another format, JournalDamaged, and RunDirectoryError where
     the directory cannot be read or written.
@@ -41,9 +46,20 @@ def read_past(paths: RunPaths) -> EarlierAttempts:
     with reporting(RunDirectoryError, f"reading the run directory {paths.root}"):
         _require_run_directory(paths)
     read_identity(paths)
+    present = tuple(map(_state_of, (paths.identity, paths.train_journal, paths.supervisor_journal)))
+    if before is not None and before.files == present:
+        return before
     train, supervisor = fold_journal(paths.train_journal), read_journal(paths.supervisor_journal)
     require_key(paths, train.reading.seals + supervisor.seals)
-    return EarlierAttempts(train, supervisor.records)
+    return EarlierAttempts(train, supervisor.records, present)
+
+
+def _state_of(path: Path) -> tuple[int, ...] | None:
+    """Changes with every write to a file; None: there is none."""
+    with reporting(RunDirectoryError, f"looking at {path}"), contextlib.suppress(FileNotFoundError):
+        found = os.stat(path)
+        return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return None
 
 
 def _require_access(paths: RunPaths) -> None:
@@ -90,8 +106,7 @@ def claim_or_stand_in(
     It is also raised where the directory holds a run, since then the script has a guard.
     """
     try:
-        read_past(paths)
-        return paths, Claim(paths), None
+        return paths, Claim(paths, read_past(paths)), None
     except RollbackError as error:
         if insist or os.path.exists(paths.identity):
             raise
@@ -103,11 +118,11 @@ class Claim:
     """Holds the lock of a run directory, which it makes where it is missing.
 
     Call `release` at the end of a run, or `undo` where the job was refused: the disk is then as it was before. The
-    constructor raises RunInUse or RunDirectoryError.
+    constructor raises RunInUse or RunDirectoryError. before: what was read without the lock.
     """
 
-    def __init__(self, paths: RunPaths) -> None:
-        self._paths = paths
+    def __init__(self, paths: RunPaths, before: EarlierAttempts | None = None) -> None:
+        self._paths, self.before = paths, before
         self._absent = [path for path in (paths.root, *paths.root.parents) if not path.exists()]
         self._lock_was_there = paths.lock.exists()
         self._stale_holder = _content(paths.holder)

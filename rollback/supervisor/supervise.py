@@ -86,9 +86,9 @@ def _take_part(
     paths, ring = order.paths, order.settings.ring
     follower = Follower(paths, place, host, order.grace, signals, say, SharedMeeting(paths, place.most))
     while True:
-        read_past(paths)
+        past = read_past(paths)
         try:
-            claim = Claim(paths)
+            claim = Claim(paths, past)
         except RunInUse as in_use:
             with membership(paths, place):
                 verdict = follower.follow(in_use)
@@ -131,7 +131,7 @@ def _lead(
                     if place is not None:  # of many nodes, the one that leads asks whether it may write
                         store.probe()
                     fetch(store, order.paths, say)
-                past = read_past(order.paths)
+                past = read_past(order.paths, claim.before)
                 forget_elsewhere(order.paths)
                 if (told := nothing_left(order.paths, past, order.job, order.settings, say)) is not None:
                     verdict = RunResult(exit_code=ExitCode.DONE, reason=told)

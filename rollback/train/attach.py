@@ -24,7 +24,7 @@ from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.fact import READ
-from rollback.facts.history import History, history_as_json
+from rollback.facts.history import History, copy_of, history_as_json
 from rollback.facts.training import Accepted, Attached, Blamed, Evicted, Quarantined
 from rollback.rundir.identity import (
     Identity,
@@ -156,6 +156,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
             journal = fold_journal(paths.train_journal, to_keep=True)
             require_a_change(paths, settings, journal.history)
             body = _read(paths, identity, journal.history)
+            if ranks.distributed:  # the others have it from here
+                body["history"] = history_as_json.dump_json(journal.history).decode()
             body["accepted"] = [fact.model_dump(mode="json") for fact in accepted]
         except (RollbackError, OSError) as failure:
             error = failure if isinstance(failure, RollbackError) else _refused_by_disk(paths, failure)
@@ -174,7 +176,8 @@ def read_run(paths: RunPaths, job: JobIdentity, ranks: Ranks, settings: Settings
     newer = [Manifest.model_validate(body) for body in ranks.from_first([m.model_dump(mode="json") for m in newer])]
     found = FoundRun(
         attempt=body["attempt"],
-        history=history_as_json.validate_json(body["history"], context=READ),
+        # Rank 0's recorder adds to what it has read; what the ranks decide by must stay alike on all.
+        history=copy_of(journal.history) if journal else history_as_json.validate_json(body["history"], context=READ),
         manifests=sorted(manifests.values(), key=lambda manifest: manifest.seq),
         slots=in_memory.slots,
         in_ring=[manifest.name for manifest in in_ring],
@@ -205,7 +208,6 @@ def _read(paths: RunPaths, identity: Identity | None, history: History) -> dict[
         )
     return {
         "attempt": int(os.environ.get(ENV_ATTEMPT) or history.last_attempt + 1),
-        "history": history_as_json.dump_json(history).decode(),
         "manifests": [json.loads(manifest.model_dump_json()) for manifest in manifests],
         "damaged": damaged,
         "blamed": [fact.model_dump() for _, fact in of_kind(read_journal(paths.supervisor_journal).records, Blamed)],

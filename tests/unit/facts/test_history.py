@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -9,7 +10,7 @@ from hypothesis import strategies as st
 
 from recorded_run import attached, incident, rollback_plan
 from rollback.errors import JournalDamaged
-from rollback.facts.history import History, fold, merge_windows
+from rollback.facts.history import Case, History, copy_of, fold, merge_windows
 from rollback.facts.training import (
     Accepted,
     Advice,
@@ -18,6 +19,7 @@ from rollback.facts.training import (
     BecameGood,
     Committed,
     Concluded,
+    Drained,
     Evicted,
     Fact,
     Fetched,
@@ -143,6 +145,31 @@ def test_folding_in_two_parts_is_folding_at_once(cut: int) -> None:
     whole = records(STORY)
     in_parts = fold(whole[cut:], fold(whole[:cut], History()))
     assert in_parts == at_once
+
+
+@given(st.integers(0, len(STORY)))
+def test_what_a_copy_learns_changes_nothing_in_the_other(cut: int) -> None:
+    whole = records(STORY)
+    history = fold(whole[:cut])
+    assert fold(whole[cut:], copy_of(history)) == fold(whole)
+    assert history == fold(whole[:cut])
+
+
+def test_a_copy_shares_nothing_that_can_change() -> None:
+    plan = rollback_plan(1, C1, 20, None, screen=Window(first=40, last=101))
+    drained = Drained(checkpoint=C1, step=20, place="file:///far", bytes=1, seconds=0.1)
+    history = told(*STORY[:-3], plan, screened_out(90, 91, 111), drained, attached(C1, 20))
+
+    def changeable(value: Any) -> Iterable[object]:
+        if isinstance(value, (dict, list, set, History, Case)):
+            yield value
+        inner = vars(value) if isinstance(value, (History, Case)) else value
+        for item in inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else ():
+            yield from changeable(item)
+
+    ours, theirs = ({id(item) for item in changeable(each)} for each in (history, copy_of(history)))
+    assert len(ours) == len(theirs) > 15
+    assert not ours & theirs
 
 
 # --- what became of incidents -----------------------------------------------------------------------------------------
