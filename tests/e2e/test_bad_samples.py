@@ -87,6 +87,7 @@ def test_a_crash_around_the_quarantine_changes_nothing(tmp_path: Path, forker: F
     require_same(ended, same_skips_from_the_start(SMALL, run, tmp_path / "fresh"), "crashed")
 
 
+@pytest.mark.soak
 def test_with_quarantine_off_each_epoch_meets_them_again(tmp_path: Path) -> None:
     toy = SMALL.with_settings(quarantine="off")
     run = tmp_path / "run"

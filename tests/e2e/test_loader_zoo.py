@@ -78,8 +78,8 @@ ALIKE = {
 
 
 def _by_default() -> Iterator[tuple[str, str]]:
-    """The others, but those that are read like one of them, are stopped or go back, in turn, and meet what is expected of one trial and of no other. The rest is
-    left to the soak."""
+    """The others, without those in `ALIKE`, are stopped or go back, in turn, and meet what is expected of one trial and
+    of no other. The rest is left to the soak."""
     for number, (name, kind) in enumerate(KINDS.items()):
         if name in ALIKE:
             continue
