@@ -146,7 +146,7 @@ def broken_off(server: Server, folder: Path, fast_tier: str) -> Job:
 
 
 def test_a_disk_that_cannot_be_read_at_a_start(server: Server, tmp_path: Path, tell: Tell) -> None:
-    tell(broken_off(server, tmp_path, "no slots").fail_at_each(every=40))
+    tell(broken_off(server, tmp_path, "no slots").fail_at_each(every=120))
 
 
 @pytest.mark.soak

@@ -1,6 +1,5 @@
 """Starting `rollback launch` from a test and looking at what it leaves."""
 
-import functools
 import json
 import os
 import subprocess
@@ -41,7 +40,6 @@ class Launch:
         self.program = ["-m", "rollback"] if with_torchrun else ["-c", WITHOUT_TORCHRUN]
         self.run = folder / "runs" / script.stem
         self.paths = RunPaths(self.run)
-        self.before_it_starts: Callable[[], None] | None = None
         self.started: list[subprocess.Popen[str]] = []
 
     def start(self, arguments: str, *flags: str, ranks: int = 1) -> subprocess.Popen[str]:
@@ -50,8 +48,7 @@ class Launch:
         command = [sys.executable, *self.program, "launch", *flags, str(self.script), *arguments.split()]
         environment = {**os.environ, "NOTES": str(self.folder), "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
         environment |= {"RANK": "0", "WORLD_SIZE": "1"}  # torchrun sets its own
-        cold = functools.partial(subprocess.Popen[str], preexec_fn=self.before_it_starts)
-        popen = cold if self.cold or self.before_it_starts else WarmPopen[str]
+        popen = subprocess.Popen[str] if self.cold else WarmPopen[str]
         process = popen(
             command, cwd=self.folder, env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
         )

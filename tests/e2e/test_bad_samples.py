@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from attempts import DIED, Forker
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
+from selection import soak
 from toy import PRESETS, Toy, facts, left_out, require_same, same_skips_from_the_start, skipped, train
 from typer.testing import CliRunner
 from warm_server import run_warm
@@ -61,13 +62,13 @@ def test_two_bad_samples_of_two_thousand_with_default_settings(tmp_path: Path, e
     print(f"goodput {totals.goodput}: {totals.steps} steps count and {totals.steps_lost} were undone")
 
 
-def test_a_run_that_finds_bad_samples_is_the_run_that_was_told_from_the_start(tmp_path: Path) -> None:
-    for workers in (0, 2):
-        toy, run = SMALL.but(workers=workers), tmp_path / f"run-{workers}"
-        ended = train(toy, run)
-        assert {33, 301} <= {sample for entry in left_out(run) for sample in entry["samples"]}
-        assert all(plan.escalation == 0 for plan in facts(run, Planned))
-        require_same(ended, same_skips_from_the_start(toy, run, tmp_path / f"fresh-{workers}"), f"{workers} workers")
+@pytest.mark.parametrize("workers", [1, *soak(0, 2)])
+def test_a_run_that_finds_bad_samples_is_the_run_that_was_told_from_the_start(tmp_path: Path, workers: int) -> None:
+    toy, run = SMALL.but(workers=workers), tmp_path / "run"
+    ended = train(toy, run)
+    assert {33, 301} <= {sample for entry in left_out(run) for sample in entry["samples"]}
+    assert all(plan.escalation == 0 for plan in facts(run, Planned))
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), f"{workers} workers")
 
 
 @pytest.mark.parametrize(
@@ -86,6 +87,7 @@ def test_a_crash_around_the_quarantine_changes_nothing(tmp_path: Path, forker: F
     require_same(ended, same_skips_from_the_start(SMALL, run, tmp_path / "fresh"), "crashed")
 
 
+@pytest.mark.soak
 def test_with_quarantine_off_each_epoch_meets_them_again(tmp_path: Path) -> None:
     toy = SMALL.with_settings(quarantine="off")
     run = tmp_path / "run"

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from rich.console import Console
+from selection import soak
 from warm_server import run_warm
 
 from demo import DemoFailed, Job, checks, compare_with_planted, run_to_end
@@ -29,7 +30,10 @@ def test_adopting_the_guard_changes_at_most_six_lines() -> None:
     assert len(guarded) < 150
 
 
-@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]])
+TORCHRUN = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+
+
+@pytest.mark.parametrize("launcher", [TORCHRUN, *soak([])], ids=["two ranks", "one process"])
 def test_the_guarded_script_trains_exactly_as_the_plain_one(launcher: list[str], tmp_path: Path) -> None:
     printed = []
     for name in ("train_gpt_plain.py", "train_gpt.py"):

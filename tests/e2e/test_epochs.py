@@ -1,10 +1,12 @@
 """Nested loops: rollbacks over an epoch's start, resumes in a later epoch, loops that are broken off, ends."""
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from attempts import Forker
+from selection import soak
 from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, train, weights
 
 from rollback.facts.training import Attached, Finished, Incident, Restored
@@ -41,7 +43,7 @@ def test_a_rollback_over_an_epoch_s_start_repeats_the_scheduler_s_step_there(tmp
     assert {name: ended[name] for name in rates} == rates
 
 
-@pytest.mark.parametrize("bad", [31, 61, 59, 90])
+@pytest.mark.parametrize("bad", [61, *soak(31, 59, 90)])
 def test_under_epochs_all_that_the_script_does_between_epochs_is_done_again(tmp_path: Path, bad: int) -> None:
     toy = EPOCHS.but(loop="epochs", between=True, nan=(bad,)).with_settings(rewind=12)
     ended = train(toy, tmp_path / "run")
@@ -63,11 +65,12 @@ def test_a_skip_window_may_lie_across_an_epoch_s_end(tmp_path: Path) -> None:
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "window over an end")
 
 
-@pytest.mark.covering
-@pytest.mark.parametrize("loop", ["range", "epochs"])
-@pytest.mark.parametrize("killed_at", [5, 29, 30, 47, 60, 115])
+@pytest.mark.parametrize(
+    ("killed_at", "loop"),
+    [(47, "range"), (60, "epochs"), *soak(*itertools.product((5, 29, 30, 115), ("range", "epochs")))],
+)
 def test_a_run_resumed_in_any_epoch_ends_as_if_undisturbed(
-    tmp_path: Path, forker: Forker, loop: str, killed_at: int
+    tmp_path: Path, forker: Forker, killed_at: int, loop: str
 ) -> None:
     toy = EPOCHS.but(loop=loop, between=True)
     log = tmp_path / "log"
@@ -76,7 +79,7 @@ def test_a_run_resumed_in_any_epoch_ends_as_if_undisturbed(
     require_same(ended, train(toy), f"killed at batch {killed_at}")
 
 
-@pytest.mark.parametrize("loop", ["range", "epochs"])
+@pytest.mark.parametrize("loop", ["epochs", *soak("range")])
 def test_a_rollback_after_a_resume_in_a_later_epoch(tmp_path: Path, forker: Forker, loop: str) -> None:
     toy = EPOCHS.but(loop=loop, nan=(62,), between=loop == "epochs").with_settings(
         policy="surgical", rewind=15, skip_after=0
@@ -88,7 +91,7 @@ def test_a_rollback_after_a_resume_in_a_later_epoch(tmp_path: Path, forker: Fork
     require_same(ended, train(toy.with_settings(skip=[{"first": 62, "last": 62}]), tmp_path / "fresh"), loop)
 
 
-@pytest.mark.parametrize("loop", ["range", "epochs"])
+@pytest.mark.parametrize("loop", ["epochs", *soak("range")])
 def test_loops_that_are_broken_off_read_what_they_would_without_a_guard(tmp_path: Path, loop: str) -> None:
     toy = EPOCHS.but(loop=loop, leave_after=20, between=True)
     guarded, plain = train(toy, tmp_path / "run"), train(toy)
@@ -97,7 +100,7 @@ def test_loops_that_are_broken_off_read_what_they_would_without_a_guard(tmp_path
 
 
 @pytest.mark.parametrize(
-    "toy", [EPOCHS, EPOCHS.but(loop="epochs"), Toy(max_steps=50), Toy(loader="drawn", max_steps=50)]
+    "toy", [Toy(loader="drawn", max_steps=50), *soak(EPOCHS, EPOCHS.but(loop="epochs"), Toy(max_steps=50))]
 )
 def test_a_finished_run_that_is_run_again_ends_with_the_same_weights(tmp_path: Path, toy: Toy) -> None:
     """It goes on from its last checkpoint, to the same end."""
@@ -108,7 +111,7 @@ def test_a_finished_run_that_is_run_again_ends_with_the_same_weights(tmp_path: P
     require_same({name: first[name] for name in state}, {name: again[name] for name in state}, "finished run")
 
 
-@pytest.mark.parametrize("loop", ["range", "epochs"])
+@pytest.mark.parametrize("loop", ["epochs", *soak("range")])
 def test_max_steps_ends_all_loops(tmp_path: Path, loop: str) -> None:
     toy = EPOCHS.but(loop=loop, max_steps=45)
     ended = train(toy, tmp_path / "run")
@@ -117,6 +120,7 @@ def test_max_steps_ends_all_loops(tmp_path: Path, loop: str) -> None:
     require_same(weights(ended), weights(train(toy.but(loop="range"))), "max_steps")
 
 
+@pytest.mark.soak
 def test_more_steps_can_be_asked_of_a_finished_run(tmp_path: Path) -> None:
     toy = EPOCHS.but(loop="epochs", between=True)
     train(toy.but(epochs=2), tmp_path / "run")

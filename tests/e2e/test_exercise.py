@@ -46,6 +46,7 @@ def test_a_fault_that_would_wreck_the_run_is_replayed_bit_for_bit(
     assert ledger.totals.skipped_batches == 0
 
 
+@pytest.mark.soak
 def test_by_default_the_batches_around_the_fault_are_skipped_as_well(tmp_path: Path, undisturbed: Trained) -> None:
     guarded = train(1e4, tmp_path / "run", retry_first=False)
     [incident] = ledger_of(tmp_path / "run").incidents
@@ -55,6 +56,7 @@ def test_by_default_the_batches_around_the_fault_are_skipped_as_well(tmp_path: P
     assert guarded.loss == pytest.approx(undisturbed.loss, rel=0.05)
 
 
+@pytest.mark.soak
 def test_a_fault_that_passes_by_itself_is_recorded_and_left_alone(tmp_path: Path, undisturbed: Trained) -> None:
     guarded = train(10.0, tmp_path / "run")
     ledger = ledger_of(tmp_path / "run")

@@ -10,6 +10,7 @@ import pytest
 from asking import answers, asking, hand_in
 from faulty import Bucket, Died, new_bucket
 from job_results import Scenarios
+from selection import soak
 from toy import Hook, Toy, facts, history, require_same, same_skips_from_the_start, train, weights
 
 from rollback.checkpoints import ring, tiers
@@ -78,7 +79,7 @@ def fast(toy: Toy, folder: Path) -> Toy:
     return toy.with_settings(fast_tier=str(folder / "memory"))
 
 
-@pytest.mark.parametrize("in_memory", [False, True], ids=["ring in the run directory", "slots"])
+@pytest.mark.parametrize("in_memory", [True, *soak(False)], ids=["slots", "ring in the run directory"])
 def test_a_rollback_reaches_a_checkpoint_that_is_only_at_the_url(
     tmp_path: Path, bucket: Bucket, in_memory: bool
 ) -> None:

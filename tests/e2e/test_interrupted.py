@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from attempts import DIED, Forker
-from selection import by_default
+from selection import by_default, soak
 from toy import Toy, facts, require_same, same_skips_from_the_start, skip_list, train
 
 from rollback.errors import RunInUse
@@ -33,7 +33,7 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
-@pytest.mark.parametrize("job", by_default(JOBS, "workers", "callable", "stateful", "scaler", "accumulation"))
+@pytest.mark.parametrize("job", by_default(JOBS, "workers", "scaler", "accumulation"))
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, forker: Forker, job: str) -> None:
     """Killed twice, the second time before it got as far as the first: the last one to get there counts."""
     toy, run, log = JOBS[job], tmp_path / "run", tmp_path / "log"
@@ -44,7 +44,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path, forker:
     require_same(ended, train(toy, tmp_path / "undisturbed"), job)
 
 
-@pytest.mark.parametrize("job", ["shuffled", "workers", "callable"])
+@pytest.mark.parametrize("job", ["workers", *soak("shuffled", "callable")])
 def test_sigterm_stops_at_a_checkpoint_of_that_very_step(tmp_path: Path, forker: Forker, job: str) -> None:
     toy, run, log = JOBS[job], tmp_path / "run", tmp_path / "log"
     assert forker.status(toy, run, log=str(log), signal=[33, signal.SIGTERM]) == 75
@@ -58,7 +58,7 @@ def test_sigterm_stops_at_a_checkpoint_of_that_very_step(tmp_path: Path, forker:
 
 @pytest.mark.parametrize(
     ("told", "bad"),
-    [(33, 33), (98, 99), *(pytest.param(*each, marks=pytest.mark.soak) for each in [(33, 34), (97, 98), (98, 98)])],
+    [(98, 99), *soak((33, 33), (33, 34), (97, 98), (98, 98))],
 )
 def test_sigterm_together_with_a_bad_batch(tmp_path: Path, forker: Forker, told: int, bad: int) -> None:
     """Planned and journalled, but not carried out before the stop; also where it comes with an epoch's last batches."""
@@ -69,7 +69,7 @@ def test_sigterm_together_with_a_bad_batch(tmp_path: Path, forker: Forker, told:
     require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), f"told at {told}, bad {bad}")
 
 
-@pytest.mark.parametrize("batch", [97, 98, 99])
+@pytest.mark.parametrize("batch", [98, *soak(97, 99)])
 def test_sigterm_with_the_last_batches_of_all_ends_the_run_as_it_would_have_ended(
     tmp_path: Path, forker: Forker, batch: int
 ) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 from job_results import JOB, LAUNCH, Scenarios
+from selection import soak
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
@@ -72,7 +73,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     return launched
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, *soak(1)])
 def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank: int) -> None:
     launched = Launched(tmp_path, TOY, signal=[rank, KILL, signal.SIGKILL, 1])
     launched.finish()
@@ -96,7 +97,7 @@ def test_a_rank_that_was_a_step_behind_the_dead_one_keeps_the_step_that_both_hav
     launched.require(undisturbed)
 
 
-@pytest.mark.parametrize("how", ["raise", "leave"])
+@pytest.mark.parametrize("how", ["raise", *soak("leave")])
 def test_a_rank_that_raises_or_leaves_costs_no_step(tmp_path: Path, undisturbed: Launched, how: str) -> None:
     launched = Launched(tmp_path, TOY, ends=[1, KILL, how])
     launched.finish()

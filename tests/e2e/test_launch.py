@@ -5,13 +5,14 @@ import os
 import re
 import signal
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 from launching import LIMIT, RANK, Launch, is_gone, launching, tree
+from selection import soak
 
 from rollback.facts.training import (
     Attached,
@@ -60,15 +61,15 @@ def test_a_job_that_ends_by_itself_is_done_and_got_its_arguments(job: Launch) ->
     assert not job.paths.holder.exists()
 
 
-def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(cold: Launch) -> None:
-    code, output = cold.finish("die_once", ranks=2)
+def test_a_killed_rank_is_named_and_the_next_attempt_starts_at_once(job: Launch) -> None:
+    code, output = job.finish("die_once", ranks=2)
     assert code == 0, output
-    first, second = cold.facts(AttemptEnded)
+    first, second = job.facts(AttemptEnded)
     assert first.cause.startswith("rank 1 (pid ")
     assert first.cause.endswith("was killed by signal 9 (SIGKILL), last seen step at step 7, batch 7")
     assert first.step == 7
     assert second.status == 0
-    (restart,) = cold.facts(RestartScheduled)
+    (restart,) = job.facts(RestartScheduled)
     assert restart.delay == 0.0
     assert "Traceback" not in output
 
@@ -96,7 +97,7 @@ def test_a_killed_torchrun_leaves_nothing_behind_when_the_next_attempt_starts(jo
     assert job.facts(AttemptEnded)[0].cause == "torchrun was killed by signal 9 (SIGKILL)"
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("signum", [signal.SIGUSR1, *soak(signal.SIGTERM)])
 def test_a_stop_signal_reaches_the_ranks_and_the_run_is_resumable(job: Launch, signum: signal.Signals) -> None:
     supervisor = job.start("stop_when_told", ranks=2)
     job.wait_for_heartbeats(2)
@@ -179,8 +180,8 @@ def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> None:
-    with memory_cgroup(3 << 29) as enter:
-        job.before_it_starts = enter
+    with memory_cgroup(3 << 29) as members:
+        job.program = ["-c", IN_CGROUP.format(members=str(members))]
         code, output = job.finish("eat_memory")
     assert code == 0, output
     ended = job.facts(AttemptEnded)[0]
@@ -190,6 +191,16 @@ def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> N
     assert shown.startswith(f"why        {ended.cause}")
     assert f"\nrank       0, on host {socket.gethostname()}" in shown
     assert (told["why"], told["rank"], told["blamed"]) == ("oom_kill", 0, None)
+
+
+IN_CGROUP = """
+import os
+from pathlib import Path
+from rollback import cli
+
+Path({members!r}).write_text(str(os.getpid()))
+cli.main()
+"""
 
 
 # Where no memory cgroup can be made: only the files in which the kernel counts are ours.
@@ -222,8 +233,8 @@ def test_a_rank_with_whose_death_the_kernel_s_count_grows_died_for_want_of_memor
 
 
 @contextmanager
-def memory_cgroup(limit: int) -> Iterator[Callable[[], None]]:
-    """What a process calls to move itself into a new memory cgroup of `limit` bytes; skips where none can be made."""
+def memory_cgroup(limit: int) -> Iterator[Path]:
+    """The file that takes the pids of a new memory cgroup of `limit` bytes; skips where none can be made."""
     membership = Path("/proc/self/cgroup").read_text()
     parents = [path.parent for path in counter_files(membership) if path.is_file()]
     if not parents:
@@ -241,7 +252,7 @@ def memory_cgroup(limit: int) -> Iterator[Callable[[], None]]:
             made.rmdir()
         pytest.skip(f"no memory cgroup can be made here: {error}")
     try:
-        yield lambda: (made / "cgroup.procs").write_text(str(os.getpid())) and None
+        yield made / "cgroup.procs"
     finally:
         made.rmdir()
 

@@ -69,7 +69,7 @@ class Supervised:
     "toy",
     [
         pytest.param(TOY, id="read by the rank itself", marks=pytest.mark.soak),
-        pytest.param(TOY.but(workers=2, augment=True), id="read by workers"),
+        pytest.param(TOY.but(workers=2, augment=True), id="read by workers", marks=pytest.mark.soak),
         pytest.param(TOY.but(accumulate=2), id="in the middle of an update"),
         pytest.param(TOY.but(poison=(123, 301)), id="two of them", marks=pytest.mark.soak),
         pytest.param(TOY.but(epochs=3), id="in three epochs"),

@@ -15,6 +15,7 @@ import pytest
 from attempts import Forker
 from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
+from selection import soak
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen, run_warm
 
@@ -36,12 +37,12 @@ def forker() -> Iterator[Forker]:
 
 def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) -> None:
     """Each stop signal, in training, in evaluation between two epochs and while a checkpoint is written."""
-    toy = Toy(samples=600, epochs=2, loop="epochs", between=True, workers=2, augment=True, patient=False)
+    toy = Toy(samples=300, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False)
     toy = toy.with_settings(snapshot_every=3)
     moments = random.Random(SEED)
     undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
     run, log, stops = tmp_path / "run", tmp_path / "log", []
-    for number, batch in zip(SIGNALS, sorted(moments.sample(range(5, 280), len(SIGNALS))), strict=True):
+    for number, batch in zip(SIGNALS, sorted(moments.sample(range(5, 140), len(SIGNALS))), strict=True):
         stops.append((number.name, batch, delay := moments.choice([0.0, moments.uniform(0.0005, 0.01)])))
         status = forker.status(toy, run, log=str(log), signal=[batch, number, delay])
         assert status == 75, f"seed {SEED}, {stops}: {Path(f'{run}.txt').read_text()}"
@@ -55,7 +56,7 @@ def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) ->
 
 def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(tmp_path: Path, forker: Forker) -> None:
     """The same, for certain in the midst of them, with loader workers."""
-    toy = Toy(samples=160, epochs=2, loop="epochs", between=True, workers=2, augment=True, patient=False)
+    toy = Toy(samples=160, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False)
     toy = toy.with_settings(snapshot_every=3)
     undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
     run, log = tmp_path / "run", tmp_path / "log"
@@ -72,7 +73,7 @@ def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(tmp_path: Path, f
 LONG = Toy(samples=1600, sampler="distributed", workers=1, augment=True, patient=False)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, *soak(signal.SIGUSR1)])
 def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, number: signal.Signals) -> None:
     """Supervisor, torchrun, both ranks and their loader workers at once."""
     scenarios = Scenarios(tmp_path)

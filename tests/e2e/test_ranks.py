@@ -14,7 +14,6 @@ BAD = {
     "one rank's nan": Toy(SAMPLES // 2, epochs=2, sampler="distributed", nan=(57,), nan_rank=1, augment=True),
     "garbage": Toy(SAMPLES, sampler="distributed", workers=2, garbage=(60, 84)).with_settings(skip_after=0),
     "accumulation": Toy(SAMPLES, sampler="distributed", accumulate=2, nan=(57,), nan_rank=0),
-    "shuffled by each": Toy(SAMPLES // 2, sampler="random", nan=(57,)),
     "drawn": Toy(loader="drawn", max_steps=100, nan=(57,)),
     "epochs": Toy(SAMPLES // 4, epochs=3, loop="epochs", between=True, sampler="distributed", nan=(52,)).with_settings(
         rewind=12
@@ -23,6 +22,7 @@ BAD = {
         policy="screen", snapshot_every=5, probation=6
     ),
 }
+SHUFFLED_BY_EACH = Toy(SAMPLES // 2, sampler="random", nan=(57,))
 HEALTHY = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True)
 STATISTIC = Toy(SAMPLES // 2, epochs=2, sampler="distributed", level="aside", nan_input=(59,), nan_rank=1)
 
@@ -158,13 +158,23 @@ def test_a_run_of_another_world_size_is_refused_on_all_ranks(two: Scenarios, tmp
     assert files(two.run("of one rank")).keys() == files(tmp_path / "alike").keys()
 
 
+@pytest.mark.soak
+def test_so_it_is_where_each_rank_shuffles_by_itself(tmp_path: Path) -> None:
+    scenarios = Scenarios(tmp_path)
+    scenarios.add("bad", SHUFFLED_BY_EACH)
+    scenarios.add("fresh", SHUFFLED_BY_EACH, skips_of=str(scenarios.run("bad")))
+    scenarios.torchrun(2)
+    for rank in (0, 1):
+        require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
+
+
 def test_four_ranks(tmp_path: Path) -> None:
     scenarios = Scenarios(tmp_path)
     buckets = Toy(SAMPLES // 2, epochs=2, sampler="distributed", augment=True, width=64, bucket_cap_mb=1e-4)
     scenarios.add("undisturbed", buckets, run=None)
     scenarios.add("told to stop", buckets, signal=[1, 17, signal.SIGTERM])
     scenarios.add("told to stop, then", buckets, run=str(scenarios.run("told to stop")))
-    toy = Toy(SAMPLES, epochs=2, sampler="distributed", nan=(57,), nan_rank=2)
+    toy = Toy(SAMPLES, sampler="distributed", nan=(37,), nan_rank=2)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))
     scenarios.torchrun(4)

@@ -126,6 +126,7 @@ def test_undone_steps_can_be_hidden_and_an_incident_leads_to_its_place(browser: 
     assert browser.execute_script("return document.activeElement.id") == "chart"
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 400])
 def test_it_has_no_serious_accessibility_fault(browser: Any, short_page: Path, scheme: str, width: int) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from asking import answers, asking, hand_in
 from attempts import DIED, Forker
+from selection import soak
 from toy import Hook, Toy, consumed, facts, history, require_same, same_skips_from_the_start, skipped, train
 
 from rollback import Guard
@@ -119,7 +120,7 @@ def test_a_rewind_may_go_back_to_what_only_a_pin_keeps(tmp_path: Path, undisturb
     require_same(portrait, undisturbed, "rewound to a pinned checkpoint")
 
 
-@pytest.mark.parametrize("good", [True, False], ids=["good", "candidate"])
+@pytest.mark.parametrize("good", [False, *soak(True)], ids=["candidate", "good"])
 def test_a_rewind_may_go_back_to_what_has_left_the_fast_tier_and_is_in_the_ring(
     tmp_path: Path, undisturbed: dict[str, str], good: bool
 ) -> None:
@@ -157,7 +158,7 @@ def test_batches_before_the_restored_checkpoint_are_part_of_the_run_and_stay_so(
 
 
 def test_a_skip_passes_over_what_is_still_to_come(tmp_path: Path) -> None:
-    run, toy = tmp_path / "run", TOY.but(workers=2)
+    run, toy = tmp_path / "run", TOY.but(workers=1)
     portrait = train(toy, run, hook=asking(57, lambda: hand_in(run, "skip", skip=(50, 66), why="duplicates")))
     (added,) = facts(run, SkipAdded)
     assert (added.window, added.who, added.why) == (Window(first=59, last=66), "ann@site", "duplicates")
@@ -168,7 +169,7 @@ def test_a_skip_passes_over_what_is_still_to_come(tmp_path: Path) -> None:
 def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: Path, forker: Forker) -> None:
     """Also by a start whose attempt was killed in between: what was read is read again."""
     run, log = tmp_path / "run", tmp_path / "log"
-    toy = TOY.but(epochs=3, workers=2)
+    toy = TOY.but(epochs=3, workers=1)
     ask = [120, {"order": "quarantine", "samples": [7, 8]}]
     assert forker.status(toy, run, log=str(log), ask=ask, die=["after", "good", 13]) == DIED
     hand_in(run, "release", samples=[8], why="mended")
@@ -294,7 +295,7 @@ def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "request_", [{"order": "rewind", "to": 44, "skip": [41, 45]}, {"order": "skip", "skip": [70, 75]}]
+    "request_", [{"order": "rewind", "to": 44, "skip": [41, 45]}, *soak({"order": "skip", "skip": [70, 75]})]
 )
 def test_a_run_that_is_not_running_does_it_at_its_next_start(
     tmp_path: Path, forker: Forker, request_: dict[str, object]
@@ -308,7 +309,7 @@ def test_a_run_that_is_not_running_does_it_at_its_next_start(
     require_same(portrait, same_skips_from_the_start(TOY, run, tmp_path / "fresh"), "at the next start")
 
 
-@pytest.mark.parametrize("kind", ["request", "incident", "plan", "restored", "outcome"])
+@pytest.mark.parametrize("kind", ["plan", "restored", *soak("request", "incident", "outcome")])
 def test_a_rewind_that_a_crash_interrupts_is_carried_out_once(
     tmp_path: Path, forker: Forker, as_if_never_there: dict[str, str], kind: str
 ) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from asking import answers, asking, hand_in
 from attempts import Forker
+from selection import soak
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
 from unreadable import cut_short, unreadable
 
@@ -89,7 +90,7 @@ def test_a_rewind_that_was_asked_for_and_fails_twice_stops_and_the_next_start_ta
 # At the start of an attempt -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("times", [1, 2])
+@pytest.mark.parametrize("times", [2, *soak(1)])
 def test_a_restore_that_fails_at_a_start_is_tried_again_and_then_an_older_checkpoint_is_used(
     tmp_path: Path, forker: Forker, undisturbed: dict[str, str], times: int
 ) -> None:

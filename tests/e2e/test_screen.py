@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from attempts import DIED, Forker
 from job_results import JOB, LAUNCH, Scenarios
+from selection import by_default
 from toy import Toy, facts, history, require_same, same_skips_from_the_start, skipped, train
 from warm_server import run_warm
 
@@ -64,7 +65,7 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
-@pytest.mark.parametrize("job", [*QUICK, *(pytest.param(job, marks=pytest.mark.soak) for job in WIDE)])
+@pytest.mark.parametrize("job", by_default({**QUICK, **WIDE}, "accumulation", "epochs"))
 def test_a_bad_stretch_costs_its_own_batches_and_the_run_is_as_if_they_had_never_been_there(
     tmp_path: Path, job: str
 ) -> None:

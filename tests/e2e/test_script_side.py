@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from selection import soak
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 from toy import SETTINGS, facts, skip_list
@@ -191,7 +192,7 @@ def trained(run: Path, *, until: int = 90, **more: Any) -> tuple[dict[str, Any],
     return {"best": kept.best, "batches": kept.batches, "history": kept.history}, first
 
 
-@pytest.mark.parametrize("until", [25, 30, 47, 66])
+@pytest.mark.parametrize("until", [66, *soak(25, 30, 47)])
 def test_values_that_are_kept_come_back_with_a_resumed_run(tmp_path: Path, until: int) -> None:
     undisturbed, first = trained(tmp_path / "undisturbed")
     assert first == [float("inf"), 0, [], 0]
@@ -203,7 +204,7 @@ def test_values_that_are_kept_come_back_with_a_resumed_run(tmp_path: Path, until
     assert [epoch for epoch, _ in resumed["history"]] == [0, 1, 2]
 
 
-@pytest.mark.parametrize("bad", [25, 32, 61])
+@pytest.mark.parametrize("bad", [32, *soak(25, 61)])
 def test_values_that_are_kept_go_back_with_a_rollback(tmp_path: Path, bad: int) -> None:
     """As if the bad batches had never been there: also over an epoch's start, and back to the very first checkpoint."""
     ended, _ = trained(tmp_path / "run", nan=(bad,))

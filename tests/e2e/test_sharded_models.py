@@ -26,8 +26,9 @@ FSDP = Toy(96, epochs=2, sampler="distributed", sharding="fsdp", width=17).with_
 )  # 17 rows on two ranks: 9 and 8
 OF_TWO = {
     "nan": FSDP.but(nan=(18,), nan_rank=1),
-    "accumulation": FSDP.but(samples=192, sharding="fsdp, mixed, gathered", accumulate=2, nan=(37,), nan_rank=0),
-    "epochs": FSDP.but(sharding="fsdp, offloaded, recomputed", loop="epochs", between=True, nan=(18,)),
+    "epochs": FSDP.but(
+        samples=192, sharding="fsdp, mixed, gathered", accumulate=2, loop="epochs", between=True, nan=(37,), nan_rank=0
+    ),
 }
 OF_FOUR = {
     "hsdp": FSDP.but(samples=192, sharding="hsdp", nan=(18,), nan_rank=3),
@@ -38,6 +39,8 @@ OF_TWO_AT_LENGTH = {
     "long nan": LONG.but(nan=(57,), nan_rank=1),
     "garbage": LONG.but(garbage=(60, 84)).with_settings(skip_after=0),
     "twice": LONG.but(samples=800, epochs=1, nan=(57, 62)).with_settings(rewind=2, skip_after=0, horizon=40),
+    "accumulation": FSDP.but(samples=192, sharding="fsdp, mixed, gathered", accumulate=2, nan=(37,), nan_rank=0),
+    "epochs": FSDP.but(sharding="fsdp, offloaded, recomputed", loop="epochs", between=True, nan=(18,)),
     "long accumulation": LONG.but(samples=800, accumulate=2, nan=(57,), nan_rank=0),
     "mixed": LONG.but(sharding="fsdp, mixed", nan=(57,)),
     "gathered": LONG.but(sharding="fsdp, gathered", nan=(57,)),

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from faulty import Bucket, new_bucket
+from selection import soak
 from toy import Toy, facts, require_same, train
 
 from rollback.checkpoints import ring
@@ -62,7 +63,7 @@ def held_up(gate: Gate, during: Callable[[], None]) -> tuple[Callable[[object, i
     return hook, steps
 
 
-@pytest.mark.parametrize("operation", ["the shard is written", "the checkpoint is committed"])
+@pytest.mark.parametrize("operation", ["the shard is written", *soak("the checkpoint is committed")])
 def test_training_goes_on_while_the_disk_holds_a_save_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, operation: str
 ) -> None:
@@ -108,7 +109,7 @@ def bucket() -> Bucket:
     return new_bucket("bucket")
 
 
-@pytest.mark.parametrize("kind", ["rank-00000.safetensors", "manifest.json"])
+@pytest.mark.parametrize("kind", ["rank-00000.safetensors", *soak("manifest.json")])
 def test_training_goes_on_while_the_bucket_holds_an_upload_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, bucket: Bucket, kind: str
 ) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 from attempts import Forker
+from selection import soak
 from toy import Toy, facts, require_same, same_skips_from_the_start, train
 
 from rollback.facts.training import Advice, Attached, Concluded, Dropped, Finished, Incident, Planned
@@ -56,7 +57,7 @@ def test_tensors_that_are_no_buffers_are_named_once(tmp_path: Path) -> None:
     assert "level" not in advice.text
 
 
-@pytest.mark.parametrize("fast_tier", ["auto", "off"])
+@pytest.mark.parametrize("fast_tier", ["auto", *soak("off")])
 def test_a_statistic_that_is_nan_is_in_no_checkpoint_and_is_an_incident(tmp_path: Path, fast_tier: str) -> None:
     toy, run = Toy(level="aside", nan_input=(57,)).with_settings(fast_tier=fast_tier), tmp_path / "run"
     ended = train(toy, run)

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from job_results import LAUNCH
+from selection import by_default, soak
 from toy import facts, flat, require_same
 from warm_server import run_warm
 
@@ -178,7 +179,9 @@ def refused(folder: Path, *words: str, ranks: int = 1) -> subprocess.CompletedPr
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize(
+    "case", by_default(REFUSED, "two loaders", "prefetch", "no loader", "an optimizer that comes later")
+)
 def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "refused.py"), case)
     met, instead = REFUSED[case]
@@ -189,7 +192,7 @@ def test_what_cannot_be_exact_is_refused_by_name(tmp_path: Path, case: str) -> N
     assert "the end" not in done.stdout
 
 
-@pytest.mark.parametrize("case", ["two optimizers", "prefetch", "no loader", "a second training"])
+@pytest.mark.parametrize("case", ["two optimizers", *soak("prefetch", "no loader", "a second training")])
 def test_or_runs_unprotected_with_a_notice(tmp_path: Path, case: str) -> None:
     script = str(PLAIN / "refused.py")
     plain = run_warm([sys.executable, script, case], capture_output=True, check=True, timeout=LIMIT)
@@ -214,7 +217,7 @@ ONE_SIDED = {
 }
 
 
-@pytest.mark.parametrize("case", ONE_SIDED)
+@pytest.mark.parametrize("case", by_default(ONE_SIDED, "another loader", "another optimizer, later"))
 def test_what_one_rank_alone_sees_ends_all_of_them_with_its_message(tmp_path: Path, case: str) -> None:
     done = refused(tmp_path, "--adopt=strict", str(PLAIN / "one_sided.py"), case, ranks=2)
     assert done.returncode == ExitCode.USAGE, done.stdout
@@ -263,9 +266,7 @@ def test_what_is_no_script_is_refused_before_anything_starts(tmp_path: Path, wor
 # Made explicit --------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("in the middle", 1), *(pytest.param(name, 2, marks=pytest.mark.soak) for name in CASES)]
-)
+@pytest.mark.parametrize(("name", "ranks"), [("in the middle", 1), *soak(*((name, 2) for name in CASES))])
 def test_what_rollback_adopt_prints_applies_and_is_exact(tmp_path: Path, name: str, ranks: int) -> None:
     case = CASES[name]
     job = Job(tmp_path, case, ranks)

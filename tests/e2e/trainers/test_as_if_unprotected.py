@@ -74,7 +74,7 @@ BAD = {
 }
 FEW = {
     1: ["trainer, accumulation", "accelerate, stream", "trainer, in the middle", "trainer, at an epoch's tail"],
-    2: ["trainer, best of several", "accelerate", "trainer, accumulation", "accelerate, over an epoch's start"],
+    2: ["trainer, best of several", "trainer, over an epoch's start", "accelerate, over an epoch's start"],
 }
 
 

@@ -1,5 +1,6 @@
 """What the supervisor relies on in torchrun: its flags, and how it tells which ranks failed."""
 
+import functools
 import json
 import os
 import re
@@ -93,6 +94,7 @@ def test_a_switch_whose_variable_is_no_number_is_wrong_use(text: str) -> None:
         read_flags({}, {"PET_MODULE": text})
 
 
+@functools.cache
 def options_of_launch() -> dict[str, bool]:
     """The options that typer knows, and whether each takes a value."""
     command: Any = typer.main.get_command(app)

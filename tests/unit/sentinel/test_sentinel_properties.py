@@ -80,7 +80,7 @@ def test_a_step_column_that_starts_again_with_each_epoch_is_counted_on(
 
 
 @given(eventful_curves())
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=20, deadline=None)
 def test_rejected_values_never_move_the_baseline(curve: tuple[list[float], list[float]]) -> None:
     sentinel = Sentinel()
     for observation in observations(*curve):

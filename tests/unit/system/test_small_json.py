@@ -77,6 +77,7 @@ def replace(path: Path, content: bytes) -> None:
     path.write_bytes(content)
 
 
+@pytest.mark.covering
 @pytest.mark.parametrize("content", CONTENTS)
 @pytest.mark.parametrize("file", FILES)
 def test_no_content_of_a_file_is_a_traceback_or_eats_the_memory(

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from selection import soak
 from torch.utils.data import DataLoader, Dataset
 from warm_server import WarmPopen
 
@@ -115,7 +116,7 @@ def initialised(worker: int) -> None:
     assert worker in (0, 1)
 
 
-@pytest.mark.parametrize("context", ["fork", "spawn"])
+@pytest.mark.parametrize("context", ["fork", *soak("spawn")])
 def test_workers_outlive_the_signals_that_stop_their_rank(context: str) -> None:
     loader: DataLoader[Any] = DataLoader(
         Pids(), batch_size=None, num_workers=2, worker_init_fn=initialised, multiprocessing_context=context
