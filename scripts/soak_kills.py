@@ -1,12 +1,19 @@
 """Kill one rank of a job at random moments, again and again, and compare the end with a run that was left alone.
 
-    python scripts/soak_kills.py --ranks 2 --seeds 0:20 [--kills 5] [--how SIGKILL] [--out kills.jsonl]
+    python scripts/soak_kills.py --ranks 2 --seeds 0:20 [--kills 5] [--how SIGKILL] [--nan surgical] [--out kills.jsonl]
 
 For each seed a job of three epochs runs under `rollback launch`, with a checkpoint every 50 steps, and one of its ranks
 is killed several times: in start-up, loading, forward, backward, update, evaluation, snapshot, or wherever it is. Each
-rank writes down what it is doing, so that it is known afterwards. At the end the weights, optimizer, random states and
-consumed samples of every rank must be those of the undisturbed run, bit for bit. --out keeps the kills of seeds that
-are done, and goes on behind them. Printed are steps lost by moment. Exits with 1 if one run differs.
+rank writes down what it is doing, so that it is known afterwards. At the end the weights, optimizer, random states,
+consumed samples of every rank must be those of the undisturbed run, bit for bit.
+
+--nan: some batches have a NaN loss on one rank, so the job goes back to a checkpoint, too. Many kills then hit such a
+return, or the first steps behind a start. Under `surgical` the undisturbed run has the same NaNs, and goes back too;
+under `balanced` the window begins at the checkpoint that was restored, which a kill may change, so the other run is
+told from the start which batches and samples are left out.
+
+--out keeps the kills of seeds that are done, and goes on behind them. Printed are steps lost by moment. Exits with 1 if
+one run differs.
 """
 
 import argparse
@@ -15,6 +22,7 @@ import json
 import mmap
 import os
 import random
+import shutil
 import signal
 import statistics
 import struct
@@ -30,6 +38,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from rollback.facts.history import fold
 from rollback.facts.training import Attached, LastSnapshotMade
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
@@ -46,7 +55,18 @@ MOMENTS = (
     "behind the update",
     "evaluation",
     "snapshot",
+    "return",
 )
+NAN = (120, 205, 340, 399, 404, 515)
+"""Batches with a NaN: also in the first steps of an epoch, so that the way back leads into the one before, and the last
+batch of an epoch."""
+RETURN = MOMENTS.index("return")
+AIMED, SOON = 0.5, 0.2  # shares of the kills that wait for a return or for the first steps of a start, and for these
+POLICIES: dict[str, dict[str, Any]] = {
+    "": {"rewind": 5, "skip_after": 3},
+    "surgical": {"policy": "surgical"},
+    "balanced": {"rewind": 5, "skip_after": 3, "max_skipped": "100%"},
+}
 STARTING = 0.1  # share of the kills that hit a start
 WITHIN = 3.0  # seconds behind the first step
 _DOING = struct.Struct("<4q")  # pid, moment, step, attempt
@@ -64,7 +84,7 @@ def main() -> int:
     done = [json.loads(line) for line in out.read_text().splitlines()] if out and out.exists() else []
     with tempfile.TemporaryDirectory(prefix="soak-kills-") as folder:
         console.print(f"undisturbed, {arguments.ranks} ranks")
-        undisturbed = Job(Path(folder, "undisturbed"), arguments.ranks)
+        undisturbed = Job(Path(folder, "undisturbed"), arguments.ranks, POLICIES[arguments.nan])
         undisturbed.finish(undisturbed.start())
         for seed in range(first, behind):
             if any(line["seed"] == seed and line["ranks"] == arguments.ranks for line in done):
@@ -86,6 +106,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", default="0:4", help="first and last + 1")
     parser.add_argument("--kills", type=int, default=5, help="in each job")
     parser.add_argument("--how", default="SIGKILL", help="the signal")
+    parser.add_argument("--nan", choices=POLICIES, default="", help="batches with a NaN loss, and the policy for them")
+    parser.add_argument("--keep", help="a folder that gets the jobs that differ")
     parser.add_argument("--out", help="a file for the kills, one a line")
     parser.add_argument("--job", help=argparse.SUPPRESS)
     return parser.parse_args()
@@ -94,8 +116,9 @@ def parse_arguments() -> argparse.Namespace:
 class Job:
     """One run in a folder of its own."""
 
-    def __init__(self, folder: Path, ranks: int) -> None:
+    def __init__(self, folder: Path, ranks: int, settings: dict[str, Any]) -> None:
         folder.mkdir()
+        (folder / "settings").write_text(json.dumps(settings))
         self.folder, self.run, self.ranks = folder, folder / "run", ranks
         memory = folder / "memory"
         memory.mkdir()
@@ -136,20 +159,26 @@ class Job:
 def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undisturbed: Job) -> list[dict[str, Any]]:
     """Run one job, and kill a rank of each of its first attempts."""
     chance = random.Random(f"{arguments.ranks}/{seed}")
-    launched = Job(folder, arguments.ranks)
+    launched = Job(folder, arguments.ranks, POLICIES[arguments.nan])
     job = launched.start()
     killed: dict[int, tuple[int, str, int]] = {}
     pids: set[int] = set()
     starting = False
     while len(killed) < arguments.kills and job.poll() is None:
-        rank = chance.randrange(arguments.ranks)
+        rank, aimed = chance.randrange(arguments.ranks), chance.random() if arguments.nan else 1.0
         starting = not starting and chance.random() < STARTING  # two failed starts in a row end the run
+        began = -1
         while job.poll() is None:
-            pid, begun, *_ = launched.doing(rank)
-            if pid and pid not in pids and (starting or begun):
-                break
+            pid, doing, step, _ = launched.doing(rank)
+            if pid and pid not in pids and (starting or doing):
+                began = step if began < 0 else began
+                if (starting or aimed >= AIMED) or (aimed < SOON and doing > 0 and step > began) or doing == RETURN:
+                    break
             time.sleep(0.002)
-        time.sleep(chance.uniform(0, 0.3 if starting else WITHIN))
+        if starting or aimed >= AIMED:
+            time.sleep(chance.uniform(0, 0.3 if starting else WITHIN))
+        else:
+            time.sleep(chance.uniform(0, 0.04))
         pids |= {launched.doing(each)[0] for each in range(arguments.ranks)}
         pid = launched.doing(rank)[0]
         try:
@@ -160,7 +189,9 @@ def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undistu
         if attempt not in killed:  # else it was about to end anyway
             killed[attempt] = rank, MOMENTS[hit], step
     launched.finish(job)
-    exact = launched.ends() == undisturbed.ends()
+    exact = launched.ends() == (same_skips(launched) if arguments.nan == "balanced" else undisturbed).ends()
+    if not exact and arguments.keep:
+        shutil.copytree(folder, Path(arguments.keep, f"{arguments.nan}-{arguments.ranks}-{seed}"))
     outcomes, starts = launched.outcomes(), launched.starts()
     lines = []
     for attempt, (rank, moment, step) in killed.items():
@@ -174,6 +205,18 @@ def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undistu
             }
         )  # fmt: skip
     return lines
+
+
+def same_skips(launched: Job) -> Job:
+    """The run that has the skips of that one from the start, and leaves out the same samples, and that nobody kills."""
+    found = fold(read_journal(RunPaths(launched.run).train_journal).records)
+    left_out = [{"batch": fact.batch, "samples": list(fact.samples)} for fact in found.quarantine]
+    skip = [window.model_dump() for window in found.skip_list]
+    job = Job(
+        launched.folder / "told", launched.ranks, {**POLICIES["balanced"], "skip": skip, "skip_samples": left_out}
+    )
+    job.finish(job.start())
+    return job
 
 
 def table(lines: list[dict[str, Any]]) -> Table:
@@ -204,6 +247,8 @@ def run_job(folder: Path) -> None:
 
     import rollback
 
+    settings = json.loads((folder / "settings").read_text())
+    bad = NAN if settings.keys() & {"policy", "max_skipped"} else ()
     rank = int(os.environ["RANK"])
     fd = os.open(folder / f"doing-{rank}", os.O_RDWR | os.O_CREAT, 0o600)
     os.ftruncate(fd, 4096)
@@ -247,9 +292,10 @@ def run_job(folder: Path) -> None:
     loader = DataLoader(data, batch_size=4, sampler=sampler)
     guard = rollback.Guard(
         model=model, optimizer=optimizer, loader=loader, scheduler=scheduler, snapshot_every=EVERY, probation=20,
-        rewind=5, skip_after=3,
+        **settings,
     )  # fmt: skip
     during(guard._checkpoints.schedule, "take_snapshot", "snapshot")
+    during(guard._rewinder, "carry_out", "return")
     optimizer.register_step_pre_hook(lambda *_: now("update"))
     optimizer.register_step_post_hook(lambda *_: now("behind the update"))
     torch.manual_seed(rank)
@@ -263,6 +309,8 @@ def run_job(folder: Path) -> None:
             os.write(seen, f"{json.dumps([step, guard.batch, ids.tolist()])}\n".encode())
             now("forward")
             loss = (model(x) - y).square().mean()
+            if guard.batch in bad and rank == guard.batch % ranks:
+                loss = loss * float("nan")
             now("backward")
             loss.backward()
             optimizer.step()
@@ -280,17 +328,22 @@ def run_job(folder: Path) -> None:
     for line in (folder / f"seen-{rank}").read_text().splitlines():
         step, batch, ids = json.loads(line)
         consumed[step] = [batch, ids]
-    states = [item for _, item in sorted(net.state_dict().items())]
-    states += [item for each in optimizer.state_dict()["state"].values() for item in each.values()]
-    told = hashlib.sha256(b"".join(item.numpy().tobytes() for item in [*states, torch.get_rng_state()]))
-    plain = [random.getstate(), np.random.get_state()[1].tolist(), scheduler.state_dict(), steps]  # type: ignore[index]
-    taken = [consumed[number] for number in range(steps)]
-    (folder / f"end-{rank}").write_text(
-        f"{told.hexdigest()} {hashlib.sha256(repr([plain, taken]).encode()).hexdigest()}"
-    )
+    told = {
+        "weights": net.state_dict(), "optimizer": optimizer.state_dict(), "scheduler": scheduler.state_dict(),
+        "torch": torch.get_rng_state(), "python": random.getstate(), "numpy": np.random.get_state()[1].tolist(),  # type: ignore[index]
+        "steps": steps, "taken": [consumed[number] for number in range(steps)],
+    }  # fmt: skip
+    ends = {name: hashlib.sha256(_bits(item)).hexdigest()[:16] for name, item in told.items()}
+    (folder / f"end-{rank}").write_text(json.dumps(ends))
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)
+
+
+def _bits(value: Any) -> bytes:
+    if isinstance(value, dict):
+        return b"".join(repr(name).encode() + _bits(item) for name, item in value.items())
+    return value.numpy().tobytes() if hasattr(value, "numpy") else repr(value).encode()
 
 
 if __name__ == "__main__":

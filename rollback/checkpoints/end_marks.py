@@ -8,7 +8,8 @@
 
 A mark has two halves, which are written in turn, and a third part for its *early mark*: what the rank knew of a step's
 end before it gave its gradients to the sum of that step. Each part has a checksum over all of it, its step's end
-included. So a rank that is killed while it writes one half leaves the other, and half a mark is never believed.
+included. So a rank that is killed while it writes one half leaves the other, and half a mark is never believed. What
+stays the same over many steps is in each part, and is not copied there again.
 docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
@@ -35,7 +36,9 @@ from rollback.system.small_json import sound_model
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
-_HEAD = struct.Struct("<9Q")  # checksum, length, the five numbers of a StepEnd, when it was written, patience
+_NUMBERS = struct.Struct("<9Q")  # lengths: of what stays and of the rest; a StepEnd; when it was written; patience
+_HEAD = struct.Struct("<10Q")  # a checksum, and these numbers
+_NO_HEAD = bytes(_HEAD.size)
 _PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves
 _STATUS = struct.Struct("<7Q")  # checksum, digest, the five numbers
@@ -147,30 +150,41 @@ class EndMark:
         finally:
             os.close(fd)
         self._half = 0
+        self._stays = [b""] * (_EARLY + 1)  # what each part has of it
+        self._digest = b"", xxhash.xxh3_64_intdigest(b"")
         os.mkfifo(paths.bell(rank), 0o600)
         self.bell = os.open(paths.bell(rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def write(self, end: StepEnd, body: bytes) -> None:
-        """Leave what this rank knows at the end of a step. The mark before stays."""
-        self._half ^= 1
-        self._put(self._half, body, end)
+    def write(self, end: StepEnd, body: bytes, stays: bytes = b"") -> None:
+        """Leave what this rank knows at the end of a step. The mark before stays.
 
-    def write_early(self, end: StepEnd, body: bytes, patience: int) -> None:
+        stays: behind the body, for whoever reads it. As long as it is the same object, it is not copied again.
+        """
+        self._half ^= 1
+        self._put(self._half, body, stays, end)
+
+    def write_early(self, end: StepEnd, body: bytes, patience: int, stays: bytes = b"") -> None:
         """Leave what this rank knows of a step's end, if nothing changes it until then. patience: nanoseconds."""
-        self._put(_EARLY, body, end, time.monotonic_ns(), patience)
+        self._put(_EARLY, body, stays, end, time.monotonic_ns(), patience)
 
     def withdraw(self) -> None:
         """The early mark does not hold: this rank does not come to that step's end as it should."""
         start = _start(_EARLY)
-        self._map[start : start + _HEAD.size] = bytes(_HEAD.size)
+        self._map[start : start + _HEAD.size] = _NO_HEAD
 
-    def _put(self, part: int, body: bytes, end: StepEnd, at: int = 0, patience: int = 0) -> None:
+    def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, at: int = 0, patience: int = 0) -> None:
+        if self._digest[0] is not stays:
+            self._digest = stays, xxhash.xxh3_64_intdigest(stays)
+        numbers = len(stays), len(body), *end, at, patience
+        check = _check(numbers, self._digest[1], body)
         start = _start(part)
-        numbers = struct.pack("<8Q", len(body), *end, at, patience)
-        check = xxhash.xxh3_64_intdigest(body, _seed(numbers))
-        self._map[start : start + _HEAD.size] = bytes(_HEAD.size)  # nothing, until all of it is there
-        self._map[start + _HEAD.size : start + _HEAD.size + len(body)] = body
-        self._map[start : start + _HEAD.size] = struct.pack("<Q", check) + numbers
+        content, rest = start + _HEAD.size, start + _HEAD.size + len(stays)
+        self._map[start:content] = _NO_HEAD  # nothing, until all of it is there
+        if self._stays[part] is not stays:
+            self._map[content:rest] = stays
+            self._stays[part] = stays
+        self._map[rest : rest + len(body)] = body
+        self._map[start:content] = _HEAD.pack(check, *numbers)
 
     def tell_digest(self, end: StepEnd, digest: int) -> None:
         """Tell the others the digest of this rank's parameters at that moment."""
@@ -203,6 +217,11 @@ def _seed(numbers: bytes) -> int:
     return xxhash.xxh3_64_intdigest(numbers)
 
 
+def _check(numbers: tuple[int, ...], digest: int, body: bytes) -> int:
+    """The checksum of a part. digest: of what stays."""
+    return xxhash.xxh3_64_intdigest(body, xxhash.xxh3_64_intdigest(_NUMBERS.pack(*numbers), digest))
+
+
 def _read(paths: EndMarkPaths, rank: int, start: int, length: int) -> bytes:
     """Bytes of a mark; none where there is no mark."""
     try:
@@ -231,13 +250,15 @@ def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:
     start = _start(part)
     if not (head := _read(paths, rank, start, _HEAD.size)):
         return None
-    check, length, *end, at, patience = _HEAD.unpack(head)
-    if not length or length > MOST:
+    check, *numbers = _HEAD.unpack(head)
+    staying, length, *end, at, patience = numbers
+    if not length or staying + length > MOST:
         return None
-    body = _read(paths, rank, start + _HEAD.size, length)
-    if xxhash.xxh3_64_intdigest(body, _seed(head[8:])) != check:
+    content = _read(paths, rank, start + _HEAD.size, staying + length)
+    stays, body = content[:staying], content[staying:]
+    if _check(tuple(numbers), xxhash.xxh3_64_intdigest(stays), body) != check:
         return None
-    return EarlyMark(StepEnd(*end), body, at, patience)
+    return EarlyMark(StepEnd(*end), body + stays, at, patience)
 
 
 def read_digest(paths: EndMarkPaths, rank: int, end: StepEnd) -> int | None:

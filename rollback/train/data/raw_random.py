@@ -17,7 +17,7 @@ from torch import Tensor
 
 _WORDS = 624
 _TWISTER = 4 * (_WORDS + 1)
-"""Bytes of a Mersenne twister: its words, and the number of the next one (Python has that number first)."""
+"""Bytes of a Mersenne twister: its words, and the number of the next one. Python has that number first."""
 
 
 class RawRandom:
@@ -52,7 +52,7 @@ class RawRandom:
 def tree_of(told: dict[str, Any], parts: list[bytes]) -> dict[str, Any]:
     """The states as `rng.capture` returns them."""
     tree: dict[str, Any] = {
-        "python": {"version": 3, "words": _int64(parts[1]), "gauss_next": told["gauss_next"]},
+        "python": {"version": 3, "words": _int64(parts[1][4:] + parts[1][:4]), "gauss_next": told["gauss_next"]},
         "numpy": None,
         "torch": torch.frombuffer(bytearray(parts[0]), dtype=torch.uint8),
         "cuda": [],
@@ -72,15 +72,15 @@ def _int64(words: bytes) -> Tensor:
 
 
 def _python_reader() -> Callable[[], bytes]:
-    """Reads Python's words, the number of the next one last: from memory, if they are found to be there."""
+    """Reads Python's words, the number of the next one first: from memory, if they are found to be there."""
     address = id(random._inst) + object.__basicsize__
 
     def from_memory() -> bytes:
-        words = ctypes.string_at(address, _TWISTER)
-        return words[4:] + words[:4]
+        return ctypes.string_at(address, _TWISTER)
 
     def by_asking() -> bytes:
-        return array("I", random.getstate()[1]).tobytes()
+        *words, following = random.getstate()[1]
+        return array("I", [following, *words]).tobytes()
 
     there = type(random._inst) is random.Random and type(random._inst).__mro__[1].__basicsize__ >= _TWISTER
     return from_memory if there and from_memory() == by_asking() else by_asking

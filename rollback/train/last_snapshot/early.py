@@ -47,8 +47,8 @@ class EarlyMarks:
             return
         local = self._small_state.local(in_step=True)
         self._present = end, local, time.monotonic_ns()
-        if self._tried >= TRIED and len(body := mark_body(b"", local.body({}))) <= end_marks.MOST:
-            self._mark.write_early(end, body, 2 * self._longest + _LATITUDE)
+        if self._tried >= TRIED and len(body := mark_body(b"", local.body({}))) + len(local.stays) <= end_marks.MOST:
+            self._mark.write_early(end, body, 2 * self._longest + _LATITUDE, local.stays)
 
     def at_end(self, end: StepEnd, local: LocalState) -> None:
         """The step has ended. Where something has changed in it, there are no early marks any more."""

@@ -9,7 +9,8 @@ the same on all ranks (other objects, parameter groups, counters) stays in its m
 import ctypes
 import json
 import marshal
-from collections.abc import Mapping
+import struct
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 from operator import is_
@@ -32,8 +33,22 @@ _LOCAL = {
 }  # fmt: skip
 _OF_OTHERS = ("kept", "nonfinite")
 _SHARED = {"objects": "shared/objects", "counters": "shared/counters", "groups": "shared/optimizer/param_groups"}
+_MOVING = "offset", "batch", "last_indices"
+"""What of a position is another one in each step: whole numbers and a text, or nothing."""
+_LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
 _NOTHING = b"{}]"  # the end of a text that tells nothing of the next batch
-_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+
+
+def _encoder() -> Callable[[Any], str]:
+    """As `json.JSONEncoder.encode`, which makes the encoder in C anew for each call."""
+    plain = json.JSONEncoder(separators=(",", ":"), check_circular=False)
+    if (make := getattr(json.encoder, "c_make_encoder", None)) is None:
+        return plain.encode
+    write = make(None, plain.default, json.encoder.encode_basestring_ascii, None, ":", ",", False, False, True)
+    return lambda value: "".join(write(value, 0))
+
+
+_encode = _encoder()
 
 
 class LocalState(NamedTuple):
@@ -41,11 +56,12 @@ class LocalState(NamedTuple):
 
     text: str
     stored: bytes
+    stays: bytes = b""
+    """What belongs behind `body`: the same object for as long as nothing of it changes."""
 
     def body(self, of_next: Mapping[str, Any]) -> bytes:
-        """A mark's content. of_next: what the cursor knows of the next batch."""
-        text = f"[{self.text},{_encode(of_next) if of_next else '{}'}]".encode()
-        return b"".join((len(text).to_bytes(8, "little"), text, self.stored))
+        """A mark's content without what stays. of_next: what the cursor knows of the next batch."""
+        return _joined(f"[{self.text},{_encode(of_next) if of_next else '{}'}]", self.stored)
 
 
 class SharedState(NamedTuple):
@@ -66,8 +82,9 @@ class SmallStateReader:
         self._state = state
         self._random = RawRandom()
         self._rest = _Unchanged(None, "", b"")
+        self._groups: tuple[bytes | None, dict[str, Any], dict[str, Tensor]] = None, {}, {}
         self._opening = _Unchanged.of(None, {"opening": None})
-        self._position: _Unchanged | None = None
+        self._position: _Position | None = None
         self._owners: list[dict[str, Tensor | None]] = []
         self._keys: list[str] = []
         self._items: list[Tensor | None] = []
@@ -76,6 +93,7 @@ class SmallStateReader:
         self._views: list[memoryview] = []
         self._scattered: list[Tensor] = []
         self._of_buffers = ""
+        self._stays: tuple[_Unchanged, str, bytes] = self._opening, "", b""
         self.buffer_trees: dict[str, Any] = {}
         """The trees of the buffers, as they are in a checkpoint: the same at every step."""
 
@@ -88,47 +106,55 @@ class SmallStateReader:
         position = self._find_position(keep=in_step)
         told = {
             "of_data": state.cursor.of_data(), "kept": state.memory.state_dict(), "random": random,
-            "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)],
+            "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)], "cursor": position.steady,
         }  # fmt: skip
         rest = self._encode_rest(told)
-        text = ",".join((rest.text, position.text, self._of_buffers, self._opening.text))
         scattered = map(_bytes_of, self._scattered) if self._scattered else ()
-        stored = (*parts, rest.stored, position.stored, *self._views, *scattered, self._opening.stored)
-        return LocalState(text, b"".join(stored))
+        stored = b"".join((*parts, rest.stored, *self._views, *scattered))
+        return LocalState(f"{rest.text},{position.moving}", stored, self._find_what_stays())
+
+    def _find_what_stays(self) -> bytes:
+        """Of which buffers there are bytes, and the epoch's opening."""
+        opening, of_buffers, stays = self._stays
+        if opening is not self._opening or of_buffers is not self._of_buffers:
+            opening, of_buffers = self._opening, self._of_buffers
+            stays = _joined(f"[{of_buffers},{opening.text}]", opening.stored)
+            self._stays = opening, of_buffers, stays
+        return stays
 
     def _encode_rest(self, told: dict[str, Any]) -> "_Unchanged":
-        """What mostly is as it was before. The key tells the exact types and bits of values; it is never read."""
-        try:
-            key = marshal.dumps(told)
-        except ValueError:  # it has tensors or the like
-            key = None
+        """What mostly is as it was before."""
+        key = _key_of(told)
         if key is None or key != self._rest.source:
             self._rest = _Unchanged.of(key, told)
         return self._rest
 
-    def _find_position(self, *, keep: bool) -> "_Unchanged":
+    def _find_position(self, *, keep: bool) -> "_Position":
         """The cursor's position. keep: the step's end will find it again."""
         cursor, found = self._state.cursor, self._position
         place = cursor.epoch, cursor.offset, cursor.batch, cursor.opened
-        if found is None or keep or found.source != place:
+        if found is None or keep or found.place != place:
             position = cursor.position()
-            if (opening := position.get("opening")) is not self._opening.source:
+            if (opening := position.pop("opening", None)) is not self._opening.source:
                 self._opening = _Unchanged.of(opening, {"opening": opening})
-            found = _Unchanged.of(place, {"cursor": {**position, "opening": None}})
+            moving = {name: position.pop(name) for name in _MOVING if name in position}
+            found = _Position(place, position, _encode(moving))
         self._position = found if keep else None
         return found
 
     def shared(self) -> SharedState:
         """Copies: nothing changes them later."""
         state = self._state
-        trees, tensors = _small(
-            {
-                "objects": {name: item.state_dict() for name, item in state.objects.items()},
-                "counters": vars(state.counters),
-                "groups": [{k: v for k, v in group.items() if k != "params"} for group in state.optimizer.param_groups],
-            },
-            _SHARED,
-        )
+        objects = {name: item.state_dict() for name, item in state.objects.items()}
+        trees, tensors = _small({"objects": objects, "counters": vars(state.counters)}, _SHARED)
+        groups = [group.copy() for group in state.optimizer.param_groups]
+        for group in groups:
+            del group["params"]
+        key = _key_of(groups)
+        if key is None or key != self._groups[0] or self._groups[2]:
+            self._groups = key, *_small({"groups": groups}, _SHARED)
+        trees |= self._groups[1]
+        tensors |= self._groups[2]
         return SharedState(trees, {name: item.detach().clone() for name, item in tensors.items()})
 
     def forget(self) -> None:
@@ -170,8 +196,15 @@ class SmallStateReader:
         return None
 
 
-@dataclass(frozen=True)
-class _Unchanged:
+class _Position(NamedTuple):
+    """A cursor's position, without the epoch's opening. moving: as JSON."""
+
+    place: tuple[int, int, int, bool]
+    steady: dict[str, Any]
+    moving: str
+
+
+class _Unchanged(NamedTuple):
     """A part that stays the same for as long as `source` does, as text and bytes."""
 
     source: Any
@@ -183,6 +216,14 @@ class _Unchanged:
         trees, tensors = _small(told, _LOCAL)
         text = f"[{_encode(trees)},{_encode(_table(tensors)) if tensors else '[]'}]"
         return cls(source, text, b"".join(map(_bytes_of, tensors.values())))
+
+
+def _key_of(told: Any) -> bytes | None:
+    """It tells the types and bits of plain values, and is never read. None: there are tensors or the like in it."""
+    try:
+        return marshal.dumps(told, 2)  # later versions tell of references, too
+    except ValueError:
+        return None
 
 
 def _small(told: dict[str, Any], places: Mapping[str, str]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -201,30 +242,48 @@ def _bytes_of(item: Tensor) -> bytes:
     return ctypes.string_at(item.data_ptr(), item.nbytes)
 
 
+class _Pieces:
+    """Takes bytes apart. Raises ValueError where not all of them are told of."""
+
+    def __init__(self, stored: bytes) -> None:
+        self._left = memoryview(stored)
+
+    def __call__(self, length: int) -> memoryview:
+        piece, self._left = self._left[:length], self._left[length:]
+        return piece
+
+    def tensors(self, table: Sequence[tuple[str, str, list[int]]]) -> dict[str, "_Stored"]:
+        """The rest, as tensors by name: dtype code, shape and bytes."""
+        found = {name: (code, tuple(shape), self(prod(shape) * ITEM_SIZE[code])) for name, code, shape in table}
+        if self._left:
+            raise ValueError(f"{len(self._left)} bytes of which nothing is told")
+        return found
+
+
+_Stored = tuple[str, tuple[int, ...], memoryview]
+
+
 @dataclass(frozen=True)
 class SmallState:
     """A mark's content, read back. tensors: dtype code, shape and bytes, by name."""
 
     trees: Mapping[str, Any]
-    tensors: Mapping[str, tuple[str, tuple[int, ...], memoryview]]
+    tensors: Mapping[str, _Stored]
     random: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, body: bytes) -> "SmallState":
-        """Raises ValueError, KeyError, TypeError for what is no mark's content."""
-        start = 8 + int.from_bytes(body[:8], "little")
-        (told, rest), (position, of_cursor), buffers, (opening, of_opening), of_next = json.loads(body[8:start])
-        told["cursor"] = position["cursor"] | opening | told.pop("of_data") | of_next
-        view, parts, tensors = memoryview(body), [], {}
-        for length in told.pop("parts"):
-            parts.append(bytes(view[start : start + length]))
-            start += length
-        for name, code, shape in (*rest, *of_cursor, *buffers, *of_opening):
-            length = prod(shape) * ITEM_SIZE[code]
-            tensors[name] = code, tuple(shape), view[start : start + length]
-            start += length
-        if start != len(body):
-            raise ValueError(f"{len(body)} bytes, and {start} are told of")
+        """Raises ValueError, KeyError, TypeError, struct.error for what is no mark's content."""
+        text, stored, stays = _parted(body)
+        (told, rest), moving, of_next = json.loads(text)
+        text, of_epoch, nothing = _parted(stays)
+        buffers, (opening, of_opening) = json.loads(text)
+        told["cursor"] |= moving | opening | told.pop("of_data") | of_next
+        bytes_of = _Pieces(stored)
+        parts = [bytes(bytes_of(length)) for length in told.pop("parts")]
+        tensors = bytes_of.tensors((*rest, *buffers)) | _Pieces(of_epoch).tensors(of_opening)
+        if nothing:
+            raise ValueError(f"{len(nothing)} bytes of which nothing is told")
         return cls(told, tensors, tree_of(told.pop("random"), parts))
 
     def local(self, buffer_trees: Mapping[str, Any]) -> tuple[dict[str, Any], list[ShardPiece]]:
@@ -240,13 +299,23 @@ class SmallState:
 
 def same_but_for_next(early: bytes, end: bytes) -> bool:
     """Whether two contents of marks differ in nothing, or in what `early` does not tell of the next batch alone."""
-    (told, stored), (told_end, stored_end) = map(_parted, (early, end))
-    return stored == stored_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
+    (told, *others), (told_end, *others_end) = map(_parted, (early, end))
+    return others == others_end and told.endswith(_NOTHING) and told_end.startswith(told.removesuffix(_NOTHING))
 
 
-def _parted(body: bytes) -> tuple[bytes, bytes]:
-    start = 8 + int.from_bytes(body[:8], "little")
-    return body[8:start], body[start:]
+def _joined(text: str, stored: bytes) -> bytes:
+    """Text and bytes that it tells of."""
+    told = text.encode()
+    return b"".join((_LENGTHS.pack(len(told), len(stored)), told, stored))
+
+
+def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
+    """The text, the bytes that it tells of, and what comes behind them. Raises ValueError."""
+    told, length = _LENGTHS.unpack_from(joined)
+    start, end = _LENGTHS.size + told, _LENGTHS.size + told + length
+    if end > len(joined):
+        raise ValueError(f"{len(joined)} bytes, and {end} are told of")
+    return joined[_LENGTHS.size : start], joined[start:end], joined[end:]
 
 
 def piece_of(name: str, item: Tensor) -> ShardPiece:

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,8 +50,7 @@ class Foreseen:
     metric: str | None
 
 
-@dataclass(frozen=True)
-class _Standing:
+class _Standing(NamedTuple):
     """A step's end, and how much had begun to change the state until then."""
 
     end: StepEnd
@@ -110,12 +109,12 @@ class LastSnapshot:
             return
         local = self._small_state.local()
         body = mark_body(self._sent(), local.body(self._state.cursor.of_next()))
-        if len(body) > end_marks.MOST:
-            self._stop(f"{len(body) >> 10} KiB of buffers and other small state would be copied at every step")
+        if (size := len(body) + len(local.stays)) > end_marks.MOST:
+            self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
         end = self._end_of(self._state.counters.step)
         standing = _Standing(end, self._changes, self._versions(), self._small_state.shared())
-        self._mark.write(end, body)
+        self._mark.write(end, body, local.stays)
         self._standing = standing
         if self._early is not None:
             self._early.at_end(end, local)
@@ -124,7 +123,10 @@ class LastSnapshot:
         return StepEnd(self._run.attempt, self._returns, step, self._state.cursor.batch, self._timeline())
 
     def _coming(self) -> StepEnd | None:
-        """The end of the step in progress, if its last backward is under way and a run may resume there."""
+        """The end of the step in progress, if its last backward is under way and a run may resume there.
+
+        Behind an epoch's last batch none may: the mark of that name is left behind the work between two epochs.
+        """
         cursor = self._state.cursor
         if self._over or not self._last_batch() or not cursor.opened or cursor.reads_ahead or cursor.at_end:
             return None

@@ -46,6 +46,8 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
     match value:
         case list():
             return _encode_items(value, path, tensors)
+        case tuple():
+            return {"$tuple": _encode_items(value, path, tensors)}
         case str() | int():
             return value if isinstance(value, str) else int(value)
         case float():
@@ -58,8 +60,6 @@ def encode(value: Any, path: str, tensors: dict[str, Tensor]) -> Json:
             return encode(value.item(), path, tensors)
         case bytes():
             return {"$bytes": base64.b64encode(value).decode()}
-        case tuple():
-            return {"$tuple": _encode_items(value, path, tensors)}
         case Mapping():
             return _encode_mapping(value, path, tensors)
         case _:

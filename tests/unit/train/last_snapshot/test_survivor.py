@@ -34,7 +34,7 @@ from rollback.train.data import rng
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.last_snapshot import write
 from rollback.train.last_snapshot.early import TRIED, EarlyMarks, mark_body, split
-from rollback.train.last_snapshot.small_state import LocalState
+from rollback.train.last_snapshot.small_state import LocalState, SmallState
 from rollback.train.last_snapshot.survivor import LastSnapshot
 from rollback.train.state import tree
 
@@ -118,10 +118,51 @@ def test_a_rank_keeps_its_state_and_another_goes_on_from_it(tmp_path: Path, memo
 def test_half_a_mark_is_no_mark(marks: end_marks.EndMarkPaths, place: int) -> None:
     mark = EndMark(marks, 0)
     mark.write(BEFORE, b"before" * 1000)
-    mark.write(END, os.urandom(10_000))
+    mark.write(END, os.urandom(7_000), os.urandom(3_000))
     assert set(end_marks.read_ends(marks, 0)) == {BEFORE, END}
     mark._map[4096 + mark._half * end_marks._PART + place] ^= 1
     assert set(end_marks.read_ends(marks, 0)) == {BEFORE}
+
+
+def test_what_stays_is_written_once_to_each_part_and_read_with_every_mark(marks: end_marks.EndMarkPaths) -> None:
+    mark, stays = EndMark(marks, 0), os.urandom(500)
+    ends = [StepEnd(1, 0, step, step, 0) for step in range(6)]
+    for end in ends[:2]:
+        mark.write(end, b"first", stays)
+    written = mark._map[:]
+    for end in ends[2:4]:
+        mark.write(end, b"other", stays)
+        mark.write_early(end, b"early", 1, stays)
+    assert end_marks.read_ends(marks, 0) == dict.fromkeys(ends[2:4], b"other" + stays)
+    assert (early := end_marks.read_early(marks, 0)) is not None
+    assert early.body == b"early" + stays
+    assert [written.count(stays), mark._map[:].count(stays)] == [2, 3]
+    changed = bytes(500)
+    mark.write(ends[4], b"longer than before", changed)
+    assert end_marks.read_ends(marks, 0) == {ends[3]: b"other" + stays, ends[4]: b"longer than before" + changed}
+    mark.write(ends[5], b"without", b"")
+    assert end_marks.read_ends(marks, 0) == {ends[4]: b"longer than before" + changed, ends[5]: b"without"}
+
+
+def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: Path) -> None:
+    """It is copied once for each epoch and half: the mark has that of the present one all the same."""
+    openings: list[Any] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        paths, cursor = guard._last._paths, guard._state.cursor
+        for end, body in end_marks.read_ends(paths, 0).items():
+            if end.batch == position:  # marked just before this batch was handed out
+                told = SmallState.of(split(body)[1])
+                assert told.trees["cursor"]["epoch"] == cursor.epoch
+                name = "local/cursor/opening/rng/torch"
+                held = torch.frombuffer(bytearray(told.tensors[name][2]), dtype=torch.uint8)
+                assert torch.equal(held, cursor._opening["rng"]["torch"])
+                openings.append(bytes(told.tensors[name][2]))
+
+    train(TOY.but(samples=40, epochs=3).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
+    assert len(openings) == 30
+    assert len(set(openings)) == 3
 
 
 def test_while_a_mark_is_written_the_one_before_stays(
@@ -457,6 +498,24 @@ def test_there_are_early_marks_only_after_steps_in_which_nothing_changed(tmp_pat
     first = next(place for place, early in enumerate(found) if early is not None)
     assert first == TRIED + 1
     assert [early.end.step for early in found[first:] if early is not None] == list(range(first, len(found)))
+
+
+def test_the_last_step_of_an_epoch_has_no_early_mark_and_the_work_behind_it_ends_none(
+    tmp_path: Path, memory: Path
+) -> None:
+    """The evaluation draws. That is no change behind a backward, though the next mark has the name of that step."""
+    found: dict[int, int] = {}
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        if position == 0:
+            tell_early(guard)
+        if (early := end_marks.read_early(guard._last._paths, 0)) is not None:
+            found[position] = early.end.step
+
+    toy = TOY.but(samples=40, epochs=3, loop="epochs", between=True)
+    train(toy.with_settings(fast_tier=str(memory), snapshot_every=50), tmp_path / "run", hook=hook)
+    assert [found[position] for position in (9, 10, 11, 19, 20, 21, 29)] == [9, 9, 11, 19, 19, 21, 29]
 
 
 def test_an_exception_in_the_update_withdraws_the_early_mark_and_one_before_does_not(
