@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from disks import disk_of, fill, may_mount
 from job_results import JOB, LAUNCH, LIMIT, Scenarios
-from selection import soak
 from toy import Toy, facts, require_same
 from warm_server import run_warm
 
@@ -58,7 +57,7 @@ def launch(scenarios: Scenarios, run: Path, *flags: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-@pytest.mark.parametrize("fault", ["full", "its shards removed", *soak("removed")])
+@pytest.mark.parametrize("fault", ["full", "removed", "its shards removed"])
 def test_a_fast_tier_that_fails_after_its_slots_were_mapped_is_left_for_the_run_directory(
     tmp_path: Path, memory: Path, undisturbed: dict[str, str], fault: str
 ) -> None:

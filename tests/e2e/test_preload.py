@@ -34,7 +34,7 @@ def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path)
 
 
 def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path) -> None:
-    with launching(tmp_path, with_torchrun=True) as job:
+    with launching(tmp_path, with_torchrun=True, cold=True) as job:
         code, output = job.finish("train_until_the_next_one_waits")
         assert code == 0, output
         first, second = job.facts(AttemptStarted)
