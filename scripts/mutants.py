@@ -40,7 +40,7 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ("train/snapshots/catalogue", "checkpoints/resume", "checkpoints/retention"),
     ),
     "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
-    "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal", "facts/history")),
+    "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal/journal", "facts/history")),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
     "tiers": (
         ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/sizing.py"),
