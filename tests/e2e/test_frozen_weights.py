@@ -71,11 +71,7 @@ def test_a_run_goes_on_from_the_url_alone_and_after_a_kill_with_its_frozen_weigh
 def test_weights_that_move_although_nothing_trains_them_are_restored_bit_for_bit(tmp_path: Path) -> None:
     job = Toy(base="slow", samples=480, nan=(87,)).with_settings(snapshot_every=40)
     ended = train(job, tmp_path / "run")
-    (
-        first,
-        dropped,
-        *_,
-    ) = facts(tmp_path / "run", Committed, Dropped)
+    first, dropped, *_ = facts(tmp_path / "run", Committed, Dropped)
     assert (first.step, dropped.step) == (0, 40)
     assert "0.wide.bias" in dropped.reason
     assert facts(tmp_path / "run", Committed)[1].step < 80, "the one that was dropped is made up for"
