@@ -4,6 +4,7 @@ A scheduler may signal all processes of a job step, torchrun a rank's whole proc
 processes. The rank then saves and stops. A worker that died of the signal would make the rank raise before the save.
 """
 
+import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterator
@@ -49,7 +50,9 @@ def shut_down(reading: Iterator[Any] | None) -> None:
     if shut_down_workers is None:
         return
     workers = list(getattr(reading, "_workers", ()))
-    shut_down_workers()
+    # torch raises where a worker crashes, also one that has been told to end: native code may do that at its exit.
+    with contextlib.suppress(RuntimeError):
+        shut_down_workers()
     for worker in workers:
         if worker.is_alive():
             worker.kill()

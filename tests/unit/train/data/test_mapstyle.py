@@ -3,6 +3,8 @@
 import copy
 import itertools
 import json
+import multiprocessing.util
+import os
 import random
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -390,6 +392,17 @@ def test_workers_see_the_user_s_own_data_set(dataset: Any, context: str | None, 
     cursor = cursor_for(loader)
     cursor.open_epoch()
     assert plain(cursor.next()) == [first, first + 1, first + 2, first + 3]
+    cursor.close()
+
+
+def abort_at_the_end(_: int) -> None:
+    multiprocessing.util.Finalize(None, os.abort, exitpriority=1)
+
+
+def test_a_worker_that_crashes_while_it_ends_ends_nothing_else() -> None:
+    cursor = cursor_for(DataLoader(Inspected(), 4, num_workers=1, worker_init_fn=abort_at_the_end, timeout=60))
+    cursor.open_epoch()
+    cursor.next()
     cursor.close()
 
 
