@@ -163,6 +163,18 @@ def test_what_a_start_leaves_that_is_killed_at_any_write_is_no_other_directory(t
     assert ".holder.json.tmp" in done.stdout
 
 
+@pytest.mark.parametrize("journal", ["train_journal", "supervisor_journal"])
+def test_what_was_read_before_the_lock_stands_until_somebody_writes(tmp_path: Path, journal: str) -> None:
+    paths = RunPaths(tmp_path / "run")
+    write_past(paths)
+    before = read_past(paths)
+    assert read_past(paths, before) is before
+    later = Journal(getattr(paths, journal), 9)
+    later.append(Finished(step=3, batch=3))
+    later.close()
+    assert read_past(paths, before).last_attempt == 9
+
+
 def test_the_last_attempt_is_the_latest_of_both_journals(tmp_path: Path) -> None:
     paths = RunPaths(tmp_path / "run")
     write_past(paths, attempt=4)
