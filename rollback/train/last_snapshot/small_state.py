@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from rollback.checkpoints.layout import ITEM_SIZE
 from rollback.checkpoints.shard import ShardPiece
 from rollback.train.data.raw_random import RawRandom, tree_of
+from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.state import tree
 from rollback.train.state.module_buffers import all_of
 from rollback.train.state.state import TrainingState
@@ -319,8 +320,9 @@ def _parted(joined: bytes) -> tuple[bytes, bytes, bytes]:
 
 
 def piece_of(name: str, item: Tensor) -> ShardPiece:
-    """A tensor for a shard, whose bytes are read when it is written."""
-    return ShardPiece(name, tree.DTYPE_CODE[item.dtype], tuple(item.shape), lambda: [memoryview(_bytes_of(item))])
+    """A tensor for a shard, whose bytes are read when it is written: where they lie, if they are in order there."""
+    dtype, shape = tree.DTYPE_CODE[item.dtype], tuple(item.shape)
+    return ShardPiece(name, dtype, shape, lambda: [bytes_of(as_it_is_stored(item.cpu()))])
 
 
 def large_state(state: TrainingState) -> tuple[dict[str, Any], dict[str, Tensor]]:

@@ -23,6 +23,7 @@ from rollback.train.last_snapshot.small_state import SharedState, SmallState, la
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.capture import PARAMETERS, as_it_is_stored, bytes_of
 from rollback.train.snapshots.pipeline import Snapshots
+from rollback.train.snapshots.tier_choice import cores_here
 from rollback.train.state.state import TrainingState, owners
 
 SLOTS = (90, 91)
@@ -115,9 +116,12 @@ class LastWrite:
         """Raise NotProved unless the parameters in the files are those of the digest."""
         found: dict[str, bytes] = {}
         for record in records:
-            with ShardReader(directory / record.file, record.written) as shard:
+            with ShardReader(directory / record.file, record.written, threads=cores_here()) as shard:
                 names = [name for name in shard.entries if name.startswith(PARAMETERS)]
-                found |= {name: xxhash.xxh3_64_digest(shard.data(name)) for name in names}
+                room = memoryview(bytearray(max((shard.entries[name].nbytes for name in names), default=0)))
+                for name in names:
+                    shard.read_into(name, read := room[: shard.entries[name].nbytes])
+                    found[name] = xxhash.xxh3_64_digest(read)
         together = xxhash.xxh3_64(b"".join(part for _, part in sorted(found.items())))
         if together.intdigest() != digest:
             raise NotProved("the copy of the parameters is not what was compared")
