@@ -9,7 +9,6 @@ from pathlib import Path
 import hosts
 import pytest
 from hosts import CABLE, two_hosts
-from job_results import WARM_PYTHON
 from launching import LIMIT
 from test_hangs import IMPATIENT
 from warm_server import run_warm
@@ -27,7 +26,7 @@ def test_a_hang_on_two_hosts_is_told_with_the_stacks_of_both(tmp_path: Path) -> 
     with two_hosts() as both:
         for node, host in enumerate(both):
             command = [
-                *WARM_PYTHON, "-c", IMPATIENT, "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "2",
+                "-c", IMPATIENT, "launch", "--nnodes", "2", "--node-rank", str(node), "--nproc", "2",
                 "--rdzv-endpoint", "10.77.0.1:29400", "--restart-budget", "0", "--run", str(run.root), str(JOB),
                 both[1].name,
             ]  # fmt: skip

@@ -13,7 +13,7 @@ from pathlib import Path
 import hosts
 import pytest
 from hosts import CABLE, Host, two_hosts
-from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
+from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, RANK
 from toy import Toy, facts, require_same
 from warm_server import WarmPopen
@@ -172,7 +172,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
 
     def launch(host: Host, node: int) -> None:
         command = [
-            *WARM_PYTHON, *LAUNCH[1:], "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
+            *LAUNCH[1:], "--nnodes", "2", "--node-rank", str(node), "--nproc", "1",
             "--rdzv-endpoint", "10.77.0.1:29400", "--run", str(run.root), str(JOB), str(scenarios.path),
         ]  # fmt: skip
         environment = {"GLOO_SOCKET_IFNAME": CABLE, "NO_COLOR": "1", ENV_FAST_TIER: "auto"}
@@ -238,7 +238,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
     with two_hosts() as both, open(tmp_path / "output", "a") as output:
         for node, host in enumerate(both):
             command = [
-                *WARM_PYTHON, "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
+                "-m", "torch.distributed.run", "--nnodes=2", f"--node-rank={node}",
                 f"--nproc-per-node={on_each}", "--rdzv-endpoint=10.77.0.1:29400", str(JOB), str(scenarios.path),
             ]  # fmt: skip
             host.start(command, {"GLOO_SOCKET_IFNAME": CABLE, ENV_FAST_TIER: "auto"}, tmp_path, output)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from hosts import CABLE, Host, hosts_on_a_switch
-from job_results import JOB, LAUNCH, WARM_PYTHON, Scenarios
+from job_results import JOB, LAUNCH, Scenarios
 from toy import Toy, require_same
 
 from rollback.config import ENV_FAST_TIER
@@ -57,7 +57,7 @@ class Fleet:
         """Start the job on some of the hosts; on all, if none are named."""
         for node in nodes or range(len(self.hosts)):
             command = [
-                *WARM_PYTHON, *LAUNCH[1:], "--nnodes", str(self.ranks), "--node-rank", str(node), "--nproc", "1",
+                *LAUNCH[1:], "--nnodes", str(self.ranks), "--node-rank", str(node), "--nproc", "1",
                 "--rdzv-endpoint", f"{self.hosts[0].address}:29400", *([] if self.shared else ["--ring", self.ring]),
                 "--spare-nodes", str(self.spares), "--run", str(self.run(node).root), *flags,
                 str(JOB), str(self.scenarios.path),

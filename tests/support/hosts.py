@@ -8,14 +8,17 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 import psutil
+from warm_server import WarmPopen
 
 CABLE = "cable"  # the interface, on each host
+ON_HOST = Path(__file__).parent / "on_host.py"
 
 
 def why_not() -> str | None:
@@ -36,23 +39,17 @@ class Host:
         self.all_hosts: tuple[Host, ...] = (self,)
         self._process: subprocess.Popen[str] | None = None
 
-    def start(self, command: list[str], environment: dict[str, str], folder: Path, output: IO[str]) -> None:
+    def start(self, arguments: list[str], environment: dict[str, str], folder: Path, output: IO[str]) -> None:
+        """Start what Python does with these arguments."""
         # Without names, every connection waits for a name server that cannot be reached from here.
         names, resolver = folder / "hosts", folder / "resolv.conf"
         names.write_text("127.0.0.1 localhost\n" + "".join(f"{host.address} {host.name}\n" for host in self.all_hosts))
         resolver.write_text("")
         register = folder / f"register-{self.name}"  # each host counts its own pids
         register.mkdir(exist_ok=True)
-        setup = (
-            'hostname "$1"; mount -t tmpfs tmpfs /dev/shm; mount --bind "$2" /etc/hosts; '
-            'mount --bind "$3" /etc/resolv.conf; shift 3; exec "$@"'
-        )
-        new = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
-        self._process = subprocess.Popen(
-            ["ip", "netns", "exec", self.name, *new, "sh", "-c", setup, "sh", self.name, str(names), str(resolver),
-             *command],
-            cwd=folder, env={**os.environ, "TESTS_REGISTER": str(register), **environment}, text=True, stdout=output,
-            stderr=output,
+        self._process = WarmPopen(
+            [sys.executable, str(ON_HOST), self.name, str(names), str(resolver), *arguments], cwd=folder,
+            env={**os.environ, "TESTS_REGISTER": str(register), **environment}, text=True, stdout=output, stderr=output,
         )  # fmt: skip
 
     def wait(self, timeout: float) -> int:
@@ -72,7 +69,7 @@ class Host:
     def lose(self) -> None:
         """End all that runs on it, without a word."""
         if self._process is not None:
-            self._process.kill()  # --kill-child: the kernel then ends the host's first process and so all others
+            self._process.kill()  # and with it the host's first process
             self._process.wait()
 
 

@@ -17,6 +17,7 @@ import itertools
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -36,7 +37,7 @@ from warm_server import ENV_MODULES
 
 import rollback
 from rollback.supervisor.nodes import store
-from rollback.supervisor.torchrun import host, standby
+from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of
 
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
@@ -62,6 +63,15 @@ def warm_up_here() -> None:
     warm_up(_register)
     _start_warm_from_here()
     _enter_register()
+
+
+def come_to_a_host(register: Path) -> None:
+    """It counts its own pids, and has a name that an import may have read before this process had it."""
+    global _register  # noqa: PLW0603 - as above
+    _register = register
+    _enter_register()
+    for module in (host, processes):
+        vars(module)["THIS_HOST"] = socket.gethostname()
 
 
 def environment_of(process: psutil.Process) -> dict[str, str]:
@@ -194,7 +204,12 @@ def become(
         os.environ.clear()
         os.environ.update(environment)
     _enter_register()
-    return _exit_status(lambda: _run_python(list(arguments)))
+    return run(list(arguments))
+
+
+def run(arguments: list[str]) -> int:
+    """Be the Python that was given these; its exit status."""
+    return _exit_status(lambda: _run_python(arguments))
 
 
 def _start_warm_from_here() -> None:
@@ -261,4 +276,4 @@ def _status_of(program: Callable[[], None]) -> int:
 
 if __name__ == "__main__":
     warm_up_here()
-    os._exit(_exit_status(lambda: _run_python(sys.argv[1:])))
+    os._exit(run(sys.argv[1:]))

@@ -1,17 +1,19 @@
 """`subprocess` for commands that begin with this Python, without its imports: `WarmPopen` and `run_warm`.
 
-Where a test starts a command, its process is forked from a server that has imported torch once, for all tests of a
-pytest process, and so is all that it starts (see `warm`). The server is a program of its own, since autograd does not
-survive a fork and pytest's process trains. It ends with the process that it works for. For commands whose environment
-names further modules (`ENV_MODULES`) there is a server that has imported these as well.
+Where a test starts a command, its process is forked from a server that has imported torch once, for all processes of
+pytest, and so is all that it starts (see `warm`). The server is a program of its own, since autograd does not survive a
+fork and pytest's processes train. It ends with the last process that it works for. For commands whose environment names
+further modules (`ENV_MODULES`) there is a server that has imported these as well.
 
     test ── asks ──> server ── forks ──> attendant ── forks ──> the command
 
 The attendant waits for the command and writes down how it ended, since a test cannot wait for what is not its child.
 """
 
+import fcntl
 import functools
 import gc
+import hashlib
 import json
 import os
 import select
@@ -20,7 +22,10 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, AnyStr, NoReturn
 
 _NUMBER = struct.Struct("q")
@@ -104,14 +109,39 @@ def run_warm(
 
 @functools.cache
 def _server(modules: str) -> socket.socket:
-    """The connection with the server that has imported `modules`, which is started now."""
-    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with theirs:
-        subprocess.Popen(
-            [sys.executable, __file__, str(theirs.fileno())], pass_fds=[theirs.fileno()], start_new_session=True,
-            stdin=subprocess.DEVNULL, env={**os.environ, ENV_MODULES: modules},
-        )  # fmt: skip
-    return ours
+    """A connection with the server that has imported `modules`. Whoever is the first to ask for it starts it."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with _alone(modules):
+        try:
+            server.connect(_address(modules))
+        except ConnectionRefusedError:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+                listener.bind(_address(modules))
+                listener.listen()
+                server.connect(_address(modules))
+                subprocess.Popen(
+                    [sys.executable, __file__, str(listener.fileno())], pass_fds=[listener.fileno()],
+                    start_new_session=True, stdin=subprocess.DEVNULL, env={**os.environ, ENV_MODULES: modules},
+                )  # fmt: skip
+    return server
+
+
+def _address(modules: str) -> str:
+    return f"\0{_file(modules)}"  # which no file has: it ends with the server
+
+
+@contextmanager
+def _alone(modules: str) -> Iterator[None]:
+    """Nobody else starts, ends or calls this server meanwhile."""
+    with open(_file(modules), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def _file(modules: str) -> Path:
+    """One for all processes of this session of pytest."""
+    register = os.environ.get("TESTS_REGISTER") or tempfile.gettempdir()
+    return Path(register, f"server-{hashlib.sha256(f'{__file__} {modules}'.encode()).hexdigest()[:16]}")
 
 
 def _read_number(descriptor: int) -> int:
@@ -120,22 +150,50 @@ def _read_number(descriptor: int) -> int:
     return int(_NUMBER.unpack(found)[0]) if found else int(signal.SIGKILL)
 
 
-def _serve(requests: socket.socket) -> NoReturn:
+def _serve(listener: socket.socket) -> NoReturn:
     from warm import warm_up_here
 
+    modules = os.environ[ENV_MODULES]
     warm_up_here()
     gc.collect()
     gc.freeze()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an attendant ended
-    while True:
-        asked, descriptors, _, _ = socket.recv_fds(requests, 16, 5)
-        if not asked:
-            os._exit(0)
-        if os.fork() == 0:
-            requests.close()
-            _attend(*descriptors)
-        for descriptor in descriptors:
-            os.close(descriptor)
+    clients: list[socket.socket] = []
+    while clients or _is_wanted(listener, modules):
+        for ready in select.select([listener, *clients], [], [])[0]:
+            if ready is listener:
+                clients.append(listener.accept()[0])
+            elif not _answer(ready, [listener, *clients]):
+                clients.remove(ready)
+                ready.close()
+    os._exit(0)
+
+
+def _is_wanted(listener: socket.socket, modules: str) -> bool:
+    """Whether somebody has just called. Else nobody can any more."""
+    try:
+        with _alone(modules):
+            called = bool(select.select([listener], [], [], 0)[0])
+            if not called:
+                listener.close()
+    except FileNotFoundError:  # its folder went with the session
+        return False
+    return called
+
+
+def _answer(client: socket.socket, mine: list[socket.socket]) -> bool:
+    """Do what this client asks for; False when it has ended."""
+    try:
+        asked, descriptors, _, _ = socket.recv_fds(client, 16, 5)
+    except ConnectionError:
+        return False
+    if asked and os.fork() == 0:
+        for each in mine:
+            each.close()
+        _attend(*descriptors)
+    for descriptor in descriptors:
+        os.close(descriptor)
+    return bool(asked)
 
 
 def _attend(stdin: int, stdout: int, stderr: int, status: int, sheet: int) -> NoReturn:
