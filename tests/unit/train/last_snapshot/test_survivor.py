@@ -668,6 +668,17 @@ def test_random_states_as_bytes_are_the_random_states() -> None:
         assert all(torch.equal(held[name], again[name]) for name in (*held, *again))
 
 
+def test_random_states_as_bytes_are_those_of_the_generator_that_is_there() -> None:
+    raw, before = RawRandom(), np.random.get_bit_generator()
+    raw.read()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(5))
+        np.random.rand()
+        assert torch.equal(tree_of(*raw.read())["numpy"]["words"], rng.capture(cuda=False)["numpy"]["words"])
+    finally:
+        np.random.set_bit_generator(before)
+
+
 class _Number(float):
     """As a value of a type of its own is, it is not told by one look."""
 
