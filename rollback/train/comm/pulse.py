@@ -74,12 +74,13 @@ class HostFields:
     """A checkpoint that is about to become good is missing."""
 
 
-Scalar = TypeVar("Scalar", Tensor, float)
+Scalar = TypeVar("Scalar", Tensor | float, float)
 
 
 @dataclass
 class GaugeFields(Generic[Scalar]):
-    """Scalars on the device. Reduced to the mean over the ranks with a finite value; None: no rank has one."""
+    """Scalars on the device, or numbers of the host. Reduced to the mean over the ranks with a finite value; None: no
+    rank has one."""
 
     scale: Scalar | None = None
     """The factor of a gradient scaler."""
@@ -103,7 +104,7 @@ class Signs(HostFields):
 
 
 @dataclass
-class Gauges(GaugeFields[Tensor]):
+class Gauges(GaugeFields[Tensor | float]):
     """Scalars of one rank besides loss and gradient norm."""
 
     found_inf: Tensor | None = None
@@ -237,7 +238,7 @@ class Pulse:
         for place, scalar in enumerate((loss, grad_norm, *_gauge_values(gauges))):
             if scalar is None:
                 continue
-            value = scalar.item()
+            value = scalar if type(scalar) is float else scalar.item()
             if math.isfinite(value):
                 row[place], row[_SCALARS + place] = value, 1.0
             elif place < 2:
@@ -275,9 +276,9 @@ class Pulse:
     def _to_device(self, numbers: list[float]) -> Tensor:
         return torch.tensor(numbers, dtype=torch.float64).to(self._device, non_blocking=True)
 
-    def _on_device(self, value: Tensor | None) -> Tensor:
-        if value is None:
-            return torch.zeros((), dtype=torch.float64, device=self._device)
+    def _on_device(self, value: Tensor | float | None) -> Tensor:
+        if not isinstance(value, Tensor):
+            return torch.full((), value or 0.0, dtype=torch.float64, device=self._device)
         return value.detach().to(self._device, torch.float64, non_blocking=True).reshape(())
 
 

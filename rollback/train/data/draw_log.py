@@ -28,6 +28,7 @@ from rollback.train.data.cursor.digest import Digest
 
 ENTRIES = 4096
 _ENTRY = struct.Struct("<QQQQQQ")  # batch, opening, order, content, past, check
+_BODY, _CHECK = struct.Struct("<QQQQQ"), struct.Struct("<Q")
 
 
 class Drawn(NamedTuple):
@@ -151,8 +152,8 @@ def _other_data(batch: int, what: str) -> RunDoesNotFit:
 
 
 def _packed(drawn: Drawn) -> bytes:
-    body = _ENTRY.pack(*drawn, 0)
-    return body[:-8] + struct.pack("<Q", xxhash.xxh3_64_intdigest(body[:-8]))
+    body = _BODY.pack(*drawn)
+    return body + _CHECK.pack(xxhash.xxh3_64_intdigest(body))
 
 
 def _read(raw: bytes) -> dict[int, Drawn]:

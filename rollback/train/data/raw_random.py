@@ -26,13 +26,14 @@ class RawRandom:
 
     def __init__(self) -> None:
         self._python = _python_reader()
+        self._source: object = None
         self._numpy: tuple[bytes, list[Any]] = b"", []
 
     def read(self) -> tuple[dict[str, Any], list[bytes]]:
         """Numbers, and the words of torch, Python and, where it is imported, NumPy."""
-        torch_state = torch.default_generator.get_state().numpy().tobytes()
+        state = torch.default_generator.get_state()
         told: dict[str, Any] = {"gauss_next": random._inst.gauss_next}  # type: ignore[attr-defined]
-        parts = [torch_state, self._python()]
+        parts = [ctypes.string_at(state.data_ptr(), state.nbytes), self._python()]
         if numpy := sys.modules.get("numpy"):
             words, told["numpy"] = self._read_numpy(numpy)
             parts.append(words)
@@ -40,7 +41,9 @@ class RawRandom:
 
     def _read_numpy(self, numpy: Any) -> tuple[bytes, list[Any]]:
         """Words, and what else there is: the state has a number that was drawn and not given out yet, or has not."""
-        words = ctypes.string_at(numpy.random.get_bit_generator().ctypes.state_address, _TWISTER)
+        if (source := numpy.random.get_bit_generator()) is not self._source:
+            self._source, self._words = source, _memory_at(source.ctypes.state_address)
+        words = self._words.raw
         before, rest = self._numpy
         if words != before or not rest or rest[1]:  # without such a number, only a draw can make one
             state = numpy.random.get_state(legacy=False)
@@ -71,12 +74,17 @@ def _int64(words: bytes) -> Tensor:
     return torch.frombuffer(array("q", array("I", words)), dtype=torch.int64)
 
 
+def _memory_at(address: int) -> "ctypes.Array[ctypes.c_char]":
+    """A Mersenne twister's memory: whoever keeps this keeps what owns it."""
+    return (ctypes.c_char * _TWISTER).from_address(address)
+
+
 def _python_reader() -> Callable[[], bytes]:
     """Reads Python's words, the number of the next one first: from memory, if they are found to be there."""
-    address = id(random._inst) + object.__basicsize__
+    words = _memory_at(id(random._inst) + object.__basicsize__)
 
     def from_memory() -> bytes:
-        return ctypes.string_at(address, _TWISTER)
+        return words.raw
 
     def by_asking() -> bytes:
         *words, following = random.getstate()[1]

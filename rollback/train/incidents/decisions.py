@@ -32,8 +32,12 @@ class StepMark:
 
     def observation(self, beat: Beat, *, announced: bool) -> Observation:
         """What the sentinel is told of this step. announced: whether an announced phase begins here."""
-        hints = self.hints | (Hint.SCALER_SKIPPED if beat.scaler_skipped else Hint.NONE)
-        return Observation(self.step, beat.loss, beat.grad_norm, hints | (Hint.ANNOUNCED if announced else Hint.NONE))
+        hints = self.hints
+        if beat.scaler_skipped:
+            hints |= Hint.SCALER_SKIPPED
+        if announced:
+            hints |= Hint.ANNOUNCED
+        return Observation(self.step, beat.loss, beat.grad_norm, hints)
 
     @property
     def over_the_end(self) -> bool:

@@ -29,7 +29,7 @@ from rollback.train.state.state import TrainingState
 
 _BUFFERS = ("local/buffers/", "local/nonpersistent_buffers/")
 _LOCAL = {
-    "of_data": "local/cursor", "kept": "local/kept", "nonfinite": "local/nonfinite",
+    "of_data": "local/cursor", "nonfinite": "local/nonfinite",
     "cursor": "local/cursor", "opening": "local/cursor/opening", "random": "", "parts": "",
 }  # fmt: skip
 _OF_OTHERS = ("kept", "nonfinite")
@@ -38,6 +38,7 @@ _MOVING = "offset", "batch", "last_indices"
 """What of a position is another one in each step: whole numbers and a text, or nothing."""
 _LENGTHS = struct.Struct("<2Q")  # of a text, and of the bytes that it tells of
 _NOTHING = b"{}]"  # the end of a text that tells nothing of the next batch
+_MARSHAL = 2  # later versions of the format tell of references, too
 
 
 def _encoder() -> Callable[[Any], str]:
@@ -104,9 +105,10 @@ class SmallStateReader:
             self._find_buffers()
         state = self._state
         random, parts = self._random.read()
+        parts.append(marshal.dumps(state.memory.state_dict(), _MARSHAL))
         position = self._find_position(keep=in_step)
         told = {
-            "of_data": state.cursor.of_data(), "kept": state.memory.state_dict(), "random": random,
+            "of_data": state.cursor.of_data(), "random": random,
             "nonfinite": state.finite.left_alone or {}, "parts": [*map(len, parts)], "cursor": position.steady,
         }  # fmt: skip
         rest = self._encode_rest(told)
@@ -222,7 +224,7 @@ class _Unchanged(NamedTuple):
 def _key_of(told: Any) -> bytes | None:
     """It tells the types and bits of plain values, and is never read. None: there are tensors or the like in it."""
     try:
-        return marshal.dumps(told, 2)  # later versions tell of references, too
+        return marshal.dumps(told, _MARSHAL)
     except ValueError:
         return None
 
@@ -274,14 +276,16 @@ class SmallState:
 
     @classmethod
     def of(cls, body: bytes) -> "SmallState":
-        """Raises ValueError, KeyError, TypeError, struct.error for what is no mark's content."""
+        """Raises ValueError, KeyError, TypeError, EOFError, struct.error for what is no mark's content."""
         text, stored, stays = _parted(body)
         (told, rest), moving, of_next = json.loads(text)
         text, of_epoch, nothing = _parted(stays)
         buffers, (opening, of_opening) = json.loads(text)
         told["cursor"] |= moving | opening | told.pop("of_data") | of_next
         bytes_of = _Pieces(stored)
-        parts = [bytes(bytes_of(length)) for length in told.pop("parts")]
+        *parts, kept = [bytes(bytes_of(length)) for length in told.pop("parts")]
+        values = marshal.loads(kept)  # noqa: S302 - it runs nothing, and nobody else can write here
+        told["kept"] = tree.encode(values, "local/kept", {})
         tensors = bytes_of.tensors((*rest, *buffers)) | _Pieces(of_epoch).tensors(of_opening)
         if nothing:
             raise ValueError(f"{len(nothing)} bytes of which nothing is told")

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from rollback.errors import UsageError
 
-_AS_IT_IS, _OF_NUMBERS = frozenset((bool, int, float, str)), (Tensor, np.ndarray, np.generic)
+_AS_IT_IS, _KEYS = frozenset((type(None), bool, int, float, str)), frozenset((str, int))
+_OF_NUMBERS = Tensor, np.ndarray, np.generic
 
 
 class KeptValues:
@@ -100,15 +101,19 @@ def _tells_its_state(value: Any) -> bool:
 
 
 def _plain(value: Any, name: str) -> Any:
-    """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it."""
-    if value is None or type(value) in _AS_IT_IS:  # by far the most, and it runs at every step's end
+    """`value` as numbers, texts, lists, tuples and dicts. Raises UsageError for anything else in it.
+
+    It runs at every step's end, so what is in a list or dict is told by one look.
+    """
+    kind = type(value)
+    if kind in _AS_IT_IS:
         return value
+    if kind is dict and {*map(type, value)} <= _KEYS:
+        return {key: item if type(item) in _AS_IT_IS else _plain(item, name) for key, item in value.items()}
+    if kind in (list, tuple):
+        return kind([item if type(item) in _AS_IT_IS else _plain(item, name) for item in value])
     if isinstance(value, _OF_NUMBERS) and math.prod(value.shape) == 1 and type(one := value.item()) in _AS_IT_IS:
         return one
-    if type(value) in (list, tuple):
-        return type(value)(_plain(item, name) for item in value)
-    if type(value) is dict and all(type(key) in (str, int) for key in value):
-        return {key: _plain(item, name) for key, item in value.items()}
     raise UsageError(
         f"guard.keep: {name!r} holds a {type(value).__name__}, which cannot be kept",
         hint="it takes numbers, texts, None, and lists, tuples and dicts of these; tensors and objects are handed over "

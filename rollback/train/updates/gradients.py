@@ -13,10 +13,12 @@ On CUDA norms are accumulated in double precision, which costs nothing there. On
 so it is used only after single precision has overflowed, which can be seen there without waiting.
 """
 
+import ctypes
 import math
 import operator
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from itertools import chain
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +28,13 @@ from rollback.train.updates.backward import BackwardWatch, at_end_of_backward, c
 from rollback.train.updates.clipping import lend_norm
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
-_grad, _version, _layout, _dtype = map(operator.attrgetter, ("grad", "_version", "layout", "dtype"))
+_grad, _version, _layout, _dtype, _device = map(operator.attrgetter, ("grad", "_version", "layout", "dtype", "device"))
+_params = operator.itemgetter("params")
 _is_view = Tensor._is_view
 _Marks = tuple[list[int], list[int]]  # see `mark_of`: of all gradients, in order
 
 
-@dataclass(frozen=True)
-class GradientNorms:
+class GradientNorms(NamedTuple):
     """Norms of the gradients of one update, unscaled, on their device. Of sharded gradients: of this rank's parts."""
 
     parameters: list[nn.Parameter]
@@ -41,7 +43,7 @@ class GradientNorms:
     """The norm of each of these."""
     total: Tensor
     """The norm over all, in the gradients' own type; Inf where it overflows."""
-    kept: Tensor | None
+    kept: Tensor | float | None
     """The factor by which the optimizer's gradients are smaller (clipping); NaN: this rank's part does not show it;
     None: they had to be measured again."""
     own: Tensor | None
@@ -57,6 +59,9 @@ class Gradients:
         self._optimizer = optimizer
         self._scaler = scaler
         self._averaged = torch.distributed.is_available() and torch.distributed.is_initialized()
+        self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
+        self._given: list[nn.Parameter] = []
+        self._ordered: list[nn.Parameter] = []
         self.telltale = choose_telltale(self._parameters())
         self._queued = False
         self._awaited = True
@@ -83,20 +88,19 @@ class Gradients:
 
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
-        parameters, gradients = self._with_gradients()
+        parameters, gradients = _with_gradients(self._parameters())
         self._found = _marks_of(parameters, gradients)
         self.written = None if self.seen is None else self._found != self._marks
         if self.seen is not None and self.seen.squares is not None and not self.written:
             self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
         return parameters, gradients
 
-    @torch.no_grad()
     def norm_of(self, gradients: Sequence[Tensor]) -> Tensor | None:
         """For `clipping`: the norm over gradients that nobody has written to since they were measured."""
         seen = self.seen
         if seen is None or self.scale is not None or not seen.each.is_cpu or seen.each.dtype is not torch.float32:
             return None
-        parameters, own = self._with_gradients()
+        parameters, own = _with_gradients(seen.parameters)
         if {*map(_dtype, own)} != {torch.float32} or _marks_of(parameters, own) != self._marks:
             return None
         if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
@@ -110,7 +114,6 @@ class Gradients:
         self.seen = self._own = self.written = None
         self._marks = self._found = [], []
 
-    @torch.no_grad()
     def before_step(self) -> GradientNorms | None:
         """The norms of what the optimizer will apply; None: there are no gradients. Call it from the pre-step hook."""
         parameters, gradients = self.look()
@@ -122,23 +125,24 @@ class Gradients:
             each, total = _measure(gradients, scale)
             return GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
         if self.written is False and self.scale is None:
-            return replace(seen, kept=torch.ones((), device=seen.total.device))
+            return seen._replace(kept=1.0)
         assert telltale.grad is not None
-        before = seen.each[_position(telltale, parameters)]
-        after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=before.dtype)
+        place = _position(telltale, parameters)
+        after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
-        if before.device.type == "cpu" and seen.squares is None:
-            return _scaled_on_host(seen, before.item(), after.item())
+        if seen.each.is_cpu and seen.squares is None:
+            return _scaled_on_host(seen, seen.each.tolist()[place], after.item())
+        before = seen.each[place]
         # What was zero is still zero, or not finite.
         factor = torch.where(before > 0, after / before, 1.0 + after)
         # A factor above one, or NaN, is no clipping but an error.
         grown = factor.clamp(min=1.0)
         total = seen.total * grown.to(seen.total.dtype)
         if seen.squares is None:
-            return replace(seen, total=total, kept=factor)
+            return seen._replace(total=total, kept=factor)
         kept = torch.where(before > 0, factor, math.nan)
-        return replace(seen, total=total, kept=kept, squares=seen.squares * grown.double().square())
+        return seen._replace(total=total, kept=kept, squares=seen.squares * grown.double().square())
 
     def _backward_reached_telltale(self) -> None:
         if not self._queued and self._awaited:
@@ -155,10 +159,9 @@ class Gradients:
         # Else gradient_as_bucket_view is on, and this memory is being averaged now.
         at_end_of_backward(self._after_averaging)
 
-    @torch.no_grad()
     def _after_averaging(self) -> None:
         self._queued = False
-        parameters, gradients = self._with_gradients()
+        parameters, gradients = _with_gradients(self._parameters())
         if not any(parameter is self.telltale for parameter in parameters):
             return  # FSDP2 holds back what is not summed yet
         each, total = _measure(gradients, self.scale)
@@ -183,18 +186,25 @@ class Gradients:
         return (each.double().square() * torch.tensor(weights, dtype=torch.float64, device=each.device)).sum()
 
     def _parameters(self) -> list[nn.Parameter]:
-        return [p for group in self._optimizer.param_groups for p in group["params"]]
+        """The optimizer's, in the order of the model: clipping gets their gradients in that order, mostly, and the sum
+        of their norms depends on it."""
+        given = [*chain.from_iterable(map(_params, self._optimizer.param_groups))]
+        if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
+            self._given = given
+            self._ordered = sorted(given, key=lambda p: self._places.get(id(p), len(self._places)))
+        return self._ordered
 
-    def _with_gradients(self) -> tuple[list[nn.Parameter], list[Tensor]]:
-        parameters = self._parameters()
-        gradients: list[Tensor] = [*map(_grad, parameters)]
-        kinds = {*map(type, gradients)}
-        if type(None) in kinds:
-            parameters = [p for p in parameters if p.grad is not None]
-            gradients = [*map(_grad, parameters)]
-        if not _PLAIN.issuperset(kinds) or {*map(_layout, gradients)} != {torch.strided}:
-            gradients = [_dense(gradient) for gradient in gradients]
-        return parameters, gradients
+
+def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter], list[Tensor]]:
+    """Those of the parameters that have a gradient, and this rank's parts of their gradients."""
+    gradients: list[Tensor] = [*map(_grad, parameters)]
+    kinds = {*map(type, gradients)}
+    if type(None) in kinds:
+        parameters = [p for p in parameters if p.grad is not None]
+        gradients = [*map(_grad, parameters)]
+    if not _PLAIN.issuperset(kinds) or {*map(_layout, gradients)} != {torch.strided}:
+        gradients = [_dense(gradient) for gradient in gradients]
+    return parameters, gradients
 
 
 def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
@@ -225,14 +235,18 @@ def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> Gradien
     """
     factor = after / before if before > 0 else 1.0 + after
     total = seen.total if factor <= 1 else seen.total * factor
-    return replace(seen, total=total, kept=torch.tensor(factor))
+    return seen._replace(total=total, kept=ctypes.c_float(factor).value)  # in single precision, as on a device
 
 
 def _dense(gradient: Tensor) -> Tensor:
+    """This rank's part, without a graph (backward may have been told to make one)."""
     gradient = local_of(gradient)
+    if gradient.requires_grad:
+        gradient = gradient.detach()
     return gradient if gradient.layout == torch.strided else gradient.coalesce().values()
 
 
+@torch.no_grad()
 def _measure(gradients: list[Tensor], scale: Tensor | None) -> tuple[Tensor, Tensor]:
     """The norm of each tensor, and of all together, divided by `scale`."""
     each = norm_of_each(gradients)
@@ -249,9 +263,10 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
     if tensors[0].device.type != "cpu":
         return _each(tensors, torch.float64)
     each = _each(tensors, torch.float32)
-    if math.isfinite(each.max().item()):
+    norms = each.tolist()
+    if math.isfinite(sum(norms)):
         return each
-    if overflown := [place for place, norm in enumerate(each.tolist()) if norm == math.inf]:  # there may be NaN alone
+    if overflown := [place for place, norm in enumerate(norms) if norm == math.inf]:  # there may be NaN alone
         each = each.double()
         each[overflown] = _each([tensors[place] for place in overflown], torch.float64)
     return each
@@ -259,6 +274,6 @@ def norm_of_each(tensors: list[Tensor]) -> Tensor:
 
 def _each(gradients: list[Tensor], dtype: torch.dtype) -> Tensor:
     device = gradients[0].device
-    if {g.device for g in gradients} != {device} or any(g.dtype is torch.float64 for g in gradients):
+    if {*map(_device, gradients)} != {device} or torch.float64 in map(_dtype, gradients):
         return torch.stack([torch.linalg.vector_norm(g, dtype=torch.float64).to(device) for g in gradients])
     return torch.stack(list(torch._foreach_norm(gradients, 2, dtype)))

@@ -75,10 +75,11 @@ class Habits:
         self._thread = threading.get_ident()
         self._looks = self._late_looks = _SAMPLED
         self._now = _Noticed()
+        self._hook: Any = None
         if telltale is None:
             return
         self._watch = BackwardWatch(model, telltale, self._accumulated)
-        optimizer.register_step_post_hook(weak_hook(self._after_step))
+        self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
         ddp = _ddp_inside(model) if model is not None else None
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
@@ -97,11 +98,14 @@ class Habits:
         now, self._now = self._now, _Noticed()
         accumulated = batches > 1 and now.additions >= batches - 1
         self._looks -= bool(now.undivided)
+        if self._late_looks == 0 and self._hook is not None:
+            self._hook.remove()
+            self._hook = None
         return Habit(
             batches=batches,
             written=now.written,
             while_scaled=now.while_scaled,
-            late=_was_late(now.stepped),
+            late=_was_late(*now.stepped) if now.stepped is not None else None,
             undivided=all(now.undivided) if accumulated and len(now.undivided) >= batches else None,
             always_averaged=now.unaveraged == 0 if accumulated and now.averaged >= batches else None,
         )
@@ -170,11 +174,9 @@ class Habits:
 
 
 @torch.no_grad()
-def _was_late(stepped: tuple[Tensor, int, Tensor] | None) -> bool | None:
-    """Whether the gradient became smaller after its step. Zero does not count, since zero_grad does that."""
-    if stepped is None:
-        return None
-    gradient, version, used = stepped
+def _was_late(gradient: Tensor, version: int, used: Tensor) -> bool:
+    """Whether the gradient became smaller after its step. Zero does not count, since zero_grad does that. version,
+    used: its version and norm then."""
     written = version_of(gradient) != version
     if not written and not is_sharded(gradient):
         return False

@@ -11,10 +11,10 @@ def weak_hook(method: Callable[..., Any]) -> Callable[..., Any]:
     The garbage collector does not see a parameter's hooks. One that held a part of the guard would keep all of it, its
     model and its copies in memory until the process ends.
     """
-    reference = weakref.WeakMethod(method)
+    reference, function = weakref.ref(method.__self__), method.__func__  # type: ignore[attr-defined]
 
     def hook(*args: Any) -> Any:
-        method = reference()
-        return method(*args) if method is not None else None
+        owner = reference()
+        return function(owner, *args) if owner is not None else None
 
     return hook

@@ -104,11 +104,11 @@ class Updates:
 
 def require_even_inputs(*joinable: object) -> None:
     """Raise UsageError inside torch's `join`, where a rank without batches answers the collectives of others."""
-    configs = [getattr(item, "__dict__", {}).get("_join_config") for item in joinable]
-    if any(getattr(config, "enable", False) for config in configs if config is not None):
-        raise UsageError(
-            "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a rank "
-            "that has none left would answer the model's collectives and not the guard's",
-            hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
-            "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
-        )
+    for item in joinable:
+        if getattr(getattr(item, "__dict__", {}).get("_join_config"), "enable", False):
+            raise UsageError(
+                "the loop over the guard runs inside torch's join(), for ranks with different numbers of batches: a "
+                "rank that has none left would answer the model's collectives and not the guard's",
+                hint="take join() out and give all ranks the same number of batches: DistributedSampler does, with "
+                "drop_last=True or without; other loaders can be cut to what the shortest rank has (max_steps=N)",
+            )

@@ -61,8 +61,9 @@ class Digest:
         self._coming.clear()
         return (self._hash.intdigest() or 1) if self._any else None
 
-    @torch.no_grad()
     def _add(self, tensor: Tensor) -> None:
+        if tensor.requires_grad:
+            tensor = tensor.detach()
         self._hash.update(_kind(tensor.dtype, tensor.shape))
         if (
             tensor.dtype in _NUMPY
@@ -70,9 +71,9 @@ class Digest:
             and tensor.device.type == "cpu"
             and tensor.is_contiguous()
         ):
-            self._hash.update(tensor.detach().numpy().data)  # as below, in one piece
+            self._hash.update(tensor.numpy().data)  # as below, in one piece
             return
-        sample = _sample(tensor.detach())
+        sample = _sample(tensor)
         if sample.device.type == "cpu":
             self._hash.update(_bytes_of(sample))
         elif sample.is_cuda:

@@ -155,9 +155,12 @@ class MapStyleCursor(Cursor):
         return {"next_indices": self._next_indices()}
 
     def _next_indices(self) -> str | None:
-        if not self.opened or self._unfit is not None or self._feed.is_over():
+        if not self.opened or self._unfit is not None:
             return None
-        return hex_digest_of(self._feed.drawn())
+        try:
+            return hex_digest_of(self._feed.drawn())
+        except StopIteration:
+            return None
 
     def _end_epoch(self) -> None:
         super()._end_epoch()

@@ -21,6 +21,8 @@ class Neighbours:
 
     def instead(self, indices: Any, batch: int) -> Any:
         """The indices of a batch, with a neighbour in place of each sample that is left out."""
+        if not self.listed:
+            return indices
         left_out = next((samples for first, samples in reversed(self.listed) if first <= batch), frozenset())
         if not left_out or len(left_out) >= self._length:
             return indices

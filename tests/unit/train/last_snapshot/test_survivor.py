@@ -165,6 +165,26 @@ def test_an_epoch_s_opening_is_in_the_mark_of_its_epoch(tmp_path: Path, memory: 
     assert len(set(openings)) == 3
 
 
+def test_a_mark_has_the_kept_values_as_a_checkpoint_has_them(tmp_path: Path, memory: Path) -> None:
+    found: list[Any] = []
+
+    def hook(guard: rollback.Guard | None, position: int) -> None:
+        assert guard is not None
+        held = guard._state.memory
+        if not position:
+            guard.keep(best=float("inf"), seen=(1, [float("nan"), None]), by_number={1: "one", 2: -0.0}, text="\ud800")
+        for end, body in end_marks.read_ends(guard._last._paths, 0).items():
+            if end.batch == position and position:
+                told = SmallState.of(split(body)[1]).trees["kept"]
+                assert repr(told) == repr(tree.encode(held.state_dict(), "local/kept", {}))
+                found.append(told)
+        held._kept.best = float(position)
+
+    train(TOY.but(samples=40, epochs=1).with_settings(fast_tier=str(memory)), tmp_path / "run", hook=hook)
+    assert [each["best"] for each in found] == [float(number) for number in range(len(found))]
+    assert len(found) > 5
+
+
 def test_while_a_mark_is_written_the_one_before_stays(
     marks: end_marks.EndMarkPaths, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -666,6 +686,17 @@ def test_random_states_as_bytes_are_the_random_states() -> None:
         again: dict[str, torch.Tensor] = {}
         assert tree.encode(one, "", held) == tree.encode(other, "", again)
         assert all(torch.equal(held[name], again[name]) for name in (*held, *again))
+
+
+def test_random_states_as_bytes_are_those_of_the_generator_that_is_there() -> None:
+    raw, before = RawRandom(), np.random.get_bit_generator()
+    raw.read()
+    try:
+        np.random.set_bit_generator(np.random.MT19937(5))
+        np.random.rand()
+        assert torch.equal(tree_of(*raw.read())["numpy"]["words"], rng.capture(cuda=False)["numpy"]["words"])
+    finally:
+        np.random.set_bit_generator(before)
 
 
 class _Number(float):

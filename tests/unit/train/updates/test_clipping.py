@@ -71,6 +71,36 @@ def test_an_update_that_is_clipped_reads_its_gradients_once(
         updates.forget()
 
 
+def test_gradients_are_measured_in_the_order_of_the_model_in_which_most_clip(passes: list[int]) -> None:
+    model, optimizer = trained(weights_last)
+    updates = Updates(optimizer, None, model)
+    backward(model)
+    optimizer.step()
+    assert updates.gradients is not None
+    assert [*map(id, updates.gradients.parameters)] == [*map(id, model.parameters())]
+
+
+def test_parameters_that_an_optimizer_gets_later_or_in_place_of_others_count_from_then_on(passes: list[int]) -> None:
+    model, optimizer = trained(weights_last)
+    updates = Updates(optimizer, None, model)
+    more, instead = nn.Linear(1, 1), nn.Linear(1, 1)
+
+    def norms_of_an_update() -> set[int]:
+        optimizer.zero_grad()
+        backward(nn.Sequential(model, more, instead))
+        optimizer.step()
+        assert updates.gradients is not None
+        found = {*map(id, updates.gradients.parameters)}
+        updates.forget()
+        return found
+
+    assert norms_of_an_update() == {*map(id, model.parameters())}
+    optimizer.add_param_group({"params": more.parameters()})
+    assert norms_of_an_update() == {*map(id, (*model.parameters(), *more.parameters()))}
+    optimizer.param_groups[-1]["params"] = [*instead.parameters()]
+    assert norms_of_an_update() == {*map(id, (*model.parameters(), *instead.parameters()))}
+
+
 def write(model: nn.Module) -> None:
     next(iter(model.parameters())).grad.mul_(3)  # type: ignore[union-attr]
 

@@ -89,3 +89,15 @@ def test_of_a_closure_that_runs_several_times_the_first_gradient_counts() -> Non
     optimizer.step(closure)
     assert len(norms) > 1
     assert float(updates.grad_norm or 0.0) == pytest.approx(norms[0])
+
+
+def test_a_look_behind_the_update_is_gone_once_it_has_been_done_often_enough() -> None:
+    model, optimizer = model_and_optimizer()
+    updates, hooked = Updates(optimizer, None), []
+    for _ in range(20):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        updates.end_step(1)
+        updates.forget()
+        hooked.append(len(optimizer._optimizer_step_post_hooks))
+    assert hooked == [1] * 15 + [0] * 5
