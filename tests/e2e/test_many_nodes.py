@@ -160,7 +160,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
     """Each rank is alone on its host, with memory of its own. A rollback, and a rank that dies, go back to what the two
     hosts have in memory; then the host of the follower is lost, then that of the leader."""
     toy = Toy(
-        samples=1600, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 350), nan_rank=1,
+        samples=1120, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 260), nan_rank=1,
         sharding=sharding, patient=False, settings={
             "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
             "checkpoint_every": "5",
@@ -186,7 +186,7 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
         for node, host in enumerate(both):
             launch(host, node)
         ended = [1]  # the attempts that ended because a rank died, or a host was lost
-        for step, role in ((100, "follower"), (200, "leader")):
+        for step, role in ((90, "follower"), (150, "leader")):
             wait_for(lambda step=step: newest_attempt(run) > ended[-1] and furthest(run) > step, told)
             ended.append(newest_attempt(run))
             leads = json.loads(run.holder.read_bytes())["host"]

@@ -70,7 +70,7 @@ def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(tmp_path: Path, f
     assert [fact.step for fact in facts(run, Attached)] == [0, in_save.step, in_evaluation.step]
 
 
-LONG = Toy(samples=1600, sampler="distributed", workers=1, augment=True, patient=False)
+LONG = Toy(samples=1120, sampler="distributed", workers=1, augment=True, patient=False)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *soak(signal.SIGUSR1)])

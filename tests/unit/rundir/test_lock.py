@@ -11,6 +11,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
 import pytest
+from warm_server import WarmPopen
 
 from rollback.errors import ExitCode, RunDirectoryError, RunInUse
 from rollback.rundir import lock
@@ -38,7 +39,7 @@ sys.stdin.read()
 
 
 def contender(root: Path) -> subprocess.Popen[str]:
-    return subprocess.Popen(
+    return WarmPopen(
         [sys.executable, "-c", CONTENDER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
 

@@ -8,8 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-pytest.importorskip("transformers")
-from rollback.trainers.huggingface_state import LoopState, RunMark
+
+def kept_of(trainer: Any) -> Any:
+    pytest.importorskip("transformers")  # seconds, which only the worker that runs these tests should spend
+    from rollback.trainers.huggingface_state import LoopState, RunMark
+
+    return LoopState(trainer, RunMark())
 
 
 def trainer_with(rows: list[dict[str, Any]]) -> Any:
@@ -22,20 +26,20 @@ def trainer_with(rows: list[dict[str, Any]]) -> Any:
 
 def test_rows_that_were_logged_come_back_and_are_not_written_out_again_at_every_step() -> None:
     rows: list[dict[str, Any]] = [{"loss": 2.5, "step": 1}, {"loss": math.inf, "step": 2}]
-    kept = LoopState(trainer_with(rows), RunMark())
+    kept = kept_of(trainer_with(rows))
     first = kept.state_dict()["logs"]
     assert kept.state_dict()["logs"] is first
     rows.append({"eval_accuracy": np.float32(0.5), "name": "a\nb", "step": 3})
     later = kept.state_dict()
 
     other = trainer_with([])
-    LoopState(other, RunMark()).load_state_dict(later)
+    kept_of(other).load_state_dict(later)
     assert other.state.log_history == [*rows[:2], {"eval_accuracy": 0.5, "name": "a\nb", "step": 3}]
 
 
 def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
     trainer = trainer_with([{"step": 1}])
-    kept = LoopState(trainer, RunMark())
+    kept = kept_of(trainer)
     before = kept.state_dict()
     trainer.state.log_history.append({"step": 2})
     kept.state_dict()
@@ -46,8 +50,8 @@ def test_after_a_return_the_rows_of_undone_steps_are_gone() -> None:
 
 def test_what_an_earlier_version_kept_is_read() -> None:
     trainer = trainer_with([])
-    state = LoopState(trainer, RunMark()).state_dict()
+    state = kept_of(trainer).state_dict()
     del state["logs"]
     state["state"]["log_history"] = [{"step": 1}]
-    LoopState(trainer, RunMark()).load_state_dict(state)
+    kept_of(trainer).load_state_dict(state)
     assert trainer.state.log_history == [{"step": 1}]

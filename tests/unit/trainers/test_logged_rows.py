@@ -7,7 +7,10 @@ import pytest
 
 from rollback.trainers.logged_rows import LoggedRows
 
-loggers = pytest.importorskip("lightning.pytorch.loggers")
+
+@pytest.fixture(scope="module")
+def loggers() -> Any:
+    return pytest.importorskip("lightning.pytorch.loggers")  # seconds, which only this worker should spend
 
 
 def log(logger: Any, *steps: int, **more: float) -> None:
@@ -20,7 +23,7 @@ def text(logger: Any) -> str:
     return Path(logger.log_dir, "metrics.csv").read_text()
 
 
-def test_rows_behind_the_kept_ones_are_taken_back_with_their_columns(tmp_path: Path) -> None:
+def test_rows_behind_the_kept_ones_are_taken_back_with_their_columns(loggers: Any, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path)
     rows = LoggedRows(logger)
     rows.state_dict()
@@ -35,7 +38,9 @@ def test_rows_behind_the_kept_ones_are_taken_back_with_their_columns(tmp_path: P
 
 
 @pytest.mark.parametrize("version", [None, 0])
-def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(tmp_path: Path, version: int | None) -> None:
+def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(
+    loggers: Any, tmp_path: Path, version: int | None
+) -> None:
     first = loggers.CSVLogger(tmp_path, version=version)
     rows = LoggedRows(first)
     rows.state_dict()
@@ -47,7 +52,7 @@ def test_a_job_that_is_started_again_has_all_rows_in_its_new_file(tmp_path: Path
     assert text(again) == as_it_was
 
 
-def test_with_no_row_there_is_no_file(tmp_path: Path) -> None:
+def test_with_no_row_there_is_no_file(loggers: Any, tmp_path: Path) -> None:
     logger = loggers.CSVLogger(tmp_path)
     rows = LoggedRows(logger)
     kept = rows.state_dict()
