@@ -75,7 +75,7 @@ class WarmPopen(subprocess.Popen[AnyStr]):
         return self.pid, ended
 
     def _has_ended(self) -> bool:
-        poll = select.poll()  # a select() knows the first 1,024 descriptors only
+        poll = select.poll()  # see `_ready`
         poll.register(self._status, select.POLLIN)
         return bool(poll.poll(0))
 
@@ -160,7 +160,7 @@ def _serve(listener: socket.socket) -> NoReturn:
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how an attendant ended
     clients: list[socket.socket] = []
     while clients or _is_wanted(listener, modules):
-        for ready in select.select([listener, *clients], [], [])[0]:
+        for ready in _ready([listener, *clients]):
             if ready is listener:
                 clients.append(listener.accept()[0])
             elif not _answer(ready, [listener, *clients]):
@@ -169,11 +169,20 @@ def _serve(listener: socket.socket) -> NoReturn:
     os._exit(0)
 
 
+def _ready(sockets: Sequence[socket.socket], timeout: float | None = None) -> list[socket.socket]:
+    """Those that somebody calls, or that have ended."""
+    poll = select.poll()  # a select() knows the first 1,024 descriptors only, and pytest's processes have many
+    of_number = {each.fileno(): each for each in sockets}
+    for number in of_number:
+        poll.register(number, select.POLLIN)
+    return [of_number[number] for number, _ in poll.poll(timeout)]
+
+
 def _is_wanted(listener: socket.socket, modules: str) -> bool:
     """Whether somebody has just called. Else nobody can any more."""
     try:
         with _alone(modules):
-            called = bool(select.select([listener], [], [], 0)[0])
+            called = bool(_ready([listener], 0))
             if not called:
                 listener.close()
     except FileNotFoundError:  # its folder went with the session
