@@ -6,7 +6,8 @@ trained on in a healthy time. A damaged model does worse on it, and a model that
 The same batch is compared with itself, on the same random numbers. So neither how hard it is nor dropout counts, and a
 fraction of what the curve has risen by decides. Between the two looks the model may have improved, so there are two
 measures: the batch's loss now and then; and the same with what the level had fallen by in between. Above half of the
-curve's rise by the first, the model is damaged. Below it by the second, it is not. Else the answer is left open.
+curve's rise by the first, and above 1.5 noise units, the model is damaged: so much a healthy model's loss of one batch
+hardly ever moves (`scripts/bench_probe.py`). Below half by the second, it is not. Else the answer is left open.
 """
 
 import math
@@ -22,6 +23,7 @@ LASTS = 24
 """Readings of an excursion, none of them low, behind which the model is asked; from so many a new level can be
 learned."""
 _HALF = 0.5
+_LEAST_DAMAGE = 1.5  # noise units
 
 
 class ProbeFinding(str, Enum):
@@ -52,6 +54,11 @@ class OpenQuestion:
     def rise(self) -> float:
         return self.now - self.level
 
+    @property
+    def least_damage(self) -> float:
+        """By how much the loss of a known batch is up at least, where the model is damaged."""
+        return max(_HALF * self.rise, _LEAST_DAMAGE * self.noise)
+
     def in_words(self) -> str:
         units = f"{self.rise / self.noise:.2g} noise units"
         return f"the loss is up since about step {self.onset}, from {self.level:.6g} to {self.now:.6g} ({units})"
@@ -70,10 +77,11 @@ class ProbeAnswer:
 
     def finding(self, question: OpenQuestion) -> ProbeFinding:
         """What it says about a rise. A loss that is not finite now is damage."""
-        threshold, risen = _HALF * question.rise, self.now - self.then
-        if not math.isfinite(risen) or risen > threshold:
+        risen = self.now - self.then
+        if not math.isfinite(risen) or risen > question.least_damage:
             return ProbeFinding.MODEL
-        return ProbeFinding.DATA if risen + max(0.0, self.level - question.level) < threshold else ProbeFinding.UNCLEAR
+        unharmed = risen + max(0.0, self.level - question.level) < _HALF * question.rise
+        return ProbeFinding.DATA if unharmed else ProbeFinding.UNCLEAR
 
     def in_words(self, question: OpenQuestion) -> str:
         means = {
@@ -99,5 +107,5 @@ def about_excursion(excursion: Excursion, scale: Scale) -> OpenQuestion | None:
 def damaged(step: int, question: OpenQuestion, answer: ProbeAnswer, window: tuple[float, ...]) -> Verdict:
     """The verdict on a model that does worse on what it knew."""
     text = f"{answer.in_words(question)}; {question.in_words()}"
-    threshold = answer.then + _HALF * question.rise
+    threshold = answer.then + question.least_damage
     return Verdict(Kind.DAMAGED, step, question.onset, "probe-loss", "loss", answer.now, threshold, text, window)

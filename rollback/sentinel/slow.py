@@ -94,8 +94,10 @@ class Drift:
 
     def unexplained(self) -> Slow | None:
         """Where a block has just been completed: a rise that stays, of too little for a call."""
+        if self._block:
+            return None
         margin = _ASKED_ABOVE * self._noise_at_lowest
-        if self._block or not self._above(_BLOCKS_ABOVE, margin, _ASKED_FALL * self._noise_at_lowest):
+        if not self._above(_BLOCKS_ABOVE, margin, _ASKED_FALL * self._noise_at_lowest):
             return None
         assert self._lowest is not None
         window = tuple(median for _, median in self._medians)

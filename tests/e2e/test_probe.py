@@ -41,7 +41,11 @@ def require_same_but_for_the_probe(one: dict[str, str], other: dict[str, str], b
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
     labels = Case("labels", workers=1)
-    cases = {"labels": labels, "never asked": Case(**{**vars(labels), "probe": False}), "weights": Case("weights")}
+    one_cannot = Case("labels", workers=1, odd="object on the last rank")
+    cases = {
+        "labels": labels, "never asked": Case(**{**vars(labels), "probe": False}), "weights": Case("weights"),
+        "one cannot": one_cannot,
+    }  # fmt: skip
     return of_two_ranks(tmp_path_factory.mktemp("two"), cases)
 
 
@@ -53,6 +57,15 @@ def test_wrong_labels_leave_the_model_as_it_is_and_the_run_as_it_would_have_been
     for rank in (0, 1):
         one, other = (two_ranks.portrait(name, rank) for name in ("labels", "never asked"))
         require_same_but_for_the_probe(one, other, 1)
+
+
+def test_where_one_rank_cannot_take_part_none_does(two_ranks: Scenarios) -> None:
+    run = two_ranks.run("one cannot")
+    (why,) = facts(run, NotProbed)
+    assert "Path" in why.reason
+    assert facts(run, Probed, Incident) == []
+    for rank in (0, 1):
+        require_same(two_ranks.portrait("one cannot", rank), two_ranks.portrait("never asked", rank), f"rank {rank}")
 
 
 def test_moved_weights_are_an_incident_since_they_were_moved_and_are_put_back(two_ranks: Scenarios) -> None:

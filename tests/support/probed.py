@@ -40,8 +40,8 @@ class Case:
     loader: str = "map"
     """`map`, `iterable`."""
     odd: str | None = None
-    """`object`: batches have something that is not looked into; `hidden`: the model counts in a plain attribute;
-    `gradients`: those are there between two steps."""
+    """`object`: batches have something that is not looked into, `object on the last rank` there alone; `hidden`: the
+    model counts in a plain attribute; `gradients`: half of each is left for the next update."""
     skip: tuple[tuple[int, int], ...] = ()
     steps: int = STEPS
 
@@ -110,7 +110,8 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
     data = Labelled(case, ranks)
     if case.loader == "map":
         sampler: DistributedSampler[Any] = DistributedSampler(data, ranks, rank, shuffle=False)
-        collate = with_an_object if case.odd == "object" else None
+        odd = case.odd == "object" or (case.odd == "object on the last rank" and rank == ranks - 1)
+        collate = with_an_object if odd else None
         loader = DataLoader(data, BATCH, sampler=sampler, num_workers=case.workers, collate_fn=collate)
     else:
         loader = DataLoader(InOrder(data, rank, ranks), BATCH)
@@ -130,8 +131,9 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
                 with torch.no_grad():
                     net.line.weight.mul_(0.75)
             loss = (model(x) - y).abs().mean() / case.accumulate
-            if case.odd == "gradients" and handed_out % case.accumulate == 0:
-                optimizer.zero_grad(set_to_none=False)
+            for p in net.parameters() if case.odd == "gradients" else ():
+                if p.grad is not None:
+                    p.grad.mul_(0.5)
             loss.backward()
             guard.observe(loss, grad_norm=1.0)  # what the norm would say is not what is tested
             consumed[guard.batch] = ids.tolist()

@@ -126,6 +126,15 @@ def test_what_an_answer_says(level: float, then: float, now: float, finding: Pro
     assert f"the probe batch of step 200 had loss {then:.6g}, has {now:.6g} now" in answer.in_words(QUESTION)
 
 
+@pytest.mark.parametrize(
+    ("now", "finding"), [(1.79, ProbeFinding.DATA), (1.84, ProbeFinding.UNCLEAR), (1.86, ProbeFinding.MODEL)]
+)
+def test_where_the_rise_is_small_half_of_it_is_too_little_for_damage(now: float, finding: ProbeFinding) -> None:
+    """A healthy model's loss of one batch moves by so much now and then."""
+    question = OpenQuestion(onset=300, level=2.0, now=2.2, noise=0.1)
+    assert ProbeAnswer(kept=200, level=2.0, then=1.7, now=now).finding(question) is finding
+
+
 def test_the_verdict_names_both_losses_and_the_rise() -> None:
     verdict = damaged(330, QUESTION, ProbeAnswer(200, 2.0, 1.7, 2.1), (2.0, 2.4))
     assert (verdict.kind, verdict.onset, verdict.rule, verdict.witness) == (Kind.DAMAGED, 300, "probe-loss", "loss")

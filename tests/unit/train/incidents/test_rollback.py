@@ -11,7 +11,7 @@ from torch import nn
 from toy import SETTINGS, facts
 
 import rollback
-from rollback.facts.probes import Probed
+from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import Finished, PhaseAnnounced, Window
 from rollback.sentinel.probe import OpenQuestion
 from rollback.train.events import RollbackApplied, RollbackCause
@@ -135,6 +135,17 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
         assert (script.guard.step, [fact.finding for fact in facts(tmp_path / "run", Probed)]) == (2 * EPOCH, ["data"])
     else:
         assert event.checkpoint.endswith(f"{event.step:08d}")
+
+
+def test_a_loop_that_counts_what_it_is_handed_gets_no_probe_and_the_journal_says_why(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    script.guard.without_probes("this loop counts")
+    ask(script.guard)
+    script.train(1)
+    ask(script.guard)
+    script.train(2)
+    assert [fact.reason for fact in facts(tmp_path / "run", NotProbed, Probed)] == ["this loop counts"]  # once
+    assert script.events == []
 
 
 def test_a_script_is_told_of_a_rollback_when_the_guard_stands_where_it_leads(tmp_path: Path) -> None:
