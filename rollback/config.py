@@ -75,6 +75,9 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
         description="before a trouble is called structural, replay it once with the learning rate times FACTOR for "
         "STEPS steps, then back over as many",
     )  # fmt: skip
+    probe: bool = Field(
+        True, description="where the loss is up and cannot tell why, ask the model by a batch that it knew"
+    )
     quarantine: Literal["suspects", "off"] = Field(
         "suspects", description="leave samples that incidents have in common out of later batches"
     )
@@ -163,8 +166,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
 
 DECIDING = (
     *Reach.model_fields, "policy", "horizon", "max_undone", "lr_after", "max_skipped", "quarantine", "retry_first",
-    "observe_only", "sensitivity", "objective", "snapshot_every", "keep", "probation", "accept_data_change", "skip",
-    "skip_samples",
+    "observe_only", "probe", "sensitivity", "objective", "snapshot_every", "keep", "probation", "accept_data_change",
+    "skip", "skip_samples",
 )  # fmt: skip
 """Settings that decide what is an incident and what is done about it."""
 

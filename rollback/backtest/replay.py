@@ -6,7 +6,7 @@ The log goes on whatever is called: nothing is rewound, so the sentinel runs on 
 import sys
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from rollback import policy
 from rollback.backtest.columns import Columns, Overrides, find_columns, observations
@@ -17,6 +17,7 @@ from rollback.facts.training import Incident, Planned
 from rollback.rundir.paths import CheckpointName
 from rollback.rundir.records import json_number
 from rollback.sentinel import Blip, Kind, Observation, Sentinel, Verdict
+from rollback.sentinel.probe import OpenQuestion
 
 SCHEMA = 1
 
@@ -33,6 +34,8 @@ class Replay:
     advice: list[Verdict]
     """What would have been called if the loss measured progress."""
     plan: list[Planned]
+    questions: list[tuple[int, OpenQuestion]]
+    """Steps at which a job would have asked its model, and about what."""
     assumed: list[str]
     """What was assumed to read the log so, in words."""
 
@@ -53,6 +56,10 @@ class Replay:
                 for verdict in self.advice
             ],
             "plan": [_planned(planned) for planned in self.plan],
+            "probes": [
+                {"step": step, "onset": about.onset, "level": json_number(about.level), "now": json_number(about.now)}
+                for step, about in self.questions
+            ],
         }
 
 
@@ -61,18 +68,30 @@ def replay(path: Path, overrides: Overrides, settings: Settings) -> Replay:
     table = read_table(path)
     columns = find_columns(path, table, overrides)
     seen, assumed = observations(path, table, columns)
-    calls, blips, advice = judge(seen, Sentinel(settings.sensitivity, settings.objective))
-    return Replay(path, columns, seen, calls, blips, advice, plans(calls, seen[0].step, settings), assumed)
+    judged = judge(seen, Sentinel(settings.sensitivity, settings.objective))
+    planned = plans(judged.calls, seen[0].step, settings)
+    return Replay(path, columns, seen, judged.calls, judged.blips, judged.advice, planned, judged.questions, assumed)
 
 
-def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], list[Blip], list[Verdict]]:
-    """Every verdict that demands action, every excursion that was left alone, and every verdict with advice.
+class Judged(NamedTuple):
+    """What the sentinel said of a log. `calls`: every verdict that demands action. `blips`: every excursion that was
+    left alone. `advice`: every verdict with advice. `questions`: as in `Replay`."""
 
-    A stretch of non-finite steps is one call: the guard would have acted on the first.
+    calls: list[Verdict]
+    blips: list[Blip]
+    advice: list[Verdict]
+    questions: list[tuple[int, OpenQuestion]]
+
+
+def judge(seen: list[Observation], sentinel: Sentinel) -> Judged:
+    """A stretch of non-finite steps is one call: the guard would have acted on the first.
+
+    A log has no model to ask, so every question stays open, as if the model had given no clear answer.
     """
     calls: list[Verdict] = []
     blips: list[Blip] = []
     advice: list[Verdict] = []
+    questions: list[tuple[int, OpenQuestion]] = []
     was_nonfinite = False
     for observation in seen:
         verdict = sentinel.update(observation)
@@ -84,7 +103,10 @@ def judge(seen: list[Observation], sentinel: Sentinel) -> tuple[list[Verdict], l
         if verdict.advice:
             advice.append(verdict)
         was_nonfinite = nonfinite
-    return calls, blips, advice
+        if (question := sentinel.question(observation.step)) is not None:
+            questions.append((observation.step, question))
+            sentinel.asked(observation.step)
+    return Judged(calls, blips, advice, questions)
 
 
 def plans(calls: list[Verdict], first_step: int, settings: Settings) -> list[Planned]:

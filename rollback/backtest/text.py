@@ -10,6 +10,7 @@ from rollback.terminal.braille import BLANK, DOTS
 
 _HEIGHT = 12  # lines of the plot
 _ADVICE_SHOWN = 3
+_PROBES_SHOWN = 3
 
 
 def describe(replay: Replay, width: int) -> str:
@@ -26,6 +27,11 @@ def describe(replay: Replay, width: int) -> str:
         more = len(replay.advice) - _ADVICE_SHOWN
         lines += [f"  and {more} more of such advice (--json has them all)"] if more > 0 else []
         lines.append("  if this loss does measure progress, say so: --objective supervised")
+    for step, question in replay.questions[:_PROBES_SHOWN]:
+        text = f"{question.in_words()}. A running job would hand out a probe batch here; a log has no model to ask"
+        lines += [f"  a probe at step {step}", *_wrapped(text, width)]
+    if len(replay.questions) > _PROBES_SHOWN:
+        lines.append(f"  and {len(replay.questions) - _PROBES_SHOWN} more probes (--json has them all)")
     for blip in replay.blips[:10]:
         fate = "went back by itself" if blip.fate == "recovered" else "became the new level"
         lines.append(f"  left alone: steps {blip.first_step} to {blip.last_step}, peak {blip.peak:.6g}, {fate}")

@@ -28,6 +28,7 @@ from rollback.facts.checkpoints import (
 )
 from rollback.facts.ending import FinalStateLost, Finished, GivingUp, LastSaveFailed, ScriptLeft, Stopped
 from rollback.facts.fact import Fact, InitialState, Sharding, Window
+from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.ring import Drained, DrainFailed, Fetched, LeftDurableRing
 from rollback.facts.supervisor import (
     AttemptEnded,
@@ -122,8 +123,9 @@ class Incident(Fact):
 
     kind: Literal["incident"] = "incident"
     incident: int
-    verdict: Literal["spike", "nonfinite", "requested"]
-    """What the sentinel said; `requested` where an operator asked for a rewind."""
+    verdict: Literal["spike", "nonfinite", "damaged", "requested"]
+    """What the sentinel said; `damaged` where the model did worse on a probe batch; `requested` where an operator asked
+    for a rewind."""
     cause: str
     """The witness: `loss` or `grad_norm`; of a request, the operator."""
     rule: str
@@ -360,7 +362,8 @@ AnyFact = Annotated[
     Union[  # noqa: UP007  (a list of classes, one for each kind of line, reads better than a chain)
         Attached, Accepted, Saving, Paced, Committed, BecameGood, Dropped, Drifted, Evicted, CheckpointLost,
         Quarantined, NoLastSnapshot, LastSnapshotMade, Noticed, ScalerSkipped, PhaseAnnounced, Incident, Planned,
-        ScreenedOut, Restored, Concluded, SkipAdded, SampleQuarantine, Requested, Answered, PassedOver, Advice, Trouble,
+        ScreenedOut, Probed, NotProbed, Restored, Concluded, SkipAdded, SampleQuarantine, Requested, Answered,
+        PassedOver, Advice, Trouble,
         LastSaveFailed, Stopped, Finished, FinalStateLost, ScriptLeft,
         AttemptStarted, AttemptEnded, Hung, StuckAtExit, Blamed, RestartScheduled, NodeReplaced, SpareNodes, Signalled,
         RunEnded,

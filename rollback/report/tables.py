@@ -40,7 +40,7 @@ def blocks(ledger: AuditReport, records: Sequence[JournalEntry], paths: RunPaths
     yield _checkpoints(ledger.checkpoints, drained, paths)
     if ledger.user_windows or ledger.requests:
         yield _asked(ledger)
-    if ledger.noticed or ledger.phases or ledger.scaler_skipped:
+    if ledger.noticed or ledger.probes or ledger.phases or ledger.scaler_skipped:
         yield _left_alone(ledger)
     messages = [("advice", m) for m in ledger.advice] + [("trouble", m) for m in ledger.troubles]
     if messages:
@@ -145,6 +145,7 @@ def _left_alone(ledger: AuditReport) -> Block:
         ]
         for e in ledger.noticed
     ]
+    rows += [[f"{p.step:,}", "probe", p.explanation, p.finding or "not asked"] for p in ledger.probes]
     rows += [[f"{p.step:,}", "announced", p.phase or "", "the sentinel learns afresh"] for p in ledger.phases]
     if ledger.scaler_skipped:
         steps = ", ".join(f"{point.step:,}" for point in ledger.scaler_skipped[-12:])

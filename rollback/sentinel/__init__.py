@@ -56,6 +56,10 @@ observation less, since no handful of bad batches covers so many steps.
     Over 10 observations the gradient norm is below half of what it was over the 32 before, while the loss is up by 1.5
     times its spread at that time: a dead plateau, without a gradient that could lower the loss.
 
+**Rises that no rule calls** are asked about (`probe`): an excursion of 24 observations that does not fall, or three
+medians of 16 that are 1.5 noise units above the lowest. The model answers by the loss of a batch that it knew. If
+that is up by more than half of the rise and by 1.5 noise units, it is damaged; below half, the rise is accepted.
+
 **Non-finite** values are called in their step, in every state (``nonfinite-loss``, ``nonfinite-grad-norm``). They enter
 no window. An infinite norm in a step that GradScaler skipped is routine.
 

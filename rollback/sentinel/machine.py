@@ -1,7 +1,6 @@
-"""The sentinel's states, the table of transitions, and the update that chooses the row."""
+"""The sentinel's update, which chooses the row of the table of transitions, and its state."""
 
 import math
-from enum import Enum
 from typing import Any
 
 from rollback.config import Objective
@@ -22,46 +21,10 @@ from rollback.sentinel.excursion import (
 )
 from rollback.sentinel.objective import OBJECTIVES, Seen
 from rollback.sentinel.presets import PRESETS, Sensitivity
+from rollback.sentinel.probe import ASKED_EVERY, OpenQuestion, about_excursion
 from rollback.sentinel.slow import Collapse, Drift
+from rollback.sentinel.states import TRANSITIONS, Event, State
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
-
-
-class State(str, Enum):
-    """The sentinel's state between two observations."""
-
-    LEARNING = "learning"  # too few accepted values to judge by; non-finite ones are called all the same
-    HEALTHY = "healthy"
-    WATCHING = "watching"  # an excursion is on and may yet recover
-    CALLED = "called"  # it was called: not called again until it has recovered or become the new level
-
-
-class Event(str, Enum):
-    """What a finite observation means in the present state."""
-
-    CALM = "calm"
-    READY = "ready"
-    HIGH = "high"
-    CALL = "call"
-    RECOVERED = "recovered"
-    PERSISTED = "persisted"
-
-
-TRANSITIONS: dict[tuple[State, Event], tuple[State, Kind]] = {
-    (State.LEARNING, Event.CALM): (State.LEARNING, Kind.HEALTHY),
-    (State.LEARNING, Event.READY): (State.HEALTHY, Kind.HEALTHY),
-    (State.HEALTHY, Event.CALM): (State.HEALTHY, Kind.HEALTHY),
-    (State.HEALTHY, Event.HIGH): (State.WATCHING, Kind.WATCH),
-    (State.HEALTHY, Event.CALL): (State.CALLED, Kind.SPIKE),
-    (State.WATCHING, Event.HIGH): (State.WATCHING, Kind.WATCH),
-    (State.WATCHING, Event.CALL): (State.CALLED, Kind.SPIKE),
-    (State.WATCHING, Event.RECOVERED): (State.HEALTHY, Kind.HEALTHY),
-    (State.WATCHING, Event.PERSISTED): (State.HEALTHY, Kind.HEALTHY),
-    (State.CALLED, Event.HIGH): (State.CALLED, Kind.WATCH),
-    (State.CALLED, Event.RECOVERED): (State.HEALTHY, Kind.HEALTHY),
-    (State.CALLED, Event.PERSISTED): (State.HEALTHY, Kind.HEALTHY),
-}
-"""(state, event) -> (next state, kind of the verdict). Non-finite observations are called in every state and change no
-state."""
 
 LOWS_THAT_END = {State.WATCHING: 2, State.CALLED: 5}
 """Number of low observations in a row after which an excursion has recovered."""
@@ -117,6 +80,7 @@ class Sentinel:
         self._excused = 0
         self._explaining = 0
         self._since_epoch = SHORTEST_EPOCH
+        self._asks_from = 0
 
     @property
     def patience(self) -> int:
@@ -163,6 +127,43 @@ class Sentinel:
             bound = self._seen.loss_beyond(scale.noise)
             found = Found("stands-out-loss", bound) if loss > bound else None
         return explain.stands_out(reading, found, scale, norm, self._loss.recent()) if found is not None else None
+
+    def question(self, step: int) -> OpenQuestion | None:
+        """What the model should be asked about behind this step, which was judged last: see `probe`. Changes nothing.
+
+        Nothing where a hint explains a rise, and where the loss measures no progress.
+        """
+        if step < self._asks_from or self._excused or self._state not in (State.HEALTHY, State.WATCHING):
+            return None
+        if (excursion := self._excursion) is not None:
+            found = about_excursion(excursion, Scale.of(self._loss.level(), self._loss.noise(), self._start()))
+        elif (rise := self._drift.unexplained()) is not None:
+            found = OpenQuestion(rise.onset, rise.reference, rise.value, self._drift.noise_at_lowest)
+        else:
+            return None
+        return found if found is not None and self._measures_progress() else None
+
+    def asked(self, step: int) -> None:
+        """The model has been asked behind this step, or could not be."""
+        self._asks_from = step + ASKED_EVERY
+
+    def accept_rise(self) -> None:
+        """The model is unharmed: what the question was about is the new level."""
+        if self._excursion is not None and self._state is State.WATCHING:
+            excursion, self._excursion, self._rising_since = self._excursion, None, None
+            self._relearn(excursion)
+            self._move(Event.PERSISTED)
+        self._drift.restart()
+
+    @property
+    def settled_level(self) -> float | None:
+        """The level, where nothing is up or excused; None: something is, or the level is not known yet."""
+        up = self._excursion is not None or self._rising_since is not None or self._excused or self._drift.is_up
+        return None if up or self._state is not State.HEALTHY else self._loss.level()
+
+    def recent(self) -> tuple[float, ...]:
+        """The accepted losses whose median is the level, oldest first."""
+        return self._loss.recent()
 
     def _measure(self, step: int, loss: float, log_norm: float | None) -> tuple[MeasuredObservation, Scale]:
         scale = Scale.of(self._loss.level(), self._loss.noise(), self._start())
@@ -343,6 +344,7 @@ class Sentinel:
             "excused": self._excused,
             "explaining": self._explaining,
             "since_epoch": self._since_epoch,
+            "asks_from": self._asks_from,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -367,3 +369,4 @@ class Sentinel:
         self._excused = state["excused"]
         self._explaining = state.get("explaining", 0)
         self._since_epoch = state["since_epoch"]
+        self._asks_from = state.get("asks_from", 0)

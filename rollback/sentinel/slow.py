@@ -17,6 +17,8 @@ _BLOCKS_STAYING = 4
 _STAYS = 0.6  # of the margin: what neither rises nor falls for so long is no chance
 STAYS_LOST = 0.3
 """Share of what the loss had come down by that a rise undoes which is called because it stays."""
+_ASKED_ABOVE = 1.5  # noise units; a rise that stays so far up is looked into
+_ASKED_FALL = -0.5  # that much less in the last of the blocks is no fall
 HAS_COME_DOWN = 2.5
 """Noise units; a loss that has come down by less has nothing of which a share can be lost."""
 
@@ -90,6 +92,26 @@ class Drift:
             return self._found(margin, stays=True)
         return None
 
+    def unexplained(self) -> Slow | None:
+        """Where a block has just been completed: a rise that stays, of too little for a call."""
+        if self._block:
+            return None
+        margin = _ASKED_ABOVE * self._noise_at_lowest
+        if not self._above(_BLOCKS_ABOVE, margin, _ASKED_FALL * self._noise_at_lowest):
+            return None
+        assert self._lowest is not None
+        window = tuple(median for _, median in self._medians)
+        return Slow(self._onset(margin / 2), window[-1], self._lowest + margin, self._lowest, window, stays=True)
+
+    @property
+    def is_up(self) -> bool:
+        """Whether the last block was half as far up as what is looked into."""
+        return self._above(1, _ASKED_ABOVE / 2 * self._noise_at_lowest, 0.0)
+
+    @property
+    def noise_at_lowest(self) -> float:
+        return self._noise_at_lowest
+
     def _above(self, count: int, margin: float, rise: float) -> bool:
         """Whether the last `count` blocks are all above the lowest by more than `margin`, and rise by `rise`."""
         last = [median for _, median in self._medians][-count:]
@@ -97,15 +119,19 @@ class Drift:
 
     def _found(self, margin: float, *, stays: bool = False) -> Slow:
         assert self._lowest is not None
-        onset = self._medians[-1][0]
-        for began, median in reversed(self._medians):
-            if median - self._lowest <= margin / 3:
-                break
-            onset = began
         window = tuple(median for _, median in self._medians)
-        found = Slow(onset, window[-1], self._lowest + margin, self._lowest, window, stays)
+        found = Slow(self._onset(margin / 3), window[-1], self._lowest + margin, self._lowest, window, stays)
         self.restart()  # a further call needs a further rise
         return found
+
+    def _onset(self, up: float) -> int:
+        """The step from which on the blocks are above the lowest by more than `up`."""
+        onset = self._medians[-1][0]
+        for began, median in reversed(self._medians):
+            if median - (self._lowest or 0.0) <= up:
+                break
+            onset = began
+        return onset
 
     def state_dict(self) -> dict[str, Any]:
         """JSON types only."""

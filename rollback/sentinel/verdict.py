@@ -45,12 +45,14 @@ class Observation:
 
 
 class Kind(str, Enum):
-    """The verdict on a step. `SPIKE` and `NONFINITE` demand action."""
+    """The verdict on a step. `SPIKE`, `NONFINITE` and `DAMAGED` demand action."""
 
     HEALTHY = "healthy"
     WATCH = "watch"
     SPIKE = "spike"
     NONFINITE = "nonfinite"
+    DAMAGED = "damaged"
+    """Not of a step's numbers: what the model has answered (`rollback.sentinel.probe`)."""
 
     def __str__(self) -> str:
         return self.value

@@ -18,12 +18,14 @@ class RollbackCause(Enum):
     """The script has run code of its own since a resume or a rollback; the effects are undone."""
     SCREEN = "screen"
     """An update in a screen stood out and was undone. The journal says so, and training is where it was before it."""
+    PROBE = "probe"
+    """A step with a probe batch was undone. It was no step of the run, and the position in the data had not moved."""
 
 
 @dataclass(frozen=True)
 class RollbackApplied:
     """Training was put back: the live objects have an earlier state, on all ranks. It is that of a checkpoint, except
-    where the cause is `SCREEN`."""
+    where the cause is `SCREEN` or `PROBE`."""
 
     cause: RollbackCause
     step: int
@@ -31,7 +33,7 @@ class RollbackApplied:
     batch: int
     """Position of the next batch."""
     checkpoint: str
-    """Empty where the cause is `SCREEN`."""
+    """Empty where the cause is `SCREEN` or `PROBE`."""
     epoch_left: bool = False
     """At an epoch's end: whether the script has already done its work between this epoch and the next."""
     case: Case | None = None
@@ -39,6 +41,11 @@ class RollbackApplied:
     says nothing about this event."""
     screened_out: Window | None = None
     """The batches of the update that was undone."""
+
+    @property
+    def undid_one(self) -> bool:
+        """Whether no more than the last update was undone, which nobody had counted yet."""
+        return self.cause in (RollbackCause.SCREEN, RollbackCause.PROBE)
 
     @property
     def skip(self) -> Window | None:

@@ -27,6 +27,7 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.incidents.requests import Requests
 from rollback.train.incidents.rollback import Rewinder
 from rollback.train.last_snapshot.survivor import LastSnapshot
+from rollback.train.prober import NO_BATCH, Prober
 from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
@@ -130,11 +131,12 @@ class Guard(ScriptSide):
         heartbeat.before_the_end(weak_hook(self._last.raised))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
         self._rewinder = Rewinder(run, state, self._judge, manager, rehearsing=rehearsing)
+        self._prober = Prober(run, model, state, pulse, self._judge, self._rewinder, self._step_in_progress)
         # The judge journals the outcome of an incident before the operator gets an answer. Passes step the script's
         # schedulers. The script itself (`on_rollback`) comes last, when everything else is done.
         self._rewinder.before = self._last.note_change
         self._rewinder.subscribers += [
-            self._last.rollback_applied,
+            self._last.rollback_applied, self._judge.kept.rollback_applied,
             evidence.rollback_applied, self._batches.rollback_applied, manager.rollback_applied,
             self._judge.rollback_applied, self._passes.rollback_applied, self._requests.rollback_applied,
             self._step_in_progress.rollback_applied, schedule.rollback_applied, self._lowered_rate.rollback_applied,
@@ -202,6 +204,9 @@ class Guard(ScriptSide):
     def _next(self) -> Any:
         if not self._passes.count:
             iter(self)  # a script may call next() alone
+        if (batch := self._prober.next_batch()) is not NO_BATCH:
+            return batch
+        self._act(self._prober.end())
         self._end_pass_rehearsal()
         if self._passes.over:
             if self._pass_rehearsal.due:
@@ -215,13 +220,8 @@ class Guard(ScriptSide):
                     break
                 continue
             try:
-                if self._batches.open_epoch():
-                    self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
-                self._mark_end()
-                rehearsed = self._pass_rehearsal.due and self._batches.rest_is_skipped()
-                if (rehearsed or self._snapshot_due()) and not self._take_snapshot(rehearsed=rehearsed):
-                    continue
-                return self._pass_rehearsal.begin() if self._pass_rehearsal.ready else self._hand_out_batch()
+                if (batch := self._next_of_epoch()) is not NO_BATCH:
+                    return batch
             except StopIteration:
                 if not self._all_is_well():
                     continue
@@ -230,6 +230,20 @@ class Guard(ScriptSide):
                 elif self._end_pass("the end of the data"):
                     break
         raise StopIteration
+
+    def _next_of_epoch(self) -> Any:
+        """Do what is due at a step's end, and hand out the next batch. `NO_BATCH`: training may stand elsewhere now."""
+        between_steps = self._step_in_progress.first_batch is None
+        if self._batches.open_epoch():
+            self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
+        if between_steps and self._batches.stands_before_a_batch():
+            self._last.mark_end()
+        rehearsed = self._pass_rehearsal.due and self._batches.rest_is_skipped()
+        if (rehearsed or self._snapshot_due()) and not self._take_snapshot(rehearsed=rehearsed):
+            return NO_BATCH
+        if between_steps and self._prober.due:
+            return self._prober.begin() if self._all_is_well() else NO_BATCH
+        return self._pass_rehearsal.begin() if self._pass_rehearsal.ready else self._hand_out_batch()
 
     def close(self) -> None:
         """End the guard: wait for the disk, report the last incident's end. Not collective; called at exit anyway."""
@@ -240,6 +254,7 @@ class Guard(ScriptSide):
         self._last.leave()
         step = self._step_in_progress
         if not step.heartbeat.raised:
+            self._prober.abandon()
             self._end.close(changed=step.updated, judge=None if self._run.ranks.distributed else self._end_step)
         self._judge.end_pulse()
         step.heartbeat.end()
@@ -260,6 +275,7 @@ class Guard(ScriptSide):
         batch = self._batches.read(
             self.step, self._judge.timeline, lambda position: self._step_in_progress.show_batch("reading", position)
         )
+        self._prober.keep(self.step, batch)
         self._end.go_on()
         self._pass_rehearsal.due, self._step_in_progress.heartbeat.empty_pass = False, None
         return self._step_in_progress.hand_out(batch)
@@ -320,10 +336,6 @@ class Guard(ScriptSide):
         due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
 
-    def _mark_end(self) -> None:
-        if self._step_in_progress.first_batch is None and self._batches.stands_before_a_batch():
-            self._last.mark_end()
-
     def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
         """Take a snapshot at this step's end. False: a rollback came first.
 
@@ -340,6 +352,7 @@ class Guard(ScriptSide):
 
     def _end_pass_rehearsal(self) -> None:
         """Collective: put back all that a batch has changed that does not count, if that was the last one."""
+        self._prober.drop()
         if self._pass_rehearsal.end():
             self._rewinder.restore_again(RollbackCause.EPOCH_START, self._pass_rehearsal.source)
 

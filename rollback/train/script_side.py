@@ -10,6 +10,7 @@ from rollback.train.data.batches import Batches
 from rollback.train.data.passes import Passes
 from rollback.train.events import RollbackApplied
 from rollback.train.incidents.rollback import Rewinder
+from rollback.train.prober import Prober
 from rollback.train.run import AttachedRun
 from rollback.train.state.kept_values import KeptValues
 from rollback.train.state.state import TrainingState
@@ -21,6 +22,7 @@ class ScriptSide:
 
     _batches: Batches
     _passes: Passes
+    _prober: Prober
     _rewinder: Rewinder
     _run: AttachedRun
     _state: TrainingState
@@ -72,6 +74,11 @@ class ScriptSide:
         """
         self._rewinder.subscribers.append(act)
 
+    def without_probes(self, why: str) -> None:
+        """Never hand out a probe batch: for loops that count what they are handed. The first time that one would have
+        been of use, the journal has the reason."""
+        self._prober.refuse(why)
+
     # What it asks --------------------------------------------------------------------------------------------------
 
     @property
@@ -94,7 +101,7 @@ class ScriptSide:
         The number from `enumerate(loader)` in a script without a guard. `enumerate(guard)` begins at 0 even if a
         resumed run goes on in the middle of an epoch, and does not go back in a rollback.
         """
-        return max(0, self._state.cursor.offset - self._state.batch_in_hand)
+        return max(0, self._state.cursor.offset - self._step_in_progress.behind)
 
     @property
     def last_in_epoch(self) -> bool:

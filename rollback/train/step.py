@@ -50,6 +50,8 @@ class StepInProgress:
         """Number of batches so far."""
         self.epoch_began = False
         """Whether an epoch begins with this step."""
+        self.probe_batches: int | None = None
+        """Number of probe batches so far, in place of the step's own; None: there is no probe."""
 
     # What the script is given and tells ----------------------------------------------------------------------------
 
@@ -79,8 +81,14 @@ class StepInProgress:
 
     @property
     def batch(self) -> int:
-        """Position of the batch in hand; of the next batch, if there is none."""
-        return self._state.cursor.batch - self._state.batch_in_hand
+        """Position of the batch in hand; of the next batch, if there is none. A probe batch has that of the batch in
+        whose place it is."""
+        return self._state.cursor.batch - self.behind
+
+    @property
+    def behind(self) -> int:
+        """How many batches the batch in hand is behind the position in the data."""
+        return self._state.batch_in_hand if self.probe_batches is None else 1 - self.probe_batches
 
     def observe(self, loss: Tensor | float, grad_norm: Tensor | float | None) -> None:
         """The script reports a loss. Raises UsageError where it is not one number."""
@@ -100,7 +108,12 @@ class StepInProgress:
     @property
     def updated(self) -> bool:
         """Whether the update was made, or dropped by a gradient scaler."""
-        return self.batches > 0 and (self.updates.happened or self.updates.dropped_by_scaler)
+        return self.batches > 0 and self.update_made
+
+    @property
+    def update_made(self) -> bool:
+        """As `updated`, whatever the batches were."""
+        return self.updates.happened or self.updates.dropped_by_scaler
 
     def finish(self) -> StepMark:
         """The update is done: count its batches, keep its losses and gradients, and return its mark."""
@@ -140,14 +153,15 @@ class StepInProgress:
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Forget the step. Without a plan, training is where it was, so an announced phase is kept.
 
-        At an epoch's start, and in a screen, this includes a phase that was to begin after an undone update. The body
-        of a rehearsal runs again, and announces such a phase again.
+        At an epoch's start, in a screen and in a probe, this includes a phase that was to begin after an undone update.
+        The body of a rehearsal runs again, and announces such a phase again.
         """
         announced = self._next_phase or self._phase
         kept = {
             RollbackCause.REHEARSAL: self._phase,
             RollbackCause.EPOCH_START: announced,
             RollbackCause.SCREEN: announced,
+            RollbackCause.PROBE: announced,
         }
         self._start(kept.get(event.cause))
         self.updates.forget()

@@ -48,6 +48,7 @@ def protect(accelerator: Any, *prepared: Any, **settings: Any) -> tuple[Any, ...
         model=found["model"], optimizer=found["optimizer"].optimizer, loader=loader.base_dataloader,
         scheduler=getattr(scheduler, "scheduler", scheduler), scaler=accelerator.scaler, **settings,
     )  # fmt: skip
+    guard.without_probes("the loop counts the batches of Accelerate's loader")
     guard.keep(accelerator=_Accumulation(accelerator))
     accelerator.backward = _told(guard, accelerator.backward)
     for name, why in _GUARD_S_OWN.items():

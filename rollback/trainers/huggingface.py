@@ -128,6 +128,7 @@ class _GuardedLoop:
             scheduler=trainer.lr_scheduler, scaler=getattr(trainer.accelerator, "scaler", None), max_steps=max_steps,
             **self._settings,
         )  # fmt: skip
+        self.guard.without_probes("the Trainer counts every batch as one of its own")
         self._callback.run = str(self.guard.run)
         return prepared
 

@@ -237,6 +237,7 @@ class _GuardedFit:
             model=trainer.model, optimizer=trainer.optimizers[0], loader=loader,
             max_steps=None if trainer.max_steps == -1 else trainer.max_steps, **others, **self._settings,
         )  # fmt: skip
+        self.guard.without_probes("the Trainer counts every batch as one of its own")
         self._state.saved = SavedFiles(self.guard.run)
         self.guard.keep(lightning=self._state)
 

@@ -11,6 +11,7 @@ from toy import Toy
 from warm_server import ENV_MODULES, run_warm
 
 if TYPE_CHECKING:
+    from probed import Case
     from trainer_job import TrainerJob
 
 JOB = Path(__file__).parent / "job.py"
@@ -32,7 +33,7 @@ class Scenarios:
         self.path = folder / "scenarios.json"
         self._listed: list[dict[str, Any]] = []
 
-    def add(self, name: str, toy: "Toy | TrainerJob", **more: Any) -> None:
+    def add(self, name: str, toy: "Toy | TrainerJob | Case", **more: Any) -> None:
         """Run `toy` under a guard in the run directory `<name>`, unless `more` says otherwise."""
         self._listed.append({"name": name, "toy": toy.to_json(), "run": str(self.run(name)), **more})
         self.path.write_text(json.dumps(self._listed))

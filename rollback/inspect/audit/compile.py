@@ -44,6 +44,7 @@ def compile_ledger(material: Material) -> report.AuditReport:
         ],
         samples=sample_entries(history),
         noticed=[report.NoticedEntry.of(fact, at=record.at) for record, fact in of_kind(records, facts.Noticed)],
+        probes=_probes(records),
         scaler_skipped=[report.Point.of(fact) for _, fact in of_kind(records, facts.ScalerSkipped)],
         phases=[report.PhaseEntry.of(fact, at=record.at) for record, fact in of_kind(records, facts.PhaseAnnounced)],
         requests=request_entries(records),
@@ -61,6 +62,18 @@ def compile_ledger(material: Material) -> report.AuditReport:
         ending=confirmed(ending_of(records), held=material.held, reached=attempts[-1].reached if attempts else None),
         notices=notices,
     )
+
+
+def _probes(records: Sequence[facts.JournalEntry]) -> list[report.ProbeEntry]:
+    entries = []
+    for record in records:
+        match record.fact:
+            case facts.Probed() as fact:
+                entries.append(report.ProbeEntry.of(fact, at=record.at))
+            case facts.NotProbed() as fact:
+                told = {"finding": None, "explanation": f"the model could not be asked: {fact.reason}"}
+                entries.append(report.ProbeEntry.of(fact, at=record.at, **told))
+    return entries
 
 
 def _message(record: facts.JournalEntry, subject: str, text: str) -> report.Message:

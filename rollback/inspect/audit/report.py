@@ -123,8 +123,8 @@ class IncidentEntry(ReportItem):
     at: str
     attempt: int
     timeline: int = Field(description="restores that the run had executed before")
-    verdict: Literal["spike", "nonfinite", "requested"] = Field(
-        description="requested: an operator's; `cause` is who it was, `explanation` why"
+    verdict: Literal["spike", "nonfinite", "damaged", "requested"] = Field(
+        description="damaged: on a probe batch; requested: an operator's; `cause` is who it was, `explanation` why"
     )
     cause: str
     rule: str
@@ -200,6 +200,18 @@ class NoticedEntry(ReportItem):
     threshold: float
     rule: str
     fate: str
+
+
+class ProbeEntry(ReportItem):
+    """The curve could not tell why the loss was up: the model was asked, or could not be."""
+
+    at: str
+    step: int
+    onset_step: int = Field(description="where the rise began")
+    finding: Literal["model", "data", "unclear"] | None = Field(
+        description="model: damaged; data: harder, and the rise is the new level; null: it could not be asked"
+    )
+    explanation: str
 
 
 class PhaseEntry(ReportItem):
@@ -333,6 +345,7 @@ class AuditReport(Document):
     user_windows: list[UserWindow]
     samples: list[SampleEntry] = Field(description="suspected, or left out")
     noticed: list[NoticedEntry]
+    probes: list[ProbeEntry]
     scaler_skipped: list[Point]
     phases: list[PhaseEntry]
     requests: list[RequestEntry]

@@ -31,7 +31,10 @@ OUTCOMES = {
 }
 _PUT_ASIDE = ("dropped", "quarantined")
 _EXPLODING = {"nonfinite": "not finite", "overflow": "with an overflowing norm", "large": "large (above 100)"}
-VERDICTS = {"spike": "spiked", "nonfinite": "is not finite", "requested": "asked to go back"}
+VERDICTS = {
+    "spike": "spiked", "nonfinite": "is not finite", "damaged": "rose on what the model knew",
+    "requested": "asked to go back",
+}  # fmt: skip
 
 
 def print_ledger(console: Console, ledger: report.AuditReport, *, everything: bool = False) -> None:
@@ -226,6 +229,10 @@ def _print_left_alone(console: Console, ledger: report.AuditReport) -> None:
                 f"{steps}: {entry.rule}, peak {number(entry.peak)}, threshold {number(entry.threshold)}: {entry.fate}"
             )
             console.print(Padding(quoted(text), (0, 0, 0, 2)))
+    if ledger.probes:
+        _section(console, "what the model was asked, where the loss was up")
+        for probe in ledger.probes:
+            console.print(Padding(quoted(f"step {probe.step}: {probe.explanation}"), (0, 0, 0, 2)))
     if ledger.scaler_skipped:
         steps = ", ".join(str(point.step) for point in ledger.scaler_skipped[-_SHOWN_VALUES:])
         earlier = "... " if len(ledger.scaler_skipped) > _SHOWN_VALUES else ""

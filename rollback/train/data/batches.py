@@ -9,7 +9,7 @@ from typing import Any
 from rollback.train.data.cursor import Cursor
 from rollback.train.data.draw_log import DrawLog
 from rollback.train.data.skips import SkipList
-from rollback.train.events import RollbackApplied
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
 
 
@@ -100,7 +100,9 @@ class Batches:
         self._log.check(position, self._cursor.order_digest(), data, skipped, opening)
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """The later batches are drawn again, without the batches that are skipped now."""
+        """The later batches are drawn again, without the batches that are skipped now. A probe has drawn nothing."""
+        if event.cause is RollbackCause.PROBE:
+            return
         if event.skip is not None:
             self.skips.add(event.skip)
         self.skips.announce(self._cursor)

@@ -98,8 +98,9 @@ class Passes:
         self._steps_at_end = [scheduler.last_epoch for scheduler in self._schedulers]
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """The cursor was put back: perhaps into an earlier epoch, or, at an epoch's start, to the pass's beginning."""
-        if event.cause is RollbackCause.EPOCH_START:
+        """The cursor was put back: perhaps into an earlier epoch, or, at an epoch's start, to the pass's beginning. A
+        probe leaves it where it is."""
+        if event.cause in (RollbackCause.EPOCH_START, RollbackCause.PROBE):
             return
         behind = self._stands_behind_an_epoch() and not event.epoch_left
         if self._by_epochs and (self._between or self._cursor.epoch - behind < self.epoch):

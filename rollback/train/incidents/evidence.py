@@ -34,7 +34,7 @@ from rollback.rundir.evidence import (
 from rollback.system import files
 from rollback.train.comm.recorder import say
 from rollback.train.data.cursor.base import Indices
-from rollback.train.events import RollbackApplied
+from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import detached
 from rollback.train.state import tree
@@ -141,7 +141,9 @@ class IncidentEvidence:
         self._suspected = onset
 
     def rollback_applied(self, event: RollbackApplied) -> None:
-        """What came after that step has not happened."""
+        """What came after that step has not happened. Nothing of a probe was kept."""
+        if event.cause is RollbackCause.PROBE:
+            return
         self._steps = [step for step in self._steps if step.step < event.step]
         self._in_progress = _Step()
         self._suspected = None

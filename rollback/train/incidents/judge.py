@@ -19,6 +19,7 @@ from rollback.policy import DataStream, PolicyCheckpoint
 from rollback.rundir.records import metric_line
 from rollback.rundir.requests import Request
 from rollback.sentinel import Hint, Kind, Sentinel, Verdict
+from rollback.sentinel.probe import OpenQuestion, ProbeAnswer, damaged
 from rollback.suspects import MOST
 from rollback.train.comm.pulse import NO_GAUGES, Beat, Gauges, Pulse, beat_of
 from rollback.train.data.skips import SkipList
@@ -26,6 +27,7 @@ from rollback.train.events import RollbackApplied, RollbackCause
 from rollback.train.incidents.cases import Cases
 from rollback.train.incidents.decisions import Attend, Decision, Halt, Rewind, StepMark, Undo
 from rollback.train.incidents.evidence import IncidentEvidence
+from rollback.train.incidents.kept_updates import KeptUpdates
 from rollback.train.last_snapshot.survivor import Foreseen
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.run import AttachedRun
@@ -78,6 +80,9 @@ class Judge:
         self._attempt = run.attempt
         self._turn = 0  # odd while a step is being judged
         self.beat: Beat | None = None  # the last one that was read
+        self.kept = KeptUpdates(wanted=run.settings.probe and not run.settings.observe_only)
+        self.question: OpenQuestion | None = None
+        """What the model is to be asked about, until it was or could not be."""
 
     def end_step(
         self,
@@ -183,8 +188,10 @@ class Judge:
         if event.case is not None and event.case.plan is not None:
             self._cases.carried_out(event.case, event.step)
             self.timeline = event.case.plan.timeline
+        if event.cause is RollbackCause.PROBE:
+            return
         if event.cause is not RollbackCause.SCREEN:
-            self.calm = True
+            self.calm, self.question = True, None
             self._scale.restart()
         self._next_batch = event.batch
         while self._marks and self._marks[-1].step >= event.step:
@@ -204,6 +211,18 @@ class Judge:
             name, request, target, self._checkpoints.as_held(), step=step, batch=batch, timeline=self.timeline
         )
         return Rewind(incident, plan, DataStream())
+
+    def call_damaged(self, question: OpenQuestion, answer: ProbeAnswer) -> Decision | None:
+        """The model does worse on what it knew: an incident since the rise began. All steps are judged."""
+        mark = self._marks[-1]
+        verdict = damaged(mark.step, question, answer, self._sentinel.recent())
+        return self._answer(verdict, mark, (), lost=False)
+
+    def leaves_whole_updates(self, batches: int) -> bool:
+        """Whether a script that counts its batches is where it was, by its updates, when it has had so many more. Not
+        collective, and alike on all ranks."""
+        mark, stream = self._marks[-1], self._stream(self._marks[-1])
+        return mark.batches_per_step == batches and (stream.epoch_batches or 0) % batches == 0
 
     def close(self) -> None:
         """Say how the last incident ended, if enough steps have gone well since. Not collective."""
@@ -239,6 +258,9 @@ class Judge:
                 self._record.advise(code, text)
         self.calm = verdict.kind is Kind.HEALTHY
         self._evidence.suspect(verdict.onset)
+        if self.kept.wanted:
+            self.kept.judged(mark, beat.loss, self._sentinel)
+            self.question = self._sentinel.question(mark.step) or self.question
         self._cases.judge(self.calm, mark.step, mark.last_batch, mark.batches_per_step)
         self._checkpoints.judge(self.calm, verdict.onset)
         if self.calm:

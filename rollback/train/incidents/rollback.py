@@ -13,7 +13,7 @@ from rollback.train.incidents.judge import Judge
 from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.snapshots.manager import CheckpointManager
-from rollback.train.state.held import HeldState
+from rollback.train.state.held import HeldGradients, HeldState
 from rollback.train.state.state import TrainingState
 from rollback.train.updates.advice import NOT_IN_CHECKPOINT
 
@@ -103,6 +103,13 @@ class Rewinder:
         self._put_back(RollbackCause.SCREEN, self._held, decision.window)
         self._held = None
 
+    def put_back_probe(self, held: HeldState, gradients: HeldGradients) -> None:
+        """Undo a step that was none of the run's; where the data stand has not changed."""
+        self._checkpoints.fence()
+        self.before()
+        gradients.put_back(lambda: held.put_back(self._state))
+        self._publish(RollbackCause.PROBE, held)
+
     def restore_again(self, cause: RollbackCause, name: str | None = None) -> None:
         """Restore again, to undo what the script's own code did since the restore. The journal does not mention it.
 
@@ -140,7 +147,8 @@ class Rewinder:
         case: Case | None = None,
         screened_out: Window | None = None,
     ) -> None:
-        self._source = source
+        if cause is not RollbackCause.PROBE:
+            self._source = source
         if isinstance(source, Manifest):
             self._restored = source
         name = source.name if isinstance(source, Manifest) else ""

@@ -29,7 +29,7 @@ from rollback.rundir.paths import MANIFEST, RunPaths
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
-from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.catalogue import Catalogue, CheckpointPlace
 from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
@@ -148,7 +148,7 @@ class CheckpointManager:
 
         An update that was undone at once was in no checkpoint, and no verdict counted it.
         """
-        if event.cause is RollbackCause.SCREEN:
+        if event.undid_one:
             return
         self._catalogue.restart_probation()
         self.ailing = None

@@ -13,7 +13,7 @@ from rollback.facts.training import Paced, Saving
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
-from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.events import RollbackApplied
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pace import SnapshotPace
 from rollback.train.snapshots.pipeline import Snapshots
@@ -163,7 +163,7 @@ class SnapshotSchedule:
 
     def rollback_applied(self, event: RollbackApplied) -> None:
         """Training goes on where there is a checkpoint; what came between is no part of a step."""
-        if event.cause is not RollbackCause.SCREEN:
+        if not event.undid_one:
             self._taken_at = event.step
         self._step_began = None
 

@@ -1,11 +1,14 @@
 """A training state that this rank holds in memory, to put it back a moment later: see `Rewinder.undo`.
 
 It has all that a checkpoint has, and goes back the way that a checkpoint goes: through `TrainingState.load`. Weights
-that nothing trains are not copied.
+that nothing trains are not copied. For a step after which training goes on as if it had not been (`Prober`), gradients
+are held too, and the position in the data is left out, since that does not move.
 """
 
+from collections.abc import Callable, Iterable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from rollback.train.sharded import is_sharded, local_of, sharded_like
 from rollback.train.state import tree
@@ -15,11 +18,12 @@ from rollback.train.state.state import TrainingState
 class HeldState:
     """The present state, copied to the host. Nothing here is collective.
 
-    before: a held state that is not wanted any more; its memory is used again where it fits.
+    before: a held state that is not wanted any more; its memory is used again where it fits. data: with the position
+    in the data.
     """
 
-    def __init__(self, state: TrainingState, before: "HeldState | None" = None) -> None:
-        image = state.image()
+    def __init__(self, state: TrainingState, before: "HeldState | None" = None, *, data: bool = True) -> None:
+        image = state.image(data=data)
         room = before._copies if before is not None else {}
         self.step, self.batch = state.counters.step, state.cursor.batch
         self._trees = image.shared, image.local
@@ -56,3 +60,22 @@ class HeldState:
 
         shared, local = self._trees
         state.load(tree.decode(shared, plain, sharded), tree.decode(local, plain))
+
+
+class HeldGradients:
+    """The present gradients of these parameters, copied to the host."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._held = [(p, None if p.grad is None else p.grad.detach().to("cpu", copy=True)) for p in parameters]
+
+    @torch.no_grad()
+    def put_back(self, put_back_state: Callable[[], object]) -> None:
+        """Behind a state, which has none. They go into the tensors that are there now, which others may know too."""
+        present = [parameter.grad for parameter, _ in self._held]
+        put_back_state()
+        for (parameter, held), gradient in zip(self._held, present, strict=True):
+            if held is not None and gradient is not None:
+                gradient.detach().copy_(held)
+                parameter.grad = gradient
+            else:
+                parameter.grad = None if held is None else held.to(parameter.device)

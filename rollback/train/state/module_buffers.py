@@ -77,11 +77,20 @@ def not_kept(module: nn.Module) -> list[str]:
 
     Views of kept tensors are not among them.
     """
+    return list(dict.fromkeys(name for name, _ in _not_kept(module)))
+
+
+def marks_of_not_kept(module: nn.Module) -> list[tuple[str, int, int]]:
+    """What changes when a module gets another such tensor, or writes to one."""
+    return [(name, id(item), 0 if item.is_inference() else item._version) for name, item in _not_kept(module)]
+
+
+def _not_kept(module: nn.Module) -> list[tuple[str, Tensor]]:
     state = (item for item in module.state_dict().values() if isinstance(item, Tensor))
     held = {_storage_of(item) for item in (*module.parameters(), *module.buffers(), *state) if is_kept(item)}
-    odd = [name for name, item in module.named_buffers() if not is_kept(item)]
-    plain = [name for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
-    return list(dict.fromkeys(odd + plain))
+    odd = [(name, item) for name, item in module.named_buffers() if not is_kept(item)]
+    plain = [(name, item) for name, item in _attributes(module) if not is_kept(item) or _storage_of(item) not in held]
+    return odd + plain
 
 
 def can_be_written(item: Tensor) -> bool:

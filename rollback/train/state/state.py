@@ -122,8 +122,11 @@ class TrainingState:
             data=self.cursor.describe(),
         )
 
-    def image(self) -> Image:
-        """The image of the present state. Raises UsageError with the name of what a checkpoint cannot keep."""
+    def image(self, *, data: bool = True) -> Image:
+        """The image of the present state. Raises UsageError with the name of what a checkpoint cannot keep.
+
+        data: with the position in the data.
+        """
         model, buffers = self.model.state_dict(), all_of(self.model)
         objects = {name: item.state_dict() for name, item in self.objects.items()}
         shared = {
@@ -136,7 +139,7 @@ class TrainingState:
         }
         local = {
             "random": rng.capture(),
-            "cursor": self.cursor.state_dict(),
+            **({"cursor": self.cursor.state_dict()} if data else {}),
             "kept": self.memory.state_dict(),
             "nonfinite": self.finite.left_alone or {},
         }
@@ -280,7 +283,7 @@ class TrainingState:
         held = [*self.model.parameters(), *(item for module in self.modules.values() for item in module.buffers())]
         held += [item for state in self.optimizer.state.values() for item in state.values() if isinstance(item, Tensor)]
         own = {memory_of(item) for item in held if can_be_written(item)}
-        image = self.image()
+        image = self.image(data=False)
         tensors = {**image.shared_tensors, **image.local_tensors}
         tensors = {name: item for name, item in tensors.items() if not (whole and name in image.parts)}
         return {name: item for name, item in tensors.items() if name.startswith(_IN_PLACE) and memory_of(item) in own}
@@ -289,8 +292,8 @@ class TrainingState:
         """Load a decoded state into the live objects, into their present tensors where possible.
 
         The tensors must be those of `live_tensors`, or must have no other user: an optimizer keeps the tensors that it
-        gets. Gradients are dropped, since their update will not happen. Random states come last, after everything that
-        may draw.
+        gets. Gradients are dropped, since their update will not happen. Without a position in the data, that stays as
+        it is. Random states come last, after everything that may draw.
         """
         if set(shared["objects"]) != set(self.objects):
             raise CheckpointDamaged(f"the checkpoint keeps the objects {sorted(shared['objects'])}")
@@ -308,8 +311,9 @@ class TrainingState:
             parameter.grad = None
         self.sentinel.load_state_dict(shared["sentinel"])
         self.counters = Counters(**shared["counters"])
-        self.cursor.load_state_dict(local["cursor"])
-        self._loaded_at = self.cursor.batch
+        if "cursor" in local:
+            self.cursor.load_state_dict(local["cursor"])
+            self._loaded_at = self.cursor.batch
         self.memory.load_state_dict(local.get("kept", {}))  # checkpoints had none once
         self.finite.left_alone = local.get("nonfinite", self.finite.left_alone)  # here too
         self._random = local["random"]

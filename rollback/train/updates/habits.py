@@ -80,7 +80,7 @@ class Habits:
             return
         self._watch = BackwardWatch(model, telltale, self._accumulated)
         self._hook = optimizer.register_step_post_hook(weak_hook(self._after_step))
-        ddp = _ddp_inside(model) if model is not None else None
+        ddp = ddp_inside(model) if model is not None else None
         if ddp is not None and ddp.process_group.size() > 1:  # one rank alone exchanges nothing
             ddp.register_forward_pre_hook(weak_hook(self._before_forward))
         if scaler is not None and hasattr(scaler, "unscale_"):
@@ -92,6 +92,10 @@ class Habits:
         if now.written is None:
             now.written = written
             now.while_scaled = written is not False and self._scaling and not now.unscaled
+
+    def forget(self) -> None:
+        """What was noticed belongs to no step."""
+        self._now = _Noticed()
 
     def end_step(self, batches: int) -> Habit:
         """What was noticed since the last step's end."""
@@ -213,7 +217,7 @@ def _weighs(root: Any) -> bool:
     return False
 
 
-def _ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
+def ddp_inside(model: nn.Module) -> DistributedDataParallel | None:
     """The DDP module, also inside torch.compile."""
     while not isinstance(model, DistributedDataParallel):
         inner = getattr(model, "_orig_mod", None)

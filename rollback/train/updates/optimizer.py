@@ -80,6 +80,7 @@ class Updates:
         self.happened = self.attempted = False
         self.gradients = self.found_inf = None
         self._sensed.forget()
+        self._habits.forget()
 
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self.happened = True

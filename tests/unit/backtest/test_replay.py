@@ -314,6 +314,21 @@ def test_what_is_advice_of_a_loss_without_progress_is_called_if_it_is_said_to_be
     assert "say so: --objective supervised" in run(log)[1]
 
 
+def test_where_a_job_would_have_asked_its_model_is_told_and_that_a_log_has_none(tmp_path: Path, run: Run) -> None:
+    losses = raised(descent(600), 300, 0.4)
+    log = write_csv(tmp_path / "log.csv", {"step": range(600), "loss": losses})
+    result = json.loads(run(log, "--json")[1])
+    assert result["calls"] == []
+    first, *later = result["probes"]
+    assert set(first) == {"step", "onset", "level", "now"}
+    assert 300 < first["step"] < 400
+    assert abs(first["onset"] - 300) <= 16
+    assert all(probe["step"] >= first["step"] + 200 for probe in later)
+    text = " ".join(run(log)[1].split())
+    assert f"a probe at step {first['step']} the loss is up since about step {first['onset']}" in text
+    assert "a log has no model to ask" in text
+
+
 def test_blips_are_reported_apart(tmp_path: Path, run: Run) -> None:
     log = write_csv(tmp_path / "log.csv", {"step": STEPS, "loss": raised(descent(200), 150, 3.0, length=2)})
     result = json.loads(run(log, "--json")[1])

@@ -17,7 +17,8 @@ from rollback.sentinel import (
     Verdict,
     learning_rate_hint,
 )
-from rollback.sentinel.machine import EXCUSED_FOR, TRANSITIONS, Event, State
+from rollback.sentinel.machine import EXCUSED_FOR
+from rollback.sentinel.states import TRANSITIONS, Event, State
 
 
 def spikes(said: list[Verdict]) -> list[Verdict]:

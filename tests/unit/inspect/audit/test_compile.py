@@ -22,6 +22,7 @@ from rollback.errors import (
     RunDoesNotFit,
     UsageError,
 )
+from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import (
     Advice,
     AttemptEnded,
@@ -148,6 +149,22 @@ def test_what_was_left_alone_and_the_end_are_told(eventful: RecordedRun) -> None
     assert ledger.ending
     assert (ledger.ending.how, ledger.ending.step, ledger.ending.exit_code) == ("finished", 100, 0)
     assert ledger.notices == []
+
+
+def test_what_the_model_was_asked_is_told_and_where_it_could_not_be(run: RecordedRun) -> None:
+    run.attach(2, 1, None, 0)
+    asked = Probed(
+        step=60, onset_step=30, level=2.0, now=2.4, kept_step=20, loss_then=1.7, loss_now=1.7, finding="data",
+        explanation="the probe batch of step 20 had loss 1.7, has 1.7 now",
+    )  # fmt: skip
+    run.tell(30, asked)
+    run.tell(40, NotProbed(step=260, onset_step=230, reason="the model is sharded"))
+    first, second = ledger_of(run).probes
+    assert (first.step, first.onset_step, first.finding) == (60, 30, "data")
+    assert (second.step, second.finding) == (260, None)
+    text = text_of(ledger_of(run))
+    assert "step 60: the probe batch of step 20 had loss 1.7, has 1.7 now" in text
+    assert "step 260: the model could not be asked: the model is sharded" in text
 
 
 def test_the_command_prints_the_ledger_as_json_with_its_schema(eventful: RecordedRun) -> None:

@@ -11,8 +11,11 @@ from torch import nn
 from toy import SETTINGS, facts
 
 import rollback
+from rollback.facts.probes import NotProbed, Probed
 from rollback.facts.training import Finished, PhaseAnnounced, Window
+from rollback.sentinel.probe import OpenQuestion
 from rollback.train.events import RollbackApplied, RollbackCause
+from rollback.train.incidents.kept_updates import MOST, KeptBatch, KeptUpdate
 
 TRAIN = Path(rollback.__file__).parent / "train"
 EPOCH = 12  # batches
@@ -76,6 +79,12 @@ def listen_to_each(guard: rollback.Guard) -> list[tuple[str, RollbackCause]]:
     return heard
 
 
+def ask(guard: rollback.Guard) -> None:
+    """As if there were a rise, and a batch from before."""
+    kept = KeptUpdate(-1, [KeptBatch(torch.zeros(4, 4), MOST)], loss=9.0)
+    guard._judge.kept._held, guard._judge.question = [kept], OpenQuestion(onset=0, level=0.0, now=1.0, noise=0.5)
+
+
 def resumed(run: Path) -> Script:
     """A process that goes on in the second epoch."""
     script = Script(run)
@@ -110,6 +119,9 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
         case RollbackCause.SCREEN:  # a reach set by hand trusts no batch in hand
             script = Script(tmp_path / "run", broken=8, policy="screen")
             script.broken_again = 8
+        case RollbackCause.PROBE:
+            script = Script(tmp_path / "run")
+            ask(script.guard)
     names = [subscriber.__qualname__ for subscriber in script.guard._rewinder.subscribers]
     heard = listen_to_each(script.guard)
     script.train(2)
@@ -118,8 +130,22 @@ def test_every_kind_of_restore_reaches_every_subscriber(tmp_path: Path, cause: R
     assert (event.case is not None) == (cause is RollbackCause.PLAN)
     if cause is RollbackCause.SCREEN:
         assert (event.checkpoint, event.step, event.batch, event.skip) == ("", 8, 8, Window(first=8, last=8))
+    elif cause is RollbackCause.PROBE:
+        assert (event.checkpoint, event.step, event.batch, event.skip) == ("", 1, 1, None)
+        assert (script.guard.step, [fact.finding for fact in facts(tmp_path / "run", Probed)]) == (2 * EPOCH, ["data"])
     else:
         assert event.checkpoint.endswith(f"{event.step:08d}")
+
+
+def test_a_loop_that_counts_what_it_is_handed_gets_no_probe_and_the_journal_says_why(tmp_path: Path) -> None:
+    script = Script(tmp_path / "run")
+    script.guard.without_probes("this loop counts")
+    ask(script.guard)
+    script.train(1)
+    ask(script.guard)
+    script.train(2)
+    assert [fact.reason for fact in facts(tmp_path / "run", NotProbed, Probed)] == ["this loop counts"]  # once
+    assert script.events == []
 
 
 def test_a_script_is_told_of_a_rollback_when_the_guard_stands_where_it_leads(tmp_path: Path) -> None:
