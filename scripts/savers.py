@@ -15,7 +15,6 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import rollback
 from rollback.checkpoints import tiers
-from rollback.checkpoints.sizing import bytes_of
 from rollback.train.restore.restore import restore
 
 try:
@@ -242,12 +241,13 @@ class Ours(Method):
         assert result.place is not None, result.fault
 
     def slots(self) -> tuple[int, int]:
-        """Bytes of the tier on this host, and bytes that it was given."""
+        """Bytes of the slots on this host, and bytes that they were given. Marks of the last snapshot are apart."""
         tier = tiers.fast_tier_of(self.guard._run.paths)
         assert tier is not None
         allotted = self.guard._checkpoints.schedule._allotted
         assert allotted is not None
-        return bytes_of(tier.root), allotted.slots * allotted.slot_bytes
+        files = (path for path in tier.root.glob("*/*") if path.parent.name != "last")
+        return sum(path.lstat().st_blocks * 512 for path in files), allotted.slots * allotted.slot_bytes
 
     def close(self) -> None:
         tier = tiers.fast_tier_of(self.guard._run.paths)
