@@ -28,7 +28,6 @@ KEPT_EVERY = 100
 MOST = 64 << 20
 """Bytes of an update's batches."""
 _HELD = 2  # a rise shows after 48 steps and more, when the newest may be of the rise itself
-_NEVER = 1 << 62
 _AGAIN_AFTER = 10  # steps, where the last try was of an unfit time
 
 
@@ -71,14 +70,14 @@ class KeptUpdates:
     """Nothing here is collective. wanted: whether any are kept."""
 
     def __init__(self, *, wanted: bool = True) -> None:
-        self._from = 0 if wanted else _NEVER
         self.wanted = wanted
+        self._from = 0
         self._open: KeptUpdate | None = None
         self._held: list[KeptUpdate] = []
 
     def keep(self, step: int, batch: Any) -> None:
         """A batch of this step is handed out."""
-        if step < self._from:
+        if not self.wanted or step < self._from:
             return
         if self._open is None:
             self._open = KeptUpdate(step)
@@ -119,7 +118,7 @@ class KeptUpdates:
             return
         self._open = None
         self._held = [kept for kept in self._held if kept.step < event.step]
-        self._from = min(self._from, event.step + _AGAIN_AFTER) if self.wanted else _NEVER
+        self._from = min(self._from, event.step + _AGAIN_AFTER)
 
 
 def _parts_of(value: Any) -> Iterator[Tensor | np.ndarray[Any, Any]]:
