@@ -72,8 +72,8 @@ class Settings(BaseModel, frozen=True, extra="forbid"):
     )  # fmt: skip
     lr_after: str | None = Field(
         None, pattern=r"^0\.\d{1,6}:[1-9]\d{0,8}$", json_schema_extra={"metavar": "FACTOR:STEPS"},
-        description="before a trouble is called structural, replay it once with the learning rate times FACTOR for "
-        "STEPS steps, then back over as many",
+        description="before a trouble is called structural, replay it with the learning rate times FACTOR for STEPS "
+        "steps, then back over as many; lower still if it comes back",
     )  # fmt: skip
     probe: bool = Field(
         True, description="where the loss is up and cannot tell why, ask the model by a batch that it knew"

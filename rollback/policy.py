@@ -20,8 +20,8 @@ The rules, in order:
    too. What a screen has let through, or is so early that nobody knows what is good, gets a window that is cut down to
    half of what is left, from the onset on. If the way to the detection costs too much too, or if the answers to this
    trouble would undo more than `max_undone` updates together, the run stops: BigScience's 104B run skipped 750, 1,849
-   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed once with
-   a lower learning rate, and nothing more is skipped.
+   and 2,850 iterations in turn and diverged all the same. Where `lr_after` is set, a repeat is first replayed with a
+   lower learning rate, and nothing more is skipped. Each further repeat lowers it again, down to `LEAST_RATE`.
 
 A window covers whole optimizer steps, so gradient accumulation keeps its phase. Where an epoch is not a whole number of
 updates, scripts make a shorter update of the rest, and most find the end of the epoch by counting batches. A window
@@ -32,7 +32,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollback.config import PRESETS, Reach, Settings
-from rollback.facts.training import Action, Incident, Planned, Window
+from rollback.facts.training import Action, GivingUp, Incident, Planned, Window
 
 FIRST_ANSWER = 60
 """Updates that a first answer may always cost, besides `rewind` and `skip_after`: checkpoints are 50 apart in a run
@@ -41,6 +41,10 @@ that has just begun, and a trouble is a few steps old when it is called."""
 LEVEL_KNOWN = 48
 """A screen stands in for a window from this step on: the sentinel learns from the first 24 observations what is good,
 and what it learns in the middle of a bad stretch makes good batches stand out."""
+
+LEAST_RATE = 0.01
+"""No answer lowers the learning rate to less than this share of the script's: what a hundredth of it does not cure, a
+lower one does not either. It bounds these answers, which `max_skipped` and `max_undone` do not."""
 
 AT_ONCE = 5
 """Updates behind a window within which a trouble is the same stretch of bad data. An onset may be some steps late."""
@@ -99,15 +103,8 @@ def plan(
     """
     trouble = _Trouble.of(incident, previous, settings, stream, suspected)
     back = trouble.back
-    target, why = trouble.target(held)
-    undone = (back.undone if back else 0) + (incident.step - target.step if target else 0)
-    if target is None:
-        answer = _Answer("observe" if settings.observe_only else "stop", why)
-    else:
-        answer = trouble.answer(target, why, undone)
-    giving_up = None if answer.action != "stop" else "no_checkpoint" if target is None else "structural"
-    if answer.action == "stop":
-        target = None
+    answer = trouble.answer(held)
+    target = answer.target if answer.action != "stop" else None
     last_kept = target.step if target is not None else incident.onset_step
     discards = [] if answer.action == "observe" else [point.name for point in held if point.step > last_kept]
     return Planned(
@@ -125,9 +122,9 @@ def plan(
         reason=answer.reason,
         in_hand=trouble.in_hand and answer.window is not None,
         screen=answer.screen,
-        undone=undone,
+        undone=trouble.undone_by(answer.target),
         lower_rate=answer.lower_rate,
-        giving_up=giving_up,
+        giving_up=answer.giving_up,
     )
 
 
@@ -184,13 +181,16 @@ def horizon_end(plan: Planned, settings: Settings, batches_per_step: int) -> int
 
 @dataclass(frozen=True)
 class _Answer:
-    """What is done about a trouble, but for the checkpoint."""
+    """What is done about a trouble."""
 
     action: Action
     reason: str
+    target: PolicyCheckpoint | None = None
+    """The checkpoint to restore, or that a stop would have restored; None: there is none."""
     window: Window | None = None
     screen: Window | None = None
     lower_rate: tuple[float, int] | None = None
+    giving_up: GivingUp | None = None
 
 
 @dataclass(frozen=True)
@@ -239,15 +239,34 @@ class _Trouble:
             return self.settings.reach.model_copy(update={"rewind": 0, "skip_from": "onset"})
         return self.settings.reach
 
-    def target(self, held: Sequence[PolicyCheckpoint]) -> tuple[PolicyCheckpoint | None, str]:
-        """The checkpoint to restore, and the reason in words."""
+    def answer(self, held: Sequence[PolicyCheckpoint]) -> _Answer:
+        """The answer, within all budgets."""
         before = [point for point in held if point.good and point.step <= self.incident.onset_step]
         if not before:
-            return None, "no good checkpoint from before the onset is left"
-        if self.back is not None and self.escalation > self.goes_on:
-            last = self.back.step
-            older = [point for point in before if last is not None and point.step < last]
-            return (older[-1], "an older good checkpoint than last time") if older else (before[0], _OLDEST)
+            reason = "no good checkpoint from before the onset is left"
+            if self.settings.observe_only:
+                return _Answer("observe", reason)
+            return _Answer("stop", reason, giving_up="no_checkpoint")
+        answer = self._within_budgets(*self._target(before, older=self.escalation > self.goes_on))
+        if answer.giving_up is None or (lowered := self._lowered()) is None:
+            return answer
+        target, why = self._target(before, older=False)  # the data is not to blame, so neither are later checkpoints
+        reason = f"with a lower learning rate before it is called structural; {why}; {answer.reason}"
+        return _Answer("rollback", reason, target, lower_rate=lowered)
+
+    def undone_by(self, target: PolicyCheckpoint | None) -> int:
+        """Updates that going back to `target` undoes, with those of earlier answers."""
+        return (self.back.undone if self.back else 0) + (self.incident.step - target.step if target else 0)
+
+    def _target(self, before: Sequence[PolicyCheckpoint], *, older: bool) -> tuple[PolicyCheckpoint, str]:
+        """The checkpoint to restore, and the reason in words.
+
+        before: the good ones from before the onset, oldest first. older: than the last answer's.
+        """
+        if older:
+            last = self.back.step if self.back is not None else None
+            earlier = [point for point in before if last is not None and point.step < last]
+            return (earlier[-1], "an older good checkpoint than last time") if earlier else (before[0], _OLDEST)
         rewind = self.reach.rewind
         enough = [point for point in before if point.step <= self.incident.onset_step - rewind]
         if enough:
@@ -255,19 +274,27 @@ class _Trouble:
             return enough[-1], f"the newest good checkpoint {at_least}before the onset"
         return before[0], f"{_OLDEST}; none is {rewind} steps before the onset"
 
-    def answer(self, target: PolicyCheckpoint, why: str, undone: int) -> _Answer:
-        """The answer that goes back to `target`, within all budgets. undone: updates, with those of earlier answers."""
-        back, settings = self.back, self.settings
+    def _within_budgets(self, target: PolicyCheckpoint, why: str) -> _Answer:
+        """The answer that goes back to `target`."""
+        back, undone = self.back, self.undone_by(target)
         reason = f"{'the trouble came back' if back else 'first answer to this trouble'}; {why}"
         if self.in_hand:
             reason += "; its batch alone did it: the loss was finite until then, and is not"
-        answer = _Answer("retry", reason) if self.action == "retry" else self._skip(target, reason)
-        if answer.action == "rollback" and back is not None and undone > settings.max_undone:
-            answer = _Answer("stop", _structural(back, undone, settings))
-        if answer.action == "stop" and back is not None and back.lower_rate is None and settings.lower_rate is not None:
-            reason = f"with a lower learning rate, once, before it is called structural: {answer.reason}"
-            answer = _Answer("rollback", reason, lower_rate=settings.lower_rate)
+        if self.action == "retry":
+            return _Answer("retry", reason, target)
+        answer = self._skip(target, reason)
+        if answer.action == "rollback" and back is not None and undone > self.settings.max_undone:
+            return _Answer("stop", _structural(back, undone, self.settings), target, giving_up="structural")
         return answer
+
+    def _lowered(self) -> tuple[float, int] | None:
+        """The next lower learning rate: a factor, and for how many steps. None: there is none."""
+        if self.back is None or self.settings.lower_rate is None:
+            return None
+        factor, steps = self.settings.lower_rate
+        if self.back.lower_rate is not None:
+            factor *= self.back.lower_rate[0]
+        return (factor, steps) if factor >= LEAST_RATE else None
 
     def _skip(self, target: PolicyCheckpoint, reason: str) -> _Answer:
         """Skip what did it: a window, or what a screen finds in it. A stop, where the least would cost too much."""
@@ -279,14 +306,14 @@ class _Trouble:
                 reason += "; updates are screened, since a window would exceed max_skipped"
             screen = Window(first=target.batch, last=max(wide.last, target.batch))
             least = Window(first=least.first, last=self.stream.end_of_update(least.first, least.first))
-            answer = _Answer(self.action, reason, screen=screen)
+            answer = _Answer(self.action, reason, target, screen=screen)
         elif dear:
             reason += "; no wider window, since that would exceed max_skipped"
-            answer = _Answer(self.action, reason, _cut_down(wide, least, self.stream, self.settings))
+            answer = _Answer(self.action, reason, target, _cut_down(wide, least, self.stream, self.settings))
         else:
-            answer = _Answer(self.action, reason, wide)
+            answer = _Answer(self.action, reason, target, wide)
         excess = excess_of(least, self.stream, self.settings) if bounded else None
-        return _Answer("stop", excess) if excess else answer
+        return _Answer("stop", excess, target, giving_up="structural") if excess else answer
 
     def _screens(self, target: PolicyCheckpoint, *, dear: bool) -> bool:
         """Whether updates are judged one by one. dear: a window would cost too much."""

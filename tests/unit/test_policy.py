@@ -559,13 +559,15 @@ def test_beyond_the_horizon_a_trouble_is_a_new_one(
 # --- a lower learning rate --------------------------------------------------------------------------------------------
 
 
-def test_before_a_trouble_is_called_structural_it_is_replayed_once_with_a_lower_rate() -> None:
-    story = Story(rules(max_undone=34, lr_after="0.5:200"))
-    first, second, third = story.meets(230), story.meets(270), story.meets(280)
+def test_before_a_trouble_is_called_structural_it_is_replayed_with_lower_and_lower_rates() -> None:
+    story = Story(rules(max_undone=34, lr_after="0.1:200"))
+    first, second, third, fourth = (story.meets(onset) for onset in (230, 270, 280, 285))
     assert (first.action, first.lower_rate) == ("rollback", None)
-    assert (second.action, second.lower_rate, second.skip, second.giving_up) == ("rollback", (0.5, 200), None, None)
-    assert second.reason.startswith("with a lower learning rate, once, before it is called structural: ")
-    assert (third.action, third.giving_up) == ("stop", "structural")
+    assert (second.action, second.lower_rate, second.skip, second.giving_up) == ("rollback", (0.1, 200), None, None)
+    assert second.reason.startswith("with a lower learning rate before it is called structural; the newest good ")
+    assert (third.action, third.lower_rate) == ("rollback", (pytest.approx(0.01), 200))
+    assert second.step == third.step, "what lies between is not to blame"
+    assert (fourth.action, fourth.giving_up) == ("stop", "structural")
 
 
 def test_a_lower_rate_does_not_answer_what_has_not_come_back_and_what_has_no_checkpoint() -> None:
