@@ -29,6 +29,7 @@ VARIED: dict[str, tuple[Any, ...]] = {
     "alone": (5.5, 8.5),
     "supported": (2.2, 3.5),
     "drift": (2.0, 3.2),
+    "faded": (0.5, 0.8),
 }
 """Values that stand beside the preset's own."""
 COLUMNS = ["sudden, quick", "all", "slow", "false", "blips", "shifts, bumps"]
@@ -77,7 +78,7 @@ def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("traces", nargs="+", type=Path, help="directories of labelled traces")
-    parser.add_argument("--vary", default=",".join(VARIED), help="thresholds, separated by commas (default: all four)")
+    parser.add_argument("--vary", default=",".join(VARIED), help="thresholds, separated by commas (default: all)")
     options = parser.parse_args()
     families: Families = defaultdict(list)
     for directory in options.traces:

@@ -54,7 +54,9 @@ observation less, since no handful of bad batches covers so many steps.
     noise units, or there is no progress to lose.
 ``grad-norm-collapse``
     Over 10 observations the gradient norm is below half of what it was over the 32 before, while the loss is up by 1.5
-    times its spread at that time: a dead plateau, without a gradient that could lower the loss.
+    times its spread at that time: a dead plateau, without a gradient that could lower the loss. What dies slowly takes
+    those 32 along. So the rule also holds where three medians of 16 in a row are, against the mean of any four in a row
+    of the 29 before, up by 1.5 noise units in the loss and down by a third in the norm (``faded``).
 
 **Rises that no rule calls** are asked about (`probe`): an excursion of 24 observations that does not fall, or three
 medians of 16 that are 1.5 noise units above the lowest. The model answers by the loss of a batch that it knew. If

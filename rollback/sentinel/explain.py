@@ -102,8 +102,8 @@ def drift(step: int, found: Slow) -> Verdict:
 def collapse(step: int, found: Slow) -> Verdict:
     """A dead plateau that is called now."""
     text = (
-        f"since about step {found.onset} the gradient norm is {found.value:.3g}, less than half of the "
-        f"{2 * found.threshold:.3g} before, while the loss is up by {found.reference:.3g}: training seems stuck"
+        f"since about step {found.onset} the gradient norm has collapsed to {found.value:.3g} (called below "
+        f"{found.threshold:.3g}), while the loss is up by {found.reference:.3g}: training seems stuck"
     )
     return Verdict(
         Kind.SPIKE,

@@ -22,7 +22,7 @@ from rollback.sentinel.excursion import (
 from rollback.sentinel.objective import OBJECTIVES, Seen
 from rollback.sentinel.presets import PRESETS, Sensitivity
 from rollback.sentinel.probe import ASKED_EVERY, OpenQuestion, about_excursion
-from rollback.sentinel.slow import Collapse, Drift
+from rollback.sentinel.slow import Collapse, Drift, Fading
 from rollback.sentinel.states import TRANSITIONS, Event, State
 from rollback.sentinel.verdict import Hint, Kind, Observation, Verdict
 
@@ -49,9 +49,10 @@ _FIRST_LOSSES = 8
 _RISING = 2.0  # noise units; an excursion reaches back over the steps just before it that were at least this high
 _NORM_IS_LOW = -1.0
 _LEAST_NORM_NOISE = 0.03  # in the logarithm: 3 %
-_SCHEMA = 3
-_READ = (1, 2, _SCHEMA)
-"""What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen."""
+_SCHEMA = 4
+_READ = (1, 2, 3, _SCHEMA)
+"""What is read: 1 knows less of the noise, and not with what an excursion began; 2 does not know what was seen; 3 does
+not know of gradients that fade."""
 
 
 class Sentinel:
@@ -73,6 +74,7 @@ class Sentinel:
         self._norm = Baseline(tail_aware=False)
         self._drift = Drift(self._preset.drift)
         self._collapse = Collapse()
+        self._fading = Fading(self._preset.faded)
         self._seen = Seen(objective)
         self._excursion: Excursion | None = None
         self._first_losses: list[float] = []
@@ -154,6 +156,7 @@ class Sentinel:
             self._relearn(excursion)
             self._move(Event.PERSISTED)
         self._drift.restart()
+        self._fading.restart()
 
     @property
     def settled_level(self) -> float | None:
@@ -174,7 +177,8 @@ class Sentinel:
         beyond = self._seen.norm_beyond(log_norm) if log_norm is not None else None
         if log_norm is not None:
             norm_is_low = reading.norm_height is not None and reading.norm_height < _NORM_IS_LOW
-            stuck = self._collapse.update(step, loss, log_norm, norm_is_low)
+            fading = self._fading.update(step, loss, log_norm, scale.noise)
+            stuck = self._collapse.update(step, loss, log_norm, norm_is_low) or fading
             if beyond is not None and self._state is not State.CALLED and not self._measures_progress():
                 found = explain.norm_beyond(step, self._onset(step), log_norm, beyond, self._loss.recent())
                 return self._call(found, reading, scale)
@@ -235,6 +239,7 @@ class Sentinel:
                 self._excursion.advised = True
             return explain.advice(verdict, self._move(Event.CALM if self._excursion is None else Event.HIGH))
         self._move(Event.CALL)
+        self._fading.restart()
         if self._excursion is None:
             onset = verdict.onset if verdict.onset is not None else reading.step
             self._excursion = Excursion.begin(onset, reading, scale, self._preset.patience)
@@ -259,6 +264,7 @@ class Sentinel:
         self._loss.restart()
         self._norm.restart()
         self._drift.restart()
+        self._fading.restart()
         for reading in excursion.recent:
             self._accept(reading.loss, reading.log_norm)
 
@@ -286,6 +292,7 @@ class Sentinel:
         if hints & NEW_REFERENCE:
             self._drift.restart()
             self._collapse.restart()
+            self._fading.restart()
         if Hint.ANNOUNCED in hints:
             self._begin_phase()
 
@@ -337,6 +344,7 @@ class Sentinel:
             "norm": self._norm.state_dict(),
             "drift": self._drift.state_dict(),
             "collapse": self._collapse.state_dict(),
+            "fading": self._fading.state_dict(),
             "seen": self._seen.state_dict(),
             "excursion": self._excursion.state_dict() if self._excursion else None,
             "first_losses": list(self._first_losses),
@@ -362,6 +370,7 @@ class Sentinel:
         self._norm.load_state_dict(state["norm"])
         self._drift.load_state_dict(state["drift"])
         self._collapse.load_state_dict(state["collapse"])
+        self._fading.load_state_dict(state.get("fading", {"block": [], "blocks": []}))
         self._seen.load_state_dict(state.get("seen"))
         self._excursion = Excursion.from_state(state["excursion"]) if state["excursion"] else None
         self._first_losses = list(state["first_losses"])

@@ -22,10 +22,12 @@ class Preset:
     """Mean height of the log gradient norm, in its noise units, that counts as support."""
     drift: float
     """Height at which a slow rise is called, in the noise units of the time when the loss was lowest."""
+    faded: float
+    """Share of the gradient norm of before; where less is left and the loss is up, training is stuck."""
 
 
 PRESETS: dict[Sensitivity, Preset] = {
-    "low": Preset(patience=8, alone=9.0, only=7.0, supported=4.0, support=6.0, drift=4.0),
-    "normal": Preset(patience=5, alone=7.0, only=6.0, supported=2.8, support=4.5, drift=2.5),
-    "high": Preset(patience=4, alone=5.0, only=4.5, supported=2.5, support=4.0, drift=2.0),
+    "low": Preset(patience=8, alone=9.0, only=7.0, supported=4.0, support=6.0, drift=4.0, faded=1 / 2),
+    "normal": Preset(patience=5, alone=7.0, only=6.0, supported=2.8, support=4.5, drift=2.5, faded=2 / 3),
+    "high": Preset(patience=4, alone=5.0, only=4.5, supported=2.5, support=4.0, drift=2.0, faded=3 / 4),
 }

@@ -1,6 +1,6 @@
-"""Two failures that no single step shows: a slow rise of the loss, and a loss that is stuck without a gradient.
+"""Failures that no single step shows: a slow rise of the loss, and a loss that is stuck without a gradient.
 
-Both rules compare the present with an older reference. The level is no use here: it follows a slow change.
+All rules compare the present with an older reference. The level is no use here: it follows a slow change.
 """
 
 import math
@@ -27,6 +27,8 @@ _BEFORE = 32
 _HALVED = math.log(2.0)
 _FALL_IN_NOISE = 0.75
 _LOSS_UP_IN_NOISE = 1.5
+_BLOCKS_BEFORE = 4
+_BLOCKS_FADED = 3
 _MAD_TO_SIGMA = 1.4826
 
 
@@ -194,6 +196,56 @@ class Collapse:
     def load_state_dict(self, state: list[list[float]]) -> None:
         """Go on from `state`."""
         self._recent = deque(((int(step), loss, norm) for step, loss, norm in state), maxlen=_BEFORE + _NOW)
+
+
+class Fading:
+    """Finds a loss that is up while the gradient norm fades, too slowly for `Collapse`: its reference sinks with it.
+
+    Compares blocks of 16 observations: the last three with four in a row among the 29 before. All three must have a
+    median loss above the mean of these four by 1.5 noise units, and a median norm below a share of theirs.
+    """
+
+    def __init__(self, share: float) -> None:
+        self._fall = -math.log(share)
+        self._block: list[tuple[int, float, float]] = []
+        self._blocks: deque[tuple[int, float, float]] = deque(maxlen=_BLOCKS_KEPT)
+
+    def restart(self) -> None:
+        """Forget the reference."""
+        self._block.clear()
+        self._blocks.clear()
+
+    def update(self, step: int, loss: float, log_norm: float, noise: float) -> Slow | None:
+        """Add an observation, accepted or not. noise: of the accepted losses now."""
+        self._block.append((step, loss, log_norm))
+        if len(self._block) < _BLOCK:
+            return None
+        steps, losses, norms = zip(*self._block, strict=True)
+        self._blocks.append((steps[0], _median(losses), _median(norms)))
+        self._block.clear()
+        found = self._compared(noise)
+        if found is not None:
+            self.restart()
+        return found
+
+    def _compared(self, noise: float) -> Slow | None:
+        steps, losses, norms = zip(*self._blocks, strict=True)
+        least_loss, most_norm = min(losses[-_BLOCKS_FADED:]), max(norms[-_BLOCKS_FADED:])
+        for end in range(len(steps) - _BLOCKS_FADED, _BLOCKS_BEFORE - 1, -1):
+            rise = least_loss - sum(losses[end - _BLOCKS_BEFORE : end]) / _BLOCKS_BEFORE
+            bound = sum(norms[end - _BLOCKS_BEFORE : end]) / _BLOCKS_BEFORE - self._fall
+            if rise > _LOSS_UP_IN_NOISE * noise and most_norm < bound:
+                return Slow(steps[end], math.exp(norms[-1]), math.exp(bound), rise, tuple(map(math.exp, norms)))
+        return None
+
+    def state_dict(self) -> dict[str, list[list[float]]]:
+        """JSON types only."""
+        return {"block": [list(row) for row in self._block], "blocks": [list(row) for row in self._blocks]}
+
+    def load_state_dict(self, state: dict[str, list[list[float]]]) -> None:
+        """Go on from `state`."""
+        self._block = [(int(step), loss, norm) for step, loss, norm in state["block"]]
+        self._blocks = deque(((int(step), loss, norm) for step, loss, norm in state["blocks"]), maxlen=_BLOCKS_KEPT)
 
 
 def _median(values: tuple[float, ...]) -> float:

@@ -142,6 +142,31 @@ def test_a_dead_plateau_is_called_by_the_gradient_norm_that_is_gone() -> None:
     assert not spikes(verdicts(observations(falling, gone)))
 
 
+LEARNT = {"start": 2.0, "end": 0.45, "noise": 0.1}
+
+
+def faded(count: int, since: int, to: float, over: int = 200) -> list[float]:
+    """Gradient norms that fade to a share of theirs, too slowly for a reference of 32 steps to stay behind."""
+    return [norm * to ** min(1.0, max(0, i - since) / over) for i, norm in enumerate(norms(count))]
+
+
+@pytest.mark.parametrize("to", [0.3, 0.5])
+def test_a_gradient_that_fades_slowly_while_the_loss_creeps_up_is_called(to: float) -> None:
+    creeping = [loss + 0.25 * min(1.0, max(0, i - 300) / 200) for i, loss in enumerate(descent(700, **LEARNT))]
+    (call,) = spikes(verdicts(observations(creeping, faded(700, 300, to))))
+    assert (call.rule, call.witness) == ("grad-norm-collapse", "grad_norm")
+    assert 300 <= call.onset <= call.step <= 520
+    assert not spikes(verdicts(observations(creeping, norms(700)))), "the loss alone says too little"
+    assert not spikes(verdicts(observations(descent(700, **LEARNT), faded(700, 300, to)))), "so does the norm alone"
+
+
+def test_a_gradient_that_fades_behind_a_hint_has_another_reference() -> None:
+    higher = raised(descent(700, **LEARNT), 400, 0.25)
+    smaller = [norm * (1 if i < 400 else 0.6) for i, norm in enumerate(norms(700))]
+    assert [call.rule for call in spikes(verdicts(observations(higher, smaller)))] == ["grad-norm-collapse"]
+    assert not spikes(verdicts(observations(higher, smaller, {400: Hint.LR_CHANGED})))
+
+
 def test_a_level_that_persists_uncalled_is_accepted_and_reported() -> None:
     said = verdicts(observations(raised(descent(600), 300, 0.75), norms(600)))
     assert not spikes(said)
@@ -304,13 +329,15 @@ def test_an_unknown_sensitivity_is_refused_by_name() -> None:
         Sentinel("paranoid")  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("schema", [1, 2])
+@pytest.mark.parametrize("schema", [1, 2, 3])
 def test_the_state_of_a_sentinel_that_knew_less_is_read(schema: int) -> None:
     older, newer = Sentinel(), Sentinel()
     for step in range(100):
         older.update(Observation(step, 3.0 + 0.01 * (step % 7), 1.0))
     state = older.state_dict() | {"schema": schema}
-    del state["seen"]
+    del state["fading"]
+    if schema < 3:
+        del state["seen"]
     if schema == 1:
         del state["explaining"]
         for window in ("loss", "norm"):
