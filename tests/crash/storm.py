@@ -119,8 +119,9 @@ class Undertaking:
 
     def training(self) -> bool:
         """Whether a rank of the attempt that now runs has shown that it trains."""
-        ranks = {process.pid for process in self.tree()["rank"]}
-        return any(beat.pid in ranks and beat.step > 0 for beat in read_heartbeats(self.paths.ranks).values())
+        beats = {beat.pid for beat in read_heartbeats(self.paths.ranks).values() if beat.step > 0}
+        # `tree` reads of every process of the machine who its parent is, so it comes last.
+        return any(map(psutil.pid_exists, beats)) and any(process.pid in beats for process in self.tree()["rank"])
 
     def saving(self) -> bool:
         """A checkpoint is being written, as far as it can be seen: in the fast tier one nearly always is."""
@@ -137,7 +138,7 @@ class Undertaking:
                 return True
             if time.monotonic() > deadline:
                 return False
-            time.sleep(0.002)
+            time.sleep(0.01)
         return False
 
     def carry_out(self, kill: Kill, start_up: float) -> bool:

@@ -9,9 +9,11 @@ from pathlib import Path
 import jumping
 import mounted
 import pytest
+from apart import APART
 from disks import may_mount
-from job_results import JOB, LAUNCH, LIMIT, WARM_PYTHON, Scenarios
+from job_results import JOB, LAUNCH, LIMIT, Scenarios
 from toy import Toy, facts, require_same, train
+from warm_server import run_warm
 
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached, Committed, Drained
@@ -29,10 +31,9 @@ FAKETIME = next(iter(sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1
 def test_a_run_directory_that_becomes_read_only_stops_no_training(tmp_path: Path) -> None:
     disk = tmp_path / "disk"
     disk.mkdir()
-    command = ["unshare", "--mount", sys.executable, str(SUPPORT / "mounted.py"), str(disk), "18"]
-    done = subprocess.run(
-        [*command, str(tmp_path / "portrait.json")], capture_output=True, text=True, timeout=LIMIT, check=False
-    )
+    mount = f"mount -t tmpfs -o size=64m rollback-test {disk}"
+    job = [mounted.__file__, str(disk), "18", str(tmp_path / "portrait.json")]
+    done = run_warm([*APART, "mounts", mount, *job], capture_output=True, timeout=LIMIT)
     assert done.returncode == 0, done.stderr
     undisturbed = train(mounted.TOY, tmp_path / "undisturbed")
     require_same(json.loads((tmp_path / "portrait.json").read_text()), undisturbed, "the run on a read-only disk")
@@ -76,8 +77,7 @@ def test_a_clock_that_jumps_by_years_changes_nothing(tmp_path: Path) -> None:
 def in_its_own_proc(stat: Path, command: list[str]) -> list[str]:
     """A command for which `stat` is /proc/stat, which has the time of boot: the wall clock less the time since then."""
     stat.write_bytes(Path("/proc/stat").read_bytes())
-    mount = f'mount --bind {stat} /proc/stat && exec "$@"'
-    return ["unshare", "--mount", "sh", "-c", mount, "sh", *command]
+    return [*APART, "mounts", f"mount --bind {stat} /proc/stat", *command]
 
 
 def put_right(stat: Path, seconds: int) -> str:
@@ -91,11 +91,11 @@ def put_right(stat: Path, seconds: int) -> str:
 def test_a_wall_clock_that_is_put_right_ends_no_rank(tmp_path: Path, seconds: int) -> None:
     """In mid-run: ranks look once a second whether their supervisor is there."""
     scenarios, run, stat = Scenarios(tmp_path), tmp_path / "job", tmp_path / "stat"
-    scenarios.add("job", Toy(), shell=[0, 30, f"{put_right(stat, seconds)}; sleep 2.5"])
-    command = [*WARM_PYTHON, *LAUNCH[1:], "--nproc", "1", "--run", str(run), str(JOB), str(scenarios.path)]
-    done = subprocess.run(
-        in_its_own_proc(stat, command), env={**os.environ, "OMP_NUM_THREADS": "1"}, text=True, timeout=LIMIT,
-        stdout=subprocess.PIPE, stderr=subprocess.STDOUT, check=False,
+    scenarios.add("job", Toy(samples=200), shell=[0, 30, f"{put_right(stat, seconds)}; sleep 2.5"])
+    command = [*LAUNCH[1:], "--nproc", "1", "--run", str(run), str(JOB), str(scenarios.path)]
+    done = run_warm(
+        in_its_own_proc(stat, command), env={**os.environ, "OMP_NUM_THREADS": "1"}, timeout=LIMIT,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout
     assert "is gone" not in done.stdout

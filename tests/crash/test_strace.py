@@ -25,7 +25,7 @@ OLD, NEW = "c000000-s00000010", "c000001-s00000020"
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest) -> Iterator[Server]:
-    server = Server(request.param)
+    server = Server(request.param, warm=request.param == "straced_ranks.py")  # a fork copies what was imported
     yield server
     server.close()
 

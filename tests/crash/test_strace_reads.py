@@ -32,7 +32,7 @@ READ_TENSORS = {"preadv", "preadv2"}  # which of the two depends on the C librar
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    server = Server("straced_ranks.py")
+    server = Server("straced_ranks.py", warm=True)
     yield server
     server.close()
 

@@ -180,7 +180,7 @@ def test_a_guarded_job_stops_on_request_and_the_same_command_goes_on_from_there(
 
 
 def test_a_rank_that_the_kernel_kills_for_memory_is_told_apart(job: Launch) -> None:
-    with memory_cgroup(3 << 29) as members:
+    with memory_cgroup(3 << 28) as members:
         job.program = ["-c", IN_CGROUP.format(members=str(members))]
         code, output = job.finish("eat_memory")
     assert code == 0, output

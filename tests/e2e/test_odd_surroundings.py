@@ -15,7 +15,7 @@ from typing import Any
 
 import hosts
 import pytest
-from job_results import WARM_PYTHON
+from apart import APART
 from launching import LIMIT, WITHOUT_TORCHRUN
 from toy import facts
 from warm_server import WarmPopen, run_warm
@@ -28,7 +28,6 @@ from rollback.rundir.paths import RunPaths
 JOB = Path(__file__).parent / "jobs" / "careless.py"
 DIRECT = ["-c", WITHOUT_TORCHRUN]
 WITH_TORCHRUN = ["-m", "rollback"]
-WARM = [WARM_PYTHON[1], *DIRECT]
 
 
 def start(
@@ -103,8 +102,8 @@ def test_arguments_in_another_encoding_reach_the_script_and_the_record(tmp_path:
 
 @pytest.mark.skipif(hosts.why_not() is not None, reason=str(hosts.why_not()))
 def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path) -> None:
-    apart = ["unshare", "--uts"]
-    process = start(tmp_path, ["rename", "another"], "--grace", "20", before=apart, program=WARM)
+    apart = [*APART[1:], "name", "true", *DIRECT]
+    process = start(tmp_path, ["rename", "another"], "--grace", "20", program=apart)
     until = time.monotonic() + LIMIT
     while not (tmp_path / "renamed").exists():
         assert process.poll() is None, process.communicate()[0]
@@ -116,8 +115,8 @@ def test_a_host_that_is_renamed_while_it_trains_is_the_same_host(tmp_path: Path)
     assert process.returncode == ExitCode.RESUMABLE, output
     (stopped,) = facts(run, Stopped)
     assert stopped.checkpoint is not None
-    again = ["unshare", "--uts", "sh", "-c", 'hostname a-third-name; exec "$@"', "sh"]
-    code, output = finish(tmp_path, ["rename", "another"], before=again, program=WARM)
+    again = [*APART[1:], "name", "hostname a-third-name", *DIRECT]
+    code, output = finish(tmp_path, ["rename", "another"], program=again)
     assert code == ExitCode.DONE, output
     assert facts(run, Attached)[-1].checkpoint == stopped.checkpoint
     assert facts(run, Attached)[-1].host == "a-third-name" != socket.gethostname()

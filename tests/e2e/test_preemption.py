@@ -17,7 +17,7 @@ from job_results import JOB, LAUNCH, Scenarios
 from launching import LIMIT, WITHOUT_TORCHRUN, Launch, launching
 from selection import soak
 from toy import Toy, facts, require_same
-from warm_server import WarmPopen, run_warm
+from warm_server import WarmPopen
 
 from rollback.facts.training import Attached, Committed, RunEnded, Signalled, Stopped
 from rollback.rundir.journal.journal import read_journal
@@ -35,18 +35,27 @@ def forker() -> Iterator[Forker]:
         yield forker
 
 
-def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) -> None:
+SHORT = Toy(
+    samples=160, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False,
+    settings={"snapshot_every": 3},
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory, forker: Forker) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("undisturbed")
+    return forker.finish(SHORT, folder / "run", log=folder / "log")
+
+
+def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker, undisturbed: dict[str, str]) -> None:
     """Each stop signal, in training, in evaluation between two epochs and while a checkpoint is written."""
-    toy = Toy(samples=300, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False)
-    toy = toy.with_settings(snapshot_every=3)
     moments = random.Random(SEED)
-    undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
     run, log, stops = tmp_path / "run", tmp_path / "log", []
-    for number, batch in zip(SIGNALS, sorted(moments.sample(range(5, 140), len(SIGNALS))), strict=True):
+    for number, batch in zip(SIGNALS, sorted(moments.sample(range(5, 75), len(SIGNALS))), strict=True):
         stops.append((number.name, batch, delay := moments.choice([0.0, moments.uniform(0.0005, 0.01)])))
-        status = forker.status(toy, run, log=str(log), signal=[batch, number, delay])
+        status = forker.status(SHORT, run, log=str(log), signal=[batch, number, delay])
         assert status == 75, f"seed {SEED}, {stops}: {Path(f'{run}.txt').read_text()}"
-    ended = forker.finish(toy, run, log=log)
+    ended = forker.finish(SHORT, run, log=log)
     require_same(ended, undisturbed, f"seed {SEED}, stopped {stops}")
     assert len(facts(run, Stopped)) == len(SIGNALS)
     for stopped, attached in zip(facts(run, Stopped), facts(run, Attached)[1:], strict=True):
@@ -54,30 +63,30 @@ def test_a_signal_at_any_moment_costs_nothing(tmp_path: Path, forker: Forker) ->
         assert attached.step == stopped.step
 
 
-def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(tmp_path: Path, forker: Forker) -> None:
+def test_a_signal_in_an_evaluation_and_in_a_save_costs_nothing(
+    tmp_path: Path, forker: Forker, undisturbed: dict[str, str]
+) -> None:
     """The same, for certain in the midst of them, with loader workers."""
-    toy = Toy(samples=160, epochs=2, loop="epochs", between=True, workers=1, augment=True, patient=False)
-    toy = toy.with_settings(snapshot_every=3)
-    undisturbed = forker.finish(toy, tmp_path / "undisturbed", log=tmp_path / "undisturbed-log")
     run, log = tmp_path / "run", tmp_path / "log"
     for moment in (["save", 4, signal.SIGTERM], ["evaluation", 1, signal.SIGUSR1]):
-        status = forker.status(toy, run, log=str(log), told_in=moment)
+        status = forker.status(SHORT, run, log=str(log), told_in=moment)
         assert status == 75, f"{moment}: {Path(f'{run}.txt').read_text()}"
-    ended = forker.finish(toy, run, log=log)
+    ended = forker.finish(SHORT, run, log=log)
     require_same(ended, undisturbed, "stopped in a save and in an evaluation")
     in_save, in_evaluation = facts(run, Stopped)
     assert 0 < in_save.step < 40 <= in_evaluation.step, "it was told at another moment"
     assert [fact.step for fact in facts(run, Attached)] == [0, in_save.step, in_evaluation.step]
 
 
-LONG = Toy(samples=1120, sampler="distributed", workers=1, augment=True, patient=False)
+LONG = Toy(samples=320, sampler="distributed", workers=1, augment=True, patient=False)
+HELD = 24  # the batch at which its ranks wait for a test that has something to do to them
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, *soak(signal.SIGUSR1)])
 def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, number: signal.Signals) -> None:
     """Supervisor, torchrun, both ranks and their loader workers at once."""
-    scenarios = Scenarios(tmp_path)
-    scenarios.add("told", LONG)
+    scenarios, told = Scenarios(tmp_path), tmp_path / "they-are-told"
+    scenarios.add("told", LONG, holds=[HELD, str(told)])
     run = scenarios.run("told")
     job = launch(scenarios.path, run)
     wait_for(lambda: is_training(run))
@@ -86,6 +95,7 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
     assert len(everybody) >= 6
     for process in everybody:
         process.send_signal(number)
+    told.touch()
     output, _ = job.communicate(timeout=LIMIT)
     assert job.returncode == 75, output
     (stopped,) = facts(run, Stopped)
@@ -103,19 +113,22 @@ def test_a_scheduler_that_signals_every_process_of_the_job(tmp_path: Path, numbe
 
 
 def test_rollback_stop_stops_a_supervised_job_resumably(tmp_path: Path) -> None:
-    scenarios = Scenarios(tmp_path)
-    scenarios.add("told", LONG.but(samples=40_000))  # there is time to start the command
+    scenarios, asked = Scenarios(tmp_path), tmp_path / "they-are-asked"
+    scenarios.add("told", LONG.but(samples=2000), holds=[HELD, str(asked)])
     run = scenarios.run("told")
     job = launch(scenarios.path, run)
     wait_for(lambda: is_training(run))
     command = [sys.executable, "-m", "rollback", "stop", str(run), "--why", "maintenance", "--who", "ann@site"]
-    asked = run_warm(command, capture_output=True, timeout=LIMIT)
-    assert asked.returncode == 0, asked.stderr
-    assert "; the same command goes on from there" in asked.stderr
+    stop = WarmPopen[str](command, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    wait_for(lambda: any(RunPaths(run).requests.glob("*.json")))
+    asked.touch()
+    _, said = stop.communicate(timeout=LIMIT)
+    assert stop.returncode == 0, said
+    assert "; the same command goes on from there" in said
     output, _ = job.communicate(timeout=LIMIT)
     assert job.returncode == 75, output
     (stopped,) = facts(run, Stopped)
-    assert f"stopped at step {stopped.step}" in asked.stderr
+    assert f"stopped at step {stopped.step}" in said
     assert RunPaths(run).checkpoint(stopped.checkpoint).name.endswith(f"-s{stopped.step:08d}")
     told = [r.fact for r in read_journal(RunPaths(run).supervisor_journal).records if isinstance(r.fact, Signalled)]
     assert [fact.signal for fact in told] in ([], ["rollback stop by ann@site"])  # the ranks may have been faster

@@ -10,11 +10,27 @@ from rollback.facts.training import AttemptStarted
 
 MIRROR = Path(__file__).parent / "jobs" / "mirror.py"
 
+# What each test is about is started as users do, and the rest, which has torch to import as well, is forked.
+COLD = """
+import subprocess
+from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+import warm
+from rollback import cli
+from rollback.supervisor.torchrun import host, processes, standby
 
-def seen(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[Any], str]:
+{}
+cli.main()
+"""
+TORCHRUN = "host.start = processes.start"
+STANDBY = "standby.subprocess = subprocess"
+RANKS = "subprocess_handler.Popen, warm._start_warm_from_here = subprocess.Popen, lambda: None"
+
+
+def seen(folder: Path, cold: str, *flags: str) -> tuple[list[dict[str, Any]], list[Any], str]:
     """What the ranks saw, what they drew without a seed, and what was printed."""
     folder.mkdir()
-    with launching(folder, with_torchrun=True, script=MIRROR, cold=True) as job:
+    with launching(folder, with_torchrun=True, script=MIRROR) as job:
+        job.program = ["-c", COLD.format(cold)]
         code, output = job.finish(f"{folder} --planned", "--restart-budget", "0", *flags, ranks=2)
     assert code == 1, output
     told = [json.loads((folder / f"{rank}.json").read_text()) for rank in (0, 1)]
@@ -24,8 +40,8 @@ def seen(folder: Path, *flags: str) -> tuple[list[dict[str, Any]], list[Any], st
 
 
 def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path) -> None:
-    forked, draws, output = seen(tmp_path / "forked")
-    started, _, _ = seen(tmp_path / "started", "--no-preload")
+    forked, draws, output = seen(tmp_path / "forked", TORCHRUN)
+    started, _, _ = seen(tmp_path / "started", RANKS, "--no-preload")
     assert forked == started
     assert all(rank["same parent"] for rank in forked), "it was taken for another's child"
     assert len(set(draws)) == len(draws), "ranks that nobody seeded draw alike"
@@ -34,7 +50,8 @@ def test_a_forked_rank_is_like_one_that_was_started_from_nothing(tmp_path: Path)
 
 
 def test_the_next_attempt_runs_in_the_process_that_was_kept_ready(tmp_path: Path) -> None:
-    with launching(tmp_path, with_torchrun=True, cold=True) as job:
+    with launching(tmp_path, with_torchrun=True) as job:
+        job.program = ["-c", COLD.format(STANDBY)]
         code, output = job.finish("train_until_the_next_one_waits")
         assert code == 0, output
         first, second = job.facts(AttemptStarted)

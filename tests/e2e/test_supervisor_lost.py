@@ -6,7 +6,7 @@ from pathlib import Path
 import psutil
 from job_results import Scenarios
 from launching import LIMIT, is_gone
-from test_preemption import LONG, is_training, launch, wait_for
+from test_preemption import HELD, LONG, is_training, launch, wait_for
 from toy import facts, require_same
 
 from rollback.facts.training import Attached
@@ -19,8 +19,8 @@ AT_ONCE = 5.0  # seconds
 def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_same_command_goes_on_exactly(
     tmp_path: Path,
 ) -> None:
-    scenarios = Scenarios(tmp_path)
-    scenarios.add("lost", LONG)
+    scenarios, lost = Scenarios(tmp_path), tmp_path / "it-is-lost"
+    scenarios.add("lost", LONG, holds=[HELD, str(lost)])
     run = scenarios.run("lost")
     job = launch(scenarios.path, run)
     wait_for(lambda: is_training(run))
@@ -32,6 +32,7 @@ def test_ranks_and_their_loader_workers_end_with_a_killed_supervisor_and_the_sam
     wait_for(lambda: all(is_gone(process) for process in left))
     assert time.monotonic() - killed < AT_ONCE, "they outlived their supervisor"
     job.communicate(timeout=LIMIT)
+    lost.touch()
     again = launch(scenarios.path, run)
     output, _ = again.communicate(timeout=LIMIT)
     assert again.returncode == 0, output

@@ -18,6 +18,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from warm_server import WarmPopen
+
 GO = signal.SIGUSR1
 CALLS = "%file,write,pwrite64,writev,fsync,fdatasync,ftruncate,fallocate,close"
 """What changes files or their names, and what stands between such calls."""
@@ -77,10 +79,11 @@ class Strace:
 
 
 class Server:
-    """A program of this folder that forks victims: a request a line, an answer a line."""
+    """A program of this folder that forks victims: a request a line, an answer a line. warm: it has imported torch."""
 
-    def __init__(self, program: str) -> None:
-        self._process = subprocess.Popen(
+    def __init__(self, program: str, warm: bool) -> None:
+        popen = WarmPopen[str] if warm else subprocess.Popen[str]
+        self._process = popen(
             [sys.executable, str(Path(__file__).parent / program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
             text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}, start_new_session=True,
         )  # fmt: skip

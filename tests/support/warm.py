@@ -40,21 +40,27 @@ from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of
 
+_OF_COMMANDS = (
+    "rollback.cli", "rollback.supervisor.supervise", "rollback.agent.streams", "rollback.live.panel_screen",
+    "rollback.trackers.tensorboard", "rollback.trackers.wandb", "rollback.inspect.audit.text",
+    "rollback.inspect.status.text", "rollback.inspect.why.text", "rollback.control.asking",
+    "torch.distributed.elastic.rendezvous.c10d_rendezvous_backend", "encodings.idna",
+)  # fmt: skip
 _HANDLED = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD, signal.SIGALRM)
 ENV_REGISTER = "TESTS_REGISTER"
 _register = Path(os.environ.get(ENV_REGISTER) or tempfile.gettempdir())
 
 
 def warm_up(register: Path) -> None:
-    """Import what attempts import. `register`: a folder for the environments of those that are forked, which outlives
-    them: a supervisor looks for what a killed one has left."""
+    """Import what attempts and commands import. `register`: a folder for the environments of those that are forked,
+    which outlives them: a supervisor looks for what a killed one has left."""
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
     _ = rollback.Guard
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
-    for module in os.environ.get(ENV_MODULES, "").split():
+    for module in (*_OF_COMMANDS, *os.environ.get(ENV_MODULES, "").split()):
         importlib.import_module(module)
 
 

@@ -183,7 +183,7 @@ def test_a_disk_that_fails_leaves_what_was_there(
 
 
 def test_memory_does_not_grow_with_the_model_nor_with_its_largest_tensor(tmp_path: Path) -> None:
-    """A model of 384 MiB in 12 tensors of 32 MiB, of which each of two ranks has a part: the process takes less than
+    """A model of 192 MiB in 6 tensors of 32 MiB, of which each of two ranks has a part: the process takes less than
     two tensors more than for a model of a few bytes."""
     code = (
         "import sys\nfrom pathlib import Path\nfrom rollback.inspect.ring.export import export\n"
@@ -191,11 +191,11 @@ def test_memory_does_not_grow_with_the_model_nor_with_its_largest_tensor(tmp_pat
         "print(next(line.split()[1] for line in open('/proc/self/status') if line.startswith('VmHWM')))"
     )
     peaks = {}
-    for name, rows, layers in (("small", 9, 4), ("large", 8192, 12)):
+    for name, rows, layers in (("small", 9, 4), ("large", 8192, 6)):
         sharded_run(tmp_path / name, rows, 1024, layers)
         command = [sys.executable, "-c", code, str(tmp_path / name), str(tmp_path / f"{name}.safetensors")]
         peaks[name] = int(subprocess.run(command, capture_output=True, text=True, check=True).stdout) << 10
-    assert (tmp_path / "large.safetensors").stat().st_size > 12 * (32 << 20)
+    assert (tmp_path / "large.safetensors").stat().st_size > 6 * (32 << 20)
     assert peaks["large"] - peaks["small"] < 64 << 20, {name: peak >> 20 for name, peak in peaks.items()}
 
 
