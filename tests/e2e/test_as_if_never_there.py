@@ -19,16 +19,16 @@ from toy import (
 from rollback.facts.training import Incident, Planned, Restored
 
 JOBS = {
-    "shuffled": Toy(augment=True),
-    "sequential": Toy(sampler="sequential"),
+    "shuffled": Toy(280, augment=True),
+    "sequential": Toy(280, sampler="sequential"),
     "distributed sampler": Toy(sampler="distributed", epochs=2, samples=240),
-    "workers": Toy(workers=2, augment=True),
-    "callable": Toy(loader="drawn", max_steps=100),
-    "iterator": Toy(loader="iterator", max_steps=100),
-    "list": Toy(loader="list", sampler="sequential"),
-    "stateful": Toy(loader="stateful", workers=0),
-    "accumulation": Toy(samples=800, accumulate=2),
-    "scaler": Toy(scaler=True, overflow=(12, 75)),
+    "workers": Toy(280, workers=2, augment=True),
+    "callable": Toy(loader="drawn", max_steps=70),
+    "iterator": Toy(loader="iterator", max_steps=70),
+    "list": Toy(280, loader="list", sampler="sequential"),
+    "stateful": Toy(280, loader="stateful", workers=0),
+    "accumulation": Toy(480, accumulate=2),
+    "scaler": Toy(280, scaler=True, overflow=(12, 65)),
 }
 
 
@@ -48,7 +48,12 @@ def test_a_non_finite_loss(tmp_path: Path, job: str) -> None:
 @pytest.mark.parametrize("job", by_default(["shuffled", "workers", "callable", "accumulation"], "callable"))
 def test_a_stretch_of_garbage_that_one_rollback_does_not_get_past(tmp_path: Path, job: str) -> None:
     whole_steps = JOBS[job].accumulate
-    toy = JOBS[job].but(garbage=(60 * whole_steps, 84 * whole_steps)).with_settings(snapshot_every=5, skip_after=0)
+    longer: dict[str, int] = {"max_steps": 100} if JOBS[job].max_steps else {"samples": 400 * whole_steps}
+    toy = (
+        JOBS[job]
+        .but(**longer, garbage=(60 * whole_steps, 84 * whole_steps))
+        .with_settings(snapshot_every=5, skip_after=0)
+    )
     run = tmp_path / "run"
     ended = train(toy, run)
     first, second = facts(run, Planned)[:2]
@@ -58,7 +63,7 @@ def test_a_stretch_of_garbage_that_one_rollback_does_not_get_past(tmp_path: Path
 
 
 def test_consumed_and_skipped_samples_are_together_what_an_unguarded_run_reads(tmp_path: Path) -> None:
-    toy = Toy(nan=(57, 93))
+    toy = Toy(280, nan=(37, 63))
     run = tmp_path / "run"
     read, kept, passed_over = consumed(train(toy)), consumed(train(toy, run)), skipped(run)
     assert not kept.keys() & passed_over.keys()
@@ -66,7 +71,7 @@ def test_consumed_and_skipped_samples_are_together_what_an_unguarded_run_reads(t
 
 
 def test_batches_skipped_at_the_user_s_wish_cost_no_rollback(tmp_path: Path) -> None:
-    toy = Toy(nan=(20, 21), settings={"skip": [{"first": 20, "last": 21}]})
+    toy = Toy(140, nan=(20, 21), settings={"skip": [{"first": 20, "last": 21}]})
     train(toy, tmp_path / "run")
     assert facts(tmp_path / "run", Incident) == []
     assert skip_list(tmp_path / "run") == [{"first": 20, "last": 21}]
@@ -76,9 +81,9 @@ def test_batches_skipped_at_the_user_s_wish_cost_no_rollback(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "toy",
     [
-        Toy(epochs=2, samples=200, between=True),
-        Toy(scaler=True, overflow=(12,)),
-        Toy(samples=400, accumulate=2),
+        Toy(epochs=2, samples=120, between=True),
+        Toy(240, scaler=True, overflow=(12,)),
+        Toy(240, accumulate=2),
         *soak(
             Toy(augment=True),
             Toy(workers=2),
@@ -96,7 +101,7 @@ def test_a_healthy_run_is_bit_for_bit_what_it_is_without_a_guard(tmp_path: Path,
 
 
 def test_observing_only_changes_nothing_and_says_what_it_would_have_done(tmp_path: Path) -> None:
-    toy = Toy(garbage=(60, 70)).with_settings(observe_only=True)
+    toy = Toy(300, garbage=(60, 70)).with_settings(observe_only=True)
     watched = train(toy, tmp_path / "run")
     require_same(weights(watched), weights(train(toy)), "observed and unguarded")
     plan = facts(tmp_path / "run", Planned)[0]
@@ -106,6 +111,6 @@ def test_observing_only_changes_nothing_and_says_what_it_would_have_done(tmp_pat
 
 
 def test_a_run_that_is_only_observed_and_stays_not_finite_is_one_incident(tmp_path: Path) -> None:
-    train(Toy(nan=(40,)).with_settings(observe_only=True), tmp_path / "run")
+    train(Toy(240, nan=(40,)).with_settings(observe_only=True), tmp_path / "run")
     (incident,) = facts(tmp_path / "run", Incident)
     assert incident.onset_step == 40

@@ -1,6 +1,5 @@
 """Epochs of which a skip window takes all that is left: the loop over the guard is empty, or has a rehearsal."""
 
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from torch import nn
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 from toy import facts, flat, require_same, skip_list
+from warm_server import run_warm
 
 import rollback
 from rollback.facts.training import Finished, Incident
@@ -146,7 +146,7 @@ for epoch in guard.epochs(2):
 
 def test_a_name_that_is_missing_behind_an_empty_loop_is_explained(tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(_SCRIPT)
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, check=False)
+    done = run_warm([sys.executable, "script.py"], cwd=tmp_path, capture_output=True)
     assert done.returncode == 1
     assert "UnboundLocalError" in done.stderr
     assert "the loop over the guard had no batch in epoch 1" in done.stderr

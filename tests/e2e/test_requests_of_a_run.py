@@ -34,7 +34,7 @@ from rollback.ring.in_run import RingInRun
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names
 
-TOY = Toy(augment=True)  # 100 batches, a checkpoint every 10 steps
+TOY = Toy(280, augment=True)  # 70 batches, a checkpoint every 10 steps
 SKIP = (44, 48)
 
 
@@ -113,7 +113,7 @@ def test_a_rewind_may_go_back_to_what_only_a_pin_keeps(tmp_path: Path, undisturb
         if position == 15:
             pins.pin(RunPaths(run), "c000001-s00000010")
 
-    hook, _ = by_command(run, at=87, to=25, then=pin)
+    hook, _ = by_command(run, at=67, to=15, then=pin)
     portrait = train(TOY.with_settings(keep=3), run, hook=hook)
     assert [fact.step for fact in facts(run, Restored)] == [10], answers(run)
     assert not facts(run, Quarantined)
@@ -132,7 +132,7 @@ def test_a_rewind_may_go_back_to_what_has_left_the_fast_tier_and_is_in_the_ring(
             (place,) = [place for place in tiers.in_slots(RunPaths(run)) if place.manifest.step == 20]
             RingInRun(RunPaths(run)).put(place.manifest, place.directory)
 
-    hook, _ = by_command(run, at=87, to=25, then=drain)
+    hook, _ = by_command(run, at=67, to=25, then=drain)
     settings = {"keep": 3, "probation": 8 if good else 90, "checkpoint_every": "1000", "keep_durable": 9}
     portrait = train(TOY.with_settings(fast_tier=str(memory), **settings), run, hook=hook)
     assert "c000002-s00000020" in {fact.checkpoint for fact in facts(run, Evicted) if fact.tier == "fast"}
@@ -169,22 +169,22 @@ def test_a_skip_passes_over_what_is_still_to_come(tmp_path: Path) -> None:
 def test_samples_are_left_out_and_taken_in_again_as_an_operator_asks(tmp_path: Path, forker: Forker) -> None:
     """Also by a start whose attempt was killed in between: what was read is read again."""
     run, log = tmp_path / "run", tmp_path / "log"
-    toy = TOY.but(epochs=3, workers=1)
-    ask = [120, {"order": "quarantine", "samples": [7, 8]}]
-    assert forker.status(toy, run, log=str(log), ask=ask, die=["after", "good", 13]) == DIED
+    toy = TOY.but(samples=160, epochs=3, workers=1)
+    ask = [48, {"order": "quarantine", "samples": [7, 8]}]
+    assert forker.status(toy, run, log=str(log), ask=ask, die=["after", "good", 6]) == DIED
     hand_in(run, "release", samples=[8], why="mended")
     hand_in(run, "quarantine", samples=[4000])
     portrait = forker.finish(toy, run, log=log)
     first, second = facts(run, SampleQuarantine)
-    assert (first.samples, first.batch, first.who) == ((7, 8), 122, "ann@site")
+    assert (first.samples, first.batch, first.who) == ((7, 8), 50, "ann@site")
     assert (second.samples, second.released) == ((7,), (8,))
     assert [carried_out for carried_out, _ in answers(run).values()] == [True, True, False]
-    assert "the data set has 400 samples, and no sample 4000" in list(answers(run).values())[2][1]
+    assert "the data set has 160 samples, and no sample 4000" in list(answers(run).values())[2][1]
     assert compile_ledger(read_material(run)).requests[0].samples == [7, 8]
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "told from the start")
-    read = [ids for batch, ids in consumed(portrait).items() if batch >= 200]
+    read = [ids for batch, ids in consumed(portrait).items() if batch >= 80]
     assert 7 not in {sample for ids in read for sample in ids}
-    assert sum(map(len, read)) == 400
+    assert sum(map(len, read)) == 160
 
 
 def test_a_loader_without_indices_leaves_no_sample_out(tmp_path: Path) -> None:
@@ -222,7 +222,7 @@ def test_two_requests_at_once_are_carried_out_in_their_order(tmp_path: Path) -> 
 def test_a_request_waits_while_an_incident_is_answered(tmp_path: Path) -> None:
     """The NaN of batch 57 and the request of batch 56 ride on neighbouring beats."""
     run, toy = tmp_path / "run", TOY.but(nan=(57,))
-    portrait = train(toy, run, hook=asking(56, lambda: hand_in(run, "skip", skip=(70, 72))))
+    portrait = train(toy, run, hook=asking(56, lambda: hand_in(run, "skip", skip=(62, 64))))
     kinds = [fact.kind for fact in facts(run, Incident, Restored, Requested, Answered)]
     assert kinds == ["incident", "restored", "request", "answer"]
     require_same(portrait, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "incident and request")
@@ -230,8 +230,8 @@ def test_a_request_waits_while_an_incident_is_answered(tmp_path: Path) -> None:
 
 def test_what_a_trouble_after_a_rewind_is_a_repeat_of(tmp_path: Path) -> None:
     """A rewind that somebody asked for answers no trouble, so the next trouble is a first one."""
-    run, toy = tmp_path / "run", TOY.but(nan=(63,))
-    train(toy, run, hook=asking(57, lambda: hand_in(run, "rewind", to=50)))
+    run, toy = tmp_path / "run", TOY.but(nan=(43,))
+    train(toy, run, hook=asking(37, lambda: hand_in(run, "rewind", to=30)))
     _, plan = facts(run, Planned)
     assert (plan.repeats, plan.escalation) == (None, 0)
     assert [fact.outcome for fact in facts(run, Concluded)] == ["carried_out", "recovered"]
@@ -284,7 +284,7 @@ def rubbish(run: Path) -> None:
 
 def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) -> None:
     run = tmp_path / "run"
-    portrait = train(TOY, run, hook=asking(37, lambda: rubbish(run), lambda: hand_in(run, "skip", skip=(70, 72))))
+    portrait = train(TOY, run, hook=asking(37, lambda: rubbish(run), lambda: hand_in(run, "skip", skip=(62, 64))))
     told = answers(run)
     assert len(told) == 42
     assert not any("\x1b" in text for _, text in told.values())
@@ -295,7 +295,7 @@ def test_rubbish_among_the_requests_is_refused_and_does_no_harm(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    "request_", [{"order": "rewind", "to": 44, "skip": [41, 45]}, *soak({"order": "skip", "skip": [70, 75]})]
+    "request_", [{"order": "rewind", "to": 44, "skip": [41, 45]}, *soak({"order": "skip", "skip": [62, 66]})]
 )
 def test_a_run_that_is_not_running_does_it_at_its_next_start(
     tmp_path: Path, forker: Forker, request_: dict[str, object]

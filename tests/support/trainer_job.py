@@ -33,8 +33,11 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 JOB = Path(__file__)
 LIMIT = 1200.0  # seconds for one start of it, on a machine that does other things as well
-MODULES = "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate lightning"
-"""What is imported warm."""
+MODULES = (
+    "transformers.trainer transformers.models.gpt2.modeling_gpt2 accelerate lightning s3fs "
+    "torchdata.stateful_dataloader"
+)
+"""What is imported warm; the last two when a training begins, by Lightning and by Accelerate."""
 
 
 @dataclass(frozen=True)

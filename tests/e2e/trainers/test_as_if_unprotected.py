@@ -20,13 +20,15 @@ STREAM = {"stream": "plain", "max_steps": 40, "more": {"accelerator_config": REA
 STATEFUL = {**READ_BY_RANK, "use_stateful_dataloader": True}
 SEEDABLE = {"use_seedable_sampler": True}
 AS_SET = {"rewind": None, "skip_after": None}  # the policy's own
+SHORT = {"samples": 36}
+"""18 batches in an epoch: the jobs of the default suite."""
 UNEVEN = {"samples": 156, "accumulate": 4, "settings": {"rewind": 1, "skip_after": 0, "snapshot_every": 2}}
 """78 batches in an epoch, four to an update: a window takes along what is left over, and ends within an update's."""
 
 CLEAN = {
     "trainer": TRAINER,
     "trainer, accumulation": TRAINER.but(samples=76, accumulate=4, evaluate=3),
-    "trainer, best of several": TRAINER.but(evaluate=5, save=10, more={"load_best_model_at_end": True}),
+    "trainer, best of several": TRAINER.but(**SHORT, evaluate=5, save=10, more={"load_best_model_at_end": True}),
     "trainer, by steps": TRAINER.but(max_steps=47, more={"logging_first_step": True}),
     "trainer, an epoch and a half": TRAINER.but(epochs=1.5),
     "trainer, by epoch": TRAINER.but(more=BY_EPOCH),
@@ -49,7 +51,7 @@ BAD = {
     "trainer, in the middle": TRAINER.but(bad_at=(17,), evaluate=5, save=5),
     "trainer, in the last update": TRAINER.but(bad_at=(59,)),
     "trainer, at an epoch's tail": TRAINER.but(bad_at=(29,), more=BY_EPOCH),
-    "trainer, over an epoch's start": TRAINER.but(bad_at=(32,), evaluate=5, more={"eval_on_start": True}),
+    "trainer, over an epoch's start": TRAINER.but(**SHORT, bad_at=(20,), evaluate=5, more={"eval_on_start": True}),
     "trainer, surgical": TRAINER.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "trainer, balanced": TRAINER.but(bad_at=(41,), settings=AS_SET),
     "trainer, accumulation": TRAINER.but(bad_at=(58,), evaluate=3, **UNEVEN),
@@ -63,7 +65,7 @@ BAD = {
     "accelerate, in the middle": ACCELERATE.but(bad_at=(17,)),
     "accelerate, in the last update": ACCELERATE.but(bad_at=(59,)),
     "accelerate, at an epoch's tail": ACCELERATE.but(bad_at=(29,)),
-    "accelerate, over an epoch's start": ACCELERATE.but(bad_at=(32,), more=SEEDABLE),
+    "accelerate, over an epoch's start": ACCELERATE.but(**SHORT, bad_at=(20,), more=SEEDABLE),
     "accelerate, surgical": ACCELERATE.but(bad_at=(22,), settings={"policy": "surgical", **AS_SET}),
     "accelerate, balanced": ACCELERATE.but(bad_at=(41,), settings=AS_SET),
     "accelerate, accumulation": ACCELERATE.but(bad_at=(58,), **UNEVEN),
