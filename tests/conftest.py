@@ -1,6 +1,7 @@
 """For all tests: one thread in each process, so that sums are added in the same order wherever a job runs, and examples
 that are the same in each run, with all the time that a busy machine takes for them."""
 
+import gc
 import os
 import signal
 import tempfile
@@ -27,6 +28,16 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 hypothesis.settings.register_profile("ours", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("ours")
+
+
+gc.disable()  # while tests are collected, as little is garbage as there is much to look at
+
+
+def pytest_collection_finish() -> None:
+    """What is there now stays: no collection need look at it again, in this process or in those forked from it."""
+    gc.collect()
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(tryfirst=True)  # before the plugin that reads -m
