@@ -125,19 +125,22 @@ def _unprotected(order: LaunchOrder) -> LaunchOrder:
 
 def _tracker_flags(tensorboard: Path | None, wandb: str | None) -> list[str]:
     """What `rollback track` is called with. Raises UsageError where a tracker cannot be had, before anything starts."""
-    from rollback.trackers.tensorboard import require_tensorboard
-    from rollback.trackers.wandb import require_wandb
-
     if tensorboard is not None:
+        from rollback.trackers.tensorboard import require_tensorboard
+
         require_tensorboard()
     if wandb is not None:
+        from rollback.trackers.wandb import require_wandb
+
         require_wandb()
     given = {"tensorboard": tensorboard, "wandb": wandb}
     return [f"{option(name)}={value}" for name, value in given.items() if value is not None]
 
 
 def _audience(run: Path) -> Screen:
-    """The panel where there is a terminal for it, else plain lines."""
+    """The panel where there is a terminal for it, else plain lines, without the panel's imports."""
+    if sys.stderr is None or not sys.stderr.isatty():
+        return Screen(line_for)
     from rollback.live.panel_screen import PanelScreen, terminal
 
     console = terminal(sys.stderr)

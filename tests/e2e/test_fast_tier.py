@@ -45,7 +45,7 @@ def test_as_if_the_bad_batches_had_never_been_there_however_it_is_copied(
     tmp_path: Path, base: Path, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("rollback.train.snapshots.schedule.usual_capture_mode", lambda *_: (mode, "the test says so"))
-    toy, run = fast(Toy(augment=True, nan=(57,)), base), tmp_path / "run"
+    toy, run = fast(Toy(240, augment=True, nan=(37,)), base), tmp_path / "run"
     ended = train(toy, run)
     assert {fact.capture for fact in facts(run, Saving)} == {mode}
     assert {fact.tier for fact in facts(run, Committed)} == {"fast"}
@@ -212,17 +212,17 @@ def test_parameters_that_move_outside_the_optimizer_tear_one_snapshot_and_no_mor
 
 def test_two_ranks(tmp_path: Path, base: Path) -> None:
     scenarios = Scenarios(tmp_path)
-    bad = fast(Toy(400, epochs=2, sampler="distributed", nan=(57,), nan_rank=1, augment=True), base)
+    bad = fast(Toy(192, epochs=2, sampler="distributed", nan=(29,), nan_rank=1, augment=True), base)
     scenarios.add("bad", bad)
     scenarios.add("fresh", bad, skips_of=str(scenarios.run("bad")))
-    healthy = fast(Toy(400, epochs=2, sampler="distributed"), base)
-    scenarios.add("drift", healthy, flip=[1, 33])
+    healthy = fast(Toy(208, sampler="distributed"), base)
+    scenarios.add("drift", healthy, flip=[1, 13])
     scenarios.torchrun(2)
     for rank in range(2):
         require_same(scenarios.portrait("bad", rank), scenarios.portrait("fresh", rank), f"rank {rank}")
     assert {fact.tier for fact in facts(scenarios.run("bad"), Committed)} == {"fast"}
     drifted = facts(scenarios.run("drift"), Drifted)
-    assert drifted[0].step == 40, "the first snapshot after the bit had changed"
+    assert drifted[0].step == 20, "the first snapshot after the bit had changed"
     assert drifted[0].ranks == (0, 1), "of two, none is the majority"
-    assert max(fact.step for fact in facts(scenarios.run("drift"), Committed)) == 30
+    assert max(fact.step for fact in facts(scenarios.run("drift"), Committed)) == 10
     assert [fact.code for fact in facts(scenarios.run("drift"), Advice)][:1] == ["replicas-differ"]

@@ -22,11 +22,11 @@ SETTINGS = {
     "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
     "checkpoint_every": "5",
 }  # fmt: skip
-TOY = Toy(samples=800, sampler="distributed", nan=(25,), nan_rank=1, patient=False, settings=SETTINGS)
+TOY = Toy(samples=520, sampler="distributed", nan=(25,), nan_rank=1, patient=False, settings=SETTINGS)
 
 
 def test_two_hosts_with_a_bucket_alone_roll_back_and_survive_a_killed_rank(tmp_path: Path) -> None:
-    with fleet_of(2, tmp_path, TOY, signal=[1, 60, signal.SIGKILL, 1]) as fleet:
+    with fleet_of(2, tmp_path, TOY, signal=[1, 45, signal.SIGKILL, 1]) as fleet:
         fleet.launch()
         assert fleet.wait() == [0, 0], fleet.told()
         leader, other = fleet.run(0), fleet.run(1)

@@ -22,9 +22,10 @@ from rollback.rundir.paths import RunPaths
 from rollback.rundir.records import read_heartbeats
 
 LIMIT = 200.0
-# Random states of three libraries, a buffer that moves in every forward, a scheduler; 50 steps.
-TOY = Toy(samples=400, sampler="distributed", augment=True, patient=False, settings={"snapshot_every": 50})
-KILL = 37
+# Random states of three libraries, a buffer that moves in every forward, a scheduler; 30 steps.
+STEPS = 30
+TOY = Toy(samples=8 * STEPS, sampler="distributed", augment=True, patient=False, settings={"snapshot_every": 50})
+KILL = 21
 
 
 class Launched:
@@ -83,7 +84,7 @@ def test_a_killed_rank_costs_no_step(tmp_path: Path, undisturbed: Launched, rank
     assert f"rank {rank} is gone" in outcome.reason
     launched.require(undisturbed)
     rows = [json.loads(line) for line in RunPaths(launched.run).metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(50))
+    assert [row["step"] for row in rows] == list(range(STEPS))
     assert outcome.checkpoint in [fact.checkpoint for fact in facts(launched.run, Committed)]
     assert not facts(launched.run, NoLastSnapshot)
 
@@ -112,7 +113,7 @@ def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbe
     assert launched.resumed_at == [KILL + 1], launched.outcomes
     launched.require(undisturbed)
     rows = [json.loads(line) for line in RunPaths(launched.run).metrics.read_text().splitlines()]
-    assert [row["step"] for row in rows] == list(range(50))
+    assert [row["step"] for row in rows] == list(range(STEPS))
 
 
 @pytest.mark.soak

@@ -160,14 +160,16 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
     """Each rank is alone on its host, with memory of its own. A rollback, and a rank that dies, go back to what the two
     hosts have in memory; then the host of the follower is lost, then that of the leader."""
     toy = Toy(
-        samples=1120, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 260), nan_rank=1,
+        samples=480, sampler="distributed", epochs=2, loop="epochs", between=True, nan=(25, 105), nan_rank=1,
         sharding=sharding, patient=False, settings={
             "policy": "surgical", "skip_after": 0, "rewind": 0, "snapshot_every": 5, "keep": 3, "horizon": 20,
             "checkpoint_every": "5",
         },
     )  # fmt: skip
     scenarios = Scenarios(tmp_path)
-    scenarios.add("lost", toy, signal=[1, 60, signal.SIGKILL, 1])
+    losses = {"follower": (55, tmp_path / "follower-lost"), "leader": (80, tmp_path / "leader-lost")}
+    holds = [place for batch, lost in losses.values() for place in (batch, str(lost))]
+    scenarios.add("lost", toy, signal=[1, 40, signal.SIGKILL, 1], holds=holds)
     run = RunPaths(scenarios.run("lost"))
 
     def launch(host: Host, node: int) -> None:
@@ -186,12 +188,13 @@ def test_a_host_that_is_lost_with_all_its_memory_costs_nothing_once_it_is_back(
         for node, host in enumerate(both):
             launch(host, node)
         ended = [1]  # the attempts that ended because a rank died, or a host was lost
-        for step, role in ((90, "follower"), (150, "leader")):
-            wait_for(lambda step=step: newest_attempt(run) > ended[-1] and furthest(run) > step, told)
+        for role, (batch, lost) in losses.items():
+            wait_for(lambda held=batch - 15: newest_attempt(run) > ended[-1] and furthest(run) >= held, told)
             ended.append(newest_attempt(run))
             leads = json.loads(run.holder.read_bytes())["host"]
             node = next(node for node, host in enumerate(both) if (host.name == leads) == (role == "leader"))
             both[node].lose()
+            lost.touch()
             launch(both[node], node)
         assert [host.wait(LIMIT) for host in both] == [0, 0], told()
     attached = [record for record in records(run.root) if isinstance(record.fact, Attached)]
@@ -231,7 +234,7 @@ def test_two_hosts_without_supervisors_keep_checkpoints_in_memory_and_fill_the_r
 ) -> None:
     """Of a part that ranks of both hosts have, one host has a copy: the other gets it from there."""
     toy = Toy(sampler="distributed", nan=(25,), nan_rank=1, augment=True).with_settings(checkpoint_every="10")
-    toy = toy.but(samples=400 * on_each, sharding=sharding, width=17, base=base)
+    toy = toy.but(samples=360 * on_each, sharding=sharding, width=17, base=base)
     scenarios = Scenarios(tmp_path)
     scenarios.add("bad", toy)
     scenarios.add("fresh", toy, skips_of=str(scenarios.run("bad")))

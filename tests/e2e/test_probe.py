@@ -40,8 +40,8 @@ def require_same_but_for_the_probe(one: dict[str, str], other: dict[str, str], b
 
 @pytest.fixture(scope="module")
 def two_ranks(tmp_path_factory: pytest.TempPathFactory) -> Scenarios:
-    labels = Case("labels", workers=1)
-    one_cannot = Case("labels", workers=1, odd="object on the last rank")
+    labels = Case("labels", workers=1, steps=135)
+    one_cannot = Case("labels", workers=1, steps=135, odd="object on the last rank")
     cases = {
         "labels": labels, "never asked": Case(**{**vars(labels), "probe": False}), "weights": Case("weights"),
         "one cannot": one_cannot,

@@ -13,15 +13,15 @@ from warm_server import WarmPopen
 from rollback.facts.training import Attached, AttemptStarted, Restored, RunEnded, Signalled, Stopped
 from rollback.rundir.records import read_heartbeats
 
-TOY = Toy(samples=800, sampler="distributed", augment=True)  # 100 batches of two ranks
-SKIP = {"order": "skip", "skip": [60, 63], "why": "a bad shard"}
-REWIND = {"order": "rewind", "to": 35, "skip": [40, 44], "why": "a hunch"}
+TOY = Toy(samples=448, sampler="distributed", augment=True)  # 56 batches of two ranks
+SKIP = {"order": "skip", "skip": [36, 39], "why": "a bad shard"}
+REWIND = {"order": "rewind", "to": 25, "skip": [30, 34], "why": "a hunch"}
 STOP = {"order": "stop", "why": "maintenance"}
 
 
 def test_a_skip_a_rewind_and_a_stop_are_carried_out_on_all_nodes_and_the_run_is_exact(tmp_path: Path) -> None:
     scenarios = Scenarios(tmp_path)
-    scenarios.add("asked", TOY, ask=[20, SKIP, 37, REWIND, 70, STOP])
+    scenarios.add("asked", TOY, ask=[12, SKIP, 27, REWIND, 46, STOP])
     run = scenarios.run("asked")
     with nodes_of(tmp_path) as nodes:
         nodes.run = run
@@ -32,7 +32,7 @@ def test_a_skip_a_rewind_and_a_stop_are_carried_out_on_all_nodes_and_the_run_is_
     assert all(carried_out for carried_out, _ in answers(run).values()), told
     assert len(told) == 3, told
     (restored,), (stopped,) = facts(run, Restored), facts(run, Stopped)
-    assert (restored.step, restored.route) == (30, "in_process")
+    assert (restored.step, restored.route) == (20, "in_process")
     assert [fact.step for fact in facts(run, Attached)] == [0, stopped.step]
     assert [fact.exit_code for fact in supervisors_facts(run, RunEnded)] == [75, 0], output
     undisturbed = Scenarios(tmp_path / "undisturbed")

@@ -24,7 +24,8 @@ from toy import flat
 
 import rollback
 
-FAULT_AT, STEPS, BATCH = 90, 150, 64
+FAULT_AT, STEPS = 90, 150
+BATCH, ROWS = 8, 8  # samples of a batch, and rows of a sample: to read many samples is most of what such a job costs
 SETTINGS: dict[str, Any] = {
     "snapshot_every": 20, "probation": 10, "rewind": 5, "skip_after": 3, "max_skipped": "100%", "sensitivity": "low",
 }  # fmt: skip
@@ -55,8 +56,8 @@ class Labelled(Dataset[Any]):
     def __init__(self, case: Case, ranks: int) -> None:
         source = torch.Generator().manual_seed(3)
         count = STEPS * case.accumulate * BATCH * ranks
-        self.x = torch.randn(count, 6, generator=source)
-        self.y = self.x.sum(1, keepdim=True) + 0.5 * torch.randn(count, 1, generator=source)
+        self.x = torch.randn(count, ROWS, 6, generator=source)
+        self.y = self.x.sum(2, keepdim=True) + 0.5 * torch.randn(count, ROWS, 1, generator=source)
         if case.fault == "labels":
             self.y[FAULT_AT * case.accumulate * BATCH * ranks :] += 0.55
 
@@ -124,7 +125,8 @@ def run_case(case: Case, run: Path, in_probe: Callable[[], bool] = lambda: False
     consumed: dict[int, list[Any]] = {}
     moved = handed_out = 0
     with contextlib.closing(guard):
-        for x, y, ids, *_ in guard:
+        for samples_x, samples_y, ids, *_ in guard:
+            x, y = samples_x.flatten(0, 1), samples_y.flatten(0, 1)
             guard._checkpoints.snapshots.wait()
             if case.fault == "weights" and guard.step == FAULT_AT and not moved:
                 moved = 1

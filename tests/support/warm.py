@@ -35,7 +35,8 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from warm_server import ENV_MODULES
 
-import rollback
+import rollback.cli
+from rollback.agent.entry import name_methods_quickly
 from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
 from rollback.system.processes import start_of
@@ -57,6 +58,7 @@ def warm_up(register: Path) -> None:
     global _register  # noqa: PLW0603 - what is called at a fork can be handed nothing
     _register = register
     _ = rollback.Guard
+    name_methods_quickly()  # the more modules there are, the dearer: 0.7 s of each torchrun
     parameter = torch.nn.Parameter(torch.zeros(1))
     parameter.grad = torch.zeros(1)
     torch.optim.AdamW([parameter]).step()
