@@ -35,7 +35,7 @@ import torch.distributed.run
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from warm_server import ENV_MODULES
 
-import rollback.cli
+import rollback
 from rollback.agent.entry import name_methods_quickly
 from rollback.supervisor.nodes import store
 from rollback.supervisor.torchrun import host, processes, standby
