@@ -66,6 +66,8 @@ def leave_stopping_to(supervisor: int) -> list[int]:
     supervisor has told them to save; and of SIGUSR1 and SIGUSR2 it would die, and so would ranks that have no guard
     yet, which inherit that these are ignored.
     """
+    # The kernel's SIGTERM comes twice where the supervisor has threads: first when the one that forked this process is
+    # gone, while the parent is still the supervisor's pid. A signal noted then was no request to stop.
     noted: list[int] = []
     for number in (signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
@@ -74,6 +76,7 @@ def leave_stopping_to(supervisor: int) -> list[int]:
 
     def heed(number: int, frame: FrameType | None) -> None:
         if os.getppid() != supervisor:
+            noted.clear()
             end(number, frame)
         noted.append(number)
 

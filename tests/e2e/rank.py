@@ -244,7 +244,7 @@ def talk_until_there_is_a_file() -> None:
 def sleep() -> None:
     """No guard, no heartbeat."""
     Path(os.environ["NOTES"], f"rank-{RANK}").write_text(str(os.getpid()))
-    time.sleep(60)
+    time.sleep(600)
 
 
 if __name__ == "__main__":
