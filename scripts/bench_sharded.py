@@ -38,10 +38,10 @@ from checkpoint_timing import Peak, lost, of_all_ranks, ordinary, timed
 from rollback.checkpoints import ring
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
+from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.restore.restore import restore
-from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.state.state import TrainingState
 from savers import MEMORY, Dcp, DcpAsync, DcpAsyncProcess, Method, Ours, Script
 

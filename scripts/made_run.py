@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.facts.checkpoints import BecameGood, Committed, Evicted
 from rollback.facts.ending import Stopped
 from rollback.facts.fact import Fact, Window

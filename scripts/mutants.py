@@ -36,15 +36,15 @@ MODULES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "cases": (("train/incidents/cases.py",), ("train/incidents/cases",)),
     "suspects": (("suspects.py",), ("suspects",)),
     "catalogue": (
-        ("train/snapshots/catalogue.py", "checkpoints/resume.py"),
-        ("train/snapshots/catalogue", "checkpoints/resume", "checkpoints/retention"),
+        ("train/catalogue/catalogue.py", "checkpoints/resume.py"),
+        ("train/catalogue/catalogue", "checkpoints/resume", "checkpoints/retention"),
     ),
     "retention": (("checkpoints/retention.py",), ("checkpoints/retention",)),
     "journal": (("rundir/journal/journal.py", "facts/history.py"), ("rundir/journal/journal", "facts/history")),
     "claim": (("supervisor/claim.py", "rundir/lock.py"), ("supervisor/claim", "rundir/lock")),
     "tiers": (
-        ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/sizing.py"),
-        ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/sizing"),
+        ("checkpoints/tiers.py", "train/snapshots/tier_choice.py", "checkpoints/fast_tier/sizing.py"),
+        ("checkpoints/tiers", "train/snapshots/tier_choice", "checkpoints/fast_tier/sizing"),
     ),
 }
 """What decides: modules of the package, and the files of tests/unit that say what it promises."""

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Sequence
 from typing import Protocol, TypeVar
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.facts.history import History
 from rollback.rundir.paths import CheckpointName
 

@@ -8,9 +8,9 @@ import contextlib
 import os
 from pathlib import Path
 
-from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.pins import is_pinned
-from rollback.checkpoints.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import MANIFEST, CheckpointName, RunPaths
 from rollback.system import files

@@ -11,9 +11,10 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints import ring, slots
-from rollback.checkpoints.manifest import Manifest, read_manifest
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import ring
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.facts.training import Tier

@@ -22,8 +22,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from rollback.checkpoints.contents import Contents, Stored, StoredParts
-from rollback.checkpoints.layout import DTYPE_NAME
+from rollback.checkpoints.format.contents import Contents, Stored, StoredParts
+from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun
 from rollback.inspect.ring.export import Exported, open_checkpoint

@@ -5,8 +5,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollback.checkpoints.sizing import bytes_of
-from rollback.checkpoints.slots import DEFAULT_BASE
+from rollback.checkpoints.fast_tier.sizing import bytes_of
+from rollback.checkpoints.fast_tier.slots import DEFAULT_BASE
 from rollback.checkpoints.tiers import base_of, fast_tier_of, locate
 from rollback.config import Settings
 from rollback.doctor.findings import DoctorReport, Finding, fail

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, free_memory, slots_that_fit
 from rollback.doctor.findings import Finding, ok, size, warn
 
 _TOPIC = "fast tier"

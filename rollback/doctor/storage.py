@@ -10,12 +10,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints.direct import write_direct
-from rollback.checkpoints.region import Region
+from rollback.checkpoints.format.direct import write_direct
 from rollback.doctor.findings import Finding, fail, ok, size, warn
 from rollback.errors import RollbackError
 from rollback.ring.url.store import Store
 from rollback.system.mounts import Mount, mount_of
+from rollback.system.region import Region
 
 _FIRST, _LARGEST = 16 << 20, 256 << 20  # bytes that are written to see how fast it goes
 _ENOUGH = 1.0  # seconds of writing after which more would tell nothing new

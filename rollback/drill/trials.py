@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rollback.checkpoints import slots
+from rollback.checkpoints.fast_tier import slots
 from rollback.checkpoints.tiers import fast_tier_of
 from rollback.errors import ExitCode, RollbackError
 from rollback.inspect.audit import AuditReport, compile_ledger, read_material

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.manifest import ShardRecord
+from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError
 from rollback.facts import training as facts
 from rollback.facts.history import fold

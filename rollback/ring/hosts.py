@@ -16,7 +16,7 @@ from pathlib import Path
 from pydantic import BaseModel
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.rundir.beacon import Beacon, SharedDirectory, Transport, Watchtower
 from rollback.rundir.paths import RunPaths

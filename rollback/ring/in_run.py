@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.direct import write_direct
-from rollback.checkpoints.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.direct import write_direct
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.ring.hosts import Others
 from rollback.rundir.paths import RunPaths

@@ -12,7 +12,7 @@ from pathlib import Path
 import xxhash
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import RollbackError
 from rollback.facts.training import Finished, RunEnded

@@ -2,8 +2,9 @@
 
 import time
 
-from rollback.checkpoints import end_marks, tiers
-from rollback.checkpoints.end_marks import EndMarkPaths
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths
 from rollback.facts.training import LastSnapshotMade
 from rollback.rundir.paths import RunPaths
 

@@ -17,10 +17,11 @@ from typing import Any, NoReturn
 import torch
 
 from rollback import errors
-from rollback.checkpoints import frozen, ring, tiers
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, is_provisional, next_seq, of_present_timeline
-from rollback.checkpoints.slots import SlotPaths
 from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_SUPERVISOR, Settings, guard_mark
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.fact import READ
@@ -40,6 +41,10 @@ from rollback.rundir.journal.journal import of_kind, read_journal
 from rollback.rundir.lock import RunLock
 from rollback.rundir.paths import FORMAT, RunPaths
 from rollback.system import files
+from rollback.train.catalogue.catalogue import CheckpointPlace
+from rollback.train.catalogue.draining import fetch_run, only_at_url, reach_ring
+from rollback.train.catalogue.host_copies import HostCopies
+from rollback.train.catalogue.inventory import take_inventory
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say
 from rollback.train.host_directory import first_writes_of_host, require_one_run
@@ -48,10 +53,6 @@ from rollback.train.restore.restore import restore
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
-from rollback.train.snapshots.catalogue import CheckpointPlace
-from rollback.train.snapshots.draining import fetch_run, only_at_url, reach_ring
-from rollback.train.snapshots.host_copies import HostCopies
-from rollback.train.snapshots.inventory import take_inventory
 from rollback.train.start_record import (
     finish_pending_plan,
     leave_out_what_is_new,

@@ -12,6 +12,7 @@ from rollback.errors import RollbackError, RunDoesNotFit, UsageError
 from rollback.train import attach as attaching
 from rollback.train import drill
 from rollback.train.arguments import check_run, check_trained, sentinel_for, settings_and_objects, whole_number
+from rollback.train.catalogue.draining import at_exit, end_draining
 from rollback.train.checkpointing import checkpoint_side
 from rollback.train.comm.pulse import Pulse
 from rollback.train.data.batches import Batches
@@ -32,7 +33,6 @@ from rollback.train.process.heartbeat import HeartbeatWriter
 from rollback.train.process.rehearsal import PassRehearsal, needs_rehearsal
 from rollback.train.process.stopping import StopRequest, end_with_supervisor
 from rollback.train.script_side import PassIterator, ScriptSide
-from rollback.train.snapshots.draining import at_exit, end_draining
 from rollback.train.state.state import TrainingState
 from rollback.train.step import StepInProgress
 from rollback.train.updates.advice import NEVER_UPDATED, WITHOUT_UPDATE, Advisor

@@ -7,9 +7,9 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from rollback.checkpoints.format.parts import whole
 from rollback.checkpoints.outside.fitting import Fitting, JobTensors, OutsideCheckpoint, fit, hash_file, hash_together
 from rollback.checkpoints.outside.fitting import open_outside as open_it
-from rollback.checkpoints.parts import whole
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, UsageError
 from rollback.facts.fact import InitialState
 from rollback.train.comm.ranks import Ranks

@@ -3,7 +3,7 @@
 import os
 from dataclasses import dataclass, field
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import Settings
 from rollback.facts.history import History
 from rollback.rundir.lock import RunLock

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from rollback.checkpoints.parts import Box, Part, whole
+from rollback.checkpoints.format.parts import Box, Part, whole
 from rollback.errors import UsageError
 from rollback.facts.fact import Sharding
 

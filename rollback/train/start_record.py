@@ -3,8 +3,9 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from rollback.checkpoints import end_marks, tiers
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
 from rollback.errors import NoUsableCheckpoint, RollbackError, StoppedAsStructural
 from rollback.facts.history import History

@@ -14,8 +14,9 @@ from faulty import new_bucket
 from checkpoints import damage, manifest_of, whole, write_checkpoint
 from mortal import Mortal
 from recorded_run import RecordedRun
-from rollback.checkpoints import ring, slots, tiers
-from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged, RingUnavailable
 from rollback.facts.training import Drained, Fact

@@ -9,8 +9,9 @@ import pytest
 from checkpoints import manifest_of, whole, write_checkpoint
 from mortal import Mortal
 from recorded_run import RecordedRun
-from rollback.checkpoints import ring, slots, tiers
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import Settings
 from rollback.errors import CheckpointDamaged
 from rollback.facts.training import Drained, Fact

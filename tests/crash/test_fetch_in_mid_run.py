@@ -8,17 +8,17 @@ from faulty import Bucket, Died, Manner, new_bucket
 from checkpoints import whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.facts.training import Drained, Fetched, Quarantined
 from rollback.ring.url import store as storing
 from rollback.ring.url.ring import RingAtUrl
 from rollback.ring.url.store import Store
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
+from rollback.train.catalogue import remote
+from rollback.train.catalogue.remote import RemoteRing
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
-from rollback.train.snapshots import remote
-from rollback.train.snapshots.remote import RemoteRing
 
 URL = "faulty://bucket/runs/one"
 NAMES = ["c000000-s00000000", "c000001-s00000010", "c000002-s00000020"]

@@ -13,7 +13,7 @@ from selection import by_default
 from checkpoints import damage, whole, write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, RunDoesNotFit
 from rollback.inspect.ring.at_url import readable
 from rollback.inspect.ring.checkpoints import read_listing

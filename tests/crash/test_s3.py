@@ -9,13 +9,13 @@ from asking import asking, hand_in
 from s3_server import S3Server, serving_s3
 from toy import Toy, facts, require_same, train
 
-from rollback.checkpoints.hashing import hash_of
+from rollback.checkpoints.format.hashing import hash_of
 from rollback.errors import ExitCode, RingUnavailable
 from rollback.facts.training import Attached, Committed, DrainFailed, Fetched, Restored
 from rollback.inspect.ring.verify import verify
 from rollback.ring.url import store as storing
 from rollback.ring.url.store import Store
-from rollback.train.snapshots import draining
+from rollback.train.catalogue import draining
 
 BUCKET = "checkpoints"
 URL = f"s3://{BUCKET}/runs/one"
@@ -72,7 +72,7 @@ def test_a_run_goes_back_to_a_checkpoint_that_is_only_in_s3_through_503s(s3: S3S
 def test_a_large_shard_goes_up_and_comes_down_in_parts(s3: S3Server, tmp_path: Path) -> None:
     import os
 
-    from rollback.checkpoints.shard import Written
+    from rollback.checkpoints.format.shard import Written
 
     data = os.urandom((20 << 20) + 5)
     (tmp_path / "large").write_bytes(data)

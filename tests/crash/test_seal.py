@@ -11,7 +11,7 @@ from faulty import Bucket, new_bucket
 from checkpoints import write_checkpoint
 from recorded_run import RecordedRun
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import check_of, read_manifest
+from rollback.checkpoints.format.manifest import check_of, read_manifest
 from rollback.errors import (
     CheckpointDamaged,
     JournalDamaged,

@@ -16,7 +16,7 @@ from rollback.ring.url import store as storing
 from rollback.ring.url.fetch import fetch
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import RunPaths
-from rollback.train.snapshots import draining
+from rollback.train.catalogue import draining
 
 URL = "faulty://bucket/run"
 TOY = Toy(samples=64, max_steps=14, settings={"snapshot_every": 4, "probation": 7, "ring": URL})

@@ -10,7 +10,8 @@ import pytest
 from selection import soak
 from toy import Toy, facts, files, require_same, same_skips_from_the_start, train, weights
 
-from rollback.checkpoints import direct, ring
+from rollback.checkpoints import ring
+from rollback.checkpoints.format import direct
 from rollback.errors import NoUsableCheckpoint
 from rollback.facts.training import (
     Advice,

@@ -182,7 +182,7 @@ def test_a_tier_that_fails_in_mid_run_is_left_and_training_goes_on(
 
     def fill(_guard: object, position: int) -> None:
         if position == 35:
-            monkeypatch.setattr("rollback.checkpoints.slots.uncommit", full)
+            monkeypatch.setattr("rollback.checkpoints.fast_tier.slots.uncommit", full)
 
     ended = train(fast(Toy(), base).with_settings(keep=3), run, hook=fill)
     assert "No space left" in facts(run, Saving)[-1].reason

@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 from warm_server import run_warm
 
 from checkpoints import damage
-from rollback.checkpoints import manifest as manifests
 from rollback.checkpoints import ring
+from rollback.checkpoints.format import manifest as manifests
 from rollback.cli import app
 from rollback.errors import ExitCode, NoUsableCheckpoint
 from rollback.facts.training import Attached, Committed, Drifted, Dropped, Finished, Restored

@@ -21,7 +21,7 @@ from rollback.ring import drainer
 from rollback.ring.url import store as storing
 from rollback.rundir.paths import RunPaths
 from rollback.system.processes import name_process
-from rollback.train.snapshots import remote
+from rollback.train.catalogue import remote
 
 URL = "faulty://bucket/run"
 SETTINGS = {"snapshot_every": 5, "keep": 3, "rewind": 25, "checkpoint_every": "1", "keep_durable": 20}
@@ -205,7 +205,7 @@ def test_a_fast_tier_that_fails_leaves_a_ring_that_keeps_its_capacity(
     def fill(_guard: object, position: int) -> None:
         most.append(len(ring.names(RunPaths(run))))
         if position == 15:
-            monkeypatch.setattr("rollback.checkpoints.slots.uncommit", full)
+            monkeypatch.setattr("rollback.checkpoints.fast_tier.slots.uncommit", full)
 
     train(toy, run, hook=fill)
     assert facts(run, Saving)[-1].slots == 0

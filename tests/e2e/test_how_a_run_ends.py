@@ -15,7 +15,8 @@ from selection import by_default, soak
 from toy import Toy, facts, require_same, train, weights
 
 import rollback
-from rollback.checkpoints import ring, slots, tiers
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.fast_tier import slots
 from rollback.errors import ExitCode
 from rollback.facts.history import fold
 from rollback.facts.training import (
@@ -185,7 +186,7 @@ def test_where_memory_does_not_take_the_state_at_the_end_the_run_directory_does(
             raise OSError(28, "No space left on device")
         commit(paths, number, manifest, here)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("rollback.checkpoints.slots.commit", full)
+    monkeypatch.setattr("rollback.checkpoints.fast_tier.slots.commit", full)
     train(EPOCHS.with_settings(fast_tier=str(tmp_path / "memory")), run)
     (finished,) = facts(run, Finished)
     assert facts(run, Committed)[-1].tier == "durable"

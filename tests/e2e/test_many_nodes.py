@@ -19,7 +19,7 @@ from toy import Toy, facts, require_same
 from warm_server import WarmPopen
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.config import ENV_FAST_TIER
 from rollback.facts.training import (
     Attached,

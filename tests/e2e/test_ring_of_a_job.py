@@ -14,8 +14,8 @@ from typer.testing import CliRunner
 
 from checkpoints import damage
 from rollback.checkpoints import ring, tiers
-from rollback.checkpoints.manifest import ShardRecord
-from rollback.checkpoints.shard import write_shard
+from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.checkpoints.format.shard import write_shard
 from rollback.cli import app
 from rollback.errors import ExitCode
 from rollback.facts.training import Attached

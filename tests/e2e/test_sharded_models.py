@@ -13,8 +13,8 @@ from toy import Toy, facts, flat, require_same
 from warm_server import run_warm
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
-from rollback.checkpoints.parts import read_parts
+from rollback.checkpoints.format.manifest import read_manifest
+from rollback.checkpoints.format.parts import read_parts
 from rollback.facts.training import Attached, Committed, Drifted, Incident, Quarantined, Restored
 from rollback.inspect.ring.export import export
 from rollback.inspect.ring.verify import verify

@@ -2,13 +2,14 @@
 
 from pathlib import Path
 
-from rollback.checkpoints import frozen, ring
-from rollback.checkpoints.direct import BLOCK, write_direct
-from rollback.checkpoints.layout import header_space_for, lay_out
-from rollback.checkpoints.manifest import Manifest, ShardRecord
-from rollback.checkpoints.region import Region
-from rollback.checkpoints.shard import ShardPiece
+from rollback.checkpoints import ring
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.direct import BLOCK, write_direct
+from rollback.checkpoints.format.layout import header_space_for, lay_out
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import ShardPiece
 from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.system.region import Region
 
 RANKS = 2
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from rollback.checkpoints import shard
+from rollback.checkpoints.format import shard
 from rollback.train.restore import reads
 
 

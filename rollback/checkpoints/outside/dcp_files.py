@@ -17,10 +17,10 @@ from typing import Any
 
 import numpy as np
 
-from rollback.checkpoints.contents import Stored
-from rollback.checkpoints.layout import DTYPE_NAME, ITEM_SIZE, TensorEntry
+from rollback.checkpoints.format.contents import Stored
+from rollback.checkpoints.format.layout import DTYPE_NAME, ITEM_SIZE, TensorEntry
+from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.checkpoints.outside.pickled import LIMIT, Named, Persistent, read_pickled
-from rollback.checkpoints.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 
 METADATA = ".metadata"

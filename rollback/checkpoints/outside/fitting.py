@@ -11,12 +11,12 @@ from pathlib import Path
 
 import xxhash
 
-from rollback.checkpoints.contents import Stored
-from rollback.checkpoints.hashing import ShardHash
-from rollback.checkpoints.layout import DTYPE_NAME, Kind
+from rollback.checkpoints.format.contents import Stored
+from rollback.checkpoints.format.hashing import ShardHash
+from rollback.checkpoints.format.layout import DTYPE_NAME, Kind
+from rollback.checkpoints.format.parts import Part, whole
+from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.checkpoints.outside import dcp_files, huggingface
-from rollback.checkpoints.parts import Part, whole
-from rollback.checkpoints.shard import ShardReader, Written
 from rollback.errors import CheckpointDamaged, UsageError
 from rollback.facts.fact import InitialLayout
 

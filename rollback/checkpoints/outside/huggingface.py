@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 
-from rollback.checkpoints.layout import ITEM_SIZE, Kind
+from rollback.checkpoints.format.layout import ITEM_SIZE, Kind
 from rollback.system.small_json import parse_json
 
 MODEL = "model.safetensors"

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints import frozen
-from rollback.checkpoints.manifest import MANIFEST_LIMIT, read_manifest
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, read_manifest
 from rollback.errors import UsageError
 from rollback.ring.url import record
 from rollback.ring.url.index import checkpoint_key, frozen_key, read_indexes

@@ -10,7 +10,7 @@ from typing import Literal
 from pydantic import Field
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.checkpoints.pins import pinned
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.checkpoints.tiers import fast_tier_of, look_into_slots

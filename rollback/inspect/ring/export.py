@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
-from rollback.checkpoints.frozen import FrozenFiles
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.contents import Contents, Stored, StoredParts, read_contents
+from rollback.checkpoints.format.frozen import FrozenFiles
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.outside import huggingface
-from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.checkpoints.tiers import held, locate
 from rollback.errors import CheckpointDamaged, OutputNotWritten, UsageError, reporting
 from rollback.inspect.ring.at_url import ReadableRun

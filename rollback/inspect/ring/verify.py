@@ -13,11 +13,11 @@ from typing import Any
 
 from pydantic import Field
 
-from rollback.checkpoints.contents import Contents, Stored, StoredParts, read_contents
-from rollback.checkpoints.frozen import FrozenFiles
-from rollback.checkpoints.layout import DTYPE_NAME
-from rollback.checkpoints.manifest import Manifest, read_manifest
-from rollback.checkpoints.shard import ShardReader
+from rollback.checkpoints.format.contents import Contents, Stored, StoredParts, read_contents
+from rollback.checkpoints.format.frozen import FrozenFiles
+from rollback.checkpoints.format.layout import DTYPE_NAME
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import has_left, host_count, in_slots
 from rollback.errors import CheckpointDamaged, ExitCode
 from rollback.facts.training import Tier

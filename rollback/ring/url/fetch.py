@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
-from rollback.checkpoints import frozen, ring, tiers
-from rollback.checkpoints.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.manifest import MANIFEST_LIMIT, FrozenRecord, Manifest, parse_manifest
 from rollback.checkpoints.resume import candidates
 from rollback.errors import CheckpointDamaged, JournalDamaged, RunDirectoryError, RunDoesNotFit, reporting
 from rollback.ring.url import record

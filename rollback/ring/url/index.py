@@ -9,7 +9,7 @@ from datetime import datetime, timezone
 import xxhash
 from pydantic import BaseModel, Field, ValidationError, field_validator
 
-from rollback.checkpoints.manifest import FrozenRecord, check_of, parse_checked
+from rollback.checkpoints.format.manifest import FrozenRecord, check_of, parse_checked
 from rollback.errors import CheckpointDamaged, RingUnavailable, RunDoesNotFit
 from rollback.ring.url.store import Store
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, RunPaths

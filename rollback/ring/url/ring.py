@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from rollback.checkpoints.manifest import FrozenRecord, Manifest
+from rollback.checkpoints.format.manifest import FrozenRecord, Manifest
 from rollback.errors import CheckpointDamaged, RunDoesNotFit
 from rollback.ring.hosts import Others
 from rollback.ring.url import record

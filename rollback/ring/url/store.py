@@ -19,8 +19,8 @@ from urllib.parse import unquote, urlsplit
 
 import tenacity
 
-from rollback.checkpoints.hashing import ShardHash
-from rollback.checkpoints.shard import Written
+from rollback.checkpoints.format.hashing import ShardHash
+from rollback.checkpoints.format.shard import Written
 from rollback.errors import CheckpointDamaged, RingUnavailable, RollbackError, UsageError
 from rollback.system import files
 from rollback.system.durable import open_regular, sync_directory

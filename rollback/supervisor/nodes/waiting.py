@@ -4,7 +4,7 @@ import threading
 from collections.abc import Callable
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import RollbackError
 from rollback.ring.drainer import lower_priority
 from rollback.ring.url.fetch import bring, read_manifest_at

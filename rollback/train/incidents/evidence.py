@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints.shard import ShardPiece, write_shard
+from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.facts.training import Incident
 from rollback.rundir.evidence import (
     BatchKept,

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
 from rollback.facts.history import Case
 from rollback.facts.training import Restored, Window

@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterable
 
 from torch import nn
 
-from rollback.checkpoints import end_marks
-from rollback.checkpoints.end_marks import EndMark, EndMarkPaths, StepEnd
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMark, EndMarkPaths, StepEnd
 from rollback.train.last_snapshot.small_state import LocalState, SmallStateReader, same_but_for_next
 from rollback.train.last_snapshot.write import NotProved
 from rollback.train.updates.backward import BackwardWatch

@@ -5,8 +5,8 @@ import select
 import time
 from collections.abc import Iterable, Sequence
 
-from rollback.checkpoints import end_marks
-from rollback.checkpoints.end_marks import EndMarkPaths, StepEnd
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMarkPaths, StepEnd
 from rollback.train.comm.ranks import Ranks
 from rollback.train.last_snapshot.early import split
 from rollback.train.last_snapshot.write import NotProved

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints.layout import ITEM_SIZE
-from rollback.checkpoints.shard import ShardPiece
+from rollback.checkpoints.format.layout import ITEM_SIZE
+from rollback.checkpoints.format.shard import ShardPiece
 from rollback.train.data.raw_random import RawRandom, tree_of
 from rollback.train.snapshots.capture import as_it_is_stored, bytes_of
 from rollback.train.state import tree

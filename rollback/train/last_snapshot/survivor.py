@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from rollback.checkpoints import end_marks
-from rollback.checkpoints.end_marks import EndMark, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
 from rollback.errors import RollbackError, UsageError
 from rollback.facts.training import NoLastSnapshot
 from rollback.rundir.records import metric_line

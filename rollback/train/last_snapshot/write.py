@@ -11,11 +11,12 @@ from typing import Any
 
 import xxhash
 
-from rollback.checkpoints import ring, slots
-from rollback.checkpoints.end_marks import StepEnd
-from rollback.checkpoints.manifest import Manifest, ShardRecord
-from rollback.checkpoints.shard import ShardPiece, ShardReader, write_shard
-from rollback.checkpoints.sizing import free_memory
+from rollback.checkpoints import ring
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.end_marks import StepEnd
+from rollback.checkpoints.fast_tier.sizing import free_memory
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, shard_name
 from rollback.system import files

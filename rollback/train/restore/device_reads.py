@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollback.checkpoints.contents import TensorFile
+from rollback.checkpoints.format.contents import TensorFile
 from rollback.train.snapshots.capture import bytes_of
 
 _ROOM = 32 << 20  # bytes: large enough for the link's full speed

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from rollback.checkpoints import frozen
-from rollback.checkpoints.contents import Stored, parts_by_name, require_keys
-from rollback.checkpoints.layout import Kind
-from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.parts import METADATA, Part, cover, read_parts, whole
-from rollback.checkpoints.shard import ShardReader
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.contents import Stored, parts_by_name, require_keys
+from rollback.checkpoints.format.layout import Kind
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.format.parts import METADATA, Part, cover, read_parts, whole
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 from rollback.train.comm.ranks import Ranks

@@ -9,9 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
-from rollback.checkpoints.contents import Stored, TensorFile
-from rollback.checkpoints.layout import Kind
-from rollback.checkpoints.parts import Box, Part, cover
+from rollback.checkpoints.format.contents import Stored, TensorFile
+from rollback.checkpoints.format.layout import Kind
+from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.errors import CheckpointDamaged
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.device_reads import DeviceRead, await_devices, read_to_devices

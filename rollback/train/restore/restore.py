@@ -3,12 +3,12 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable
+from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.restore.reader import Parted, Reading, Whole
 from rollback.train.restore.reads import threads_of
-from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.state.state import TrainingState
 
 _TRIES = 2  # a disk that refuses may recover, but a checkpoint that cannot be read twice is bad

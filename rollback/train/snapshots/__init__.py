@@ -1,1 +1,1 @@
-"""From tensors to a checkpoint: capture, the snapshot in flight, the catalogue."""
+"""From tensors to a checkpoint: when, capture, the snapshot in flight, what is kept of it."""

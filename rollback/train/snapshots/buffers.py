@@ -12,11 +12,11 @@ from typing import Protocol
 
 import torch
 
-from rollback.checkpoints import slots
-from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.region import Region
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import RollbackError
+from rollback.system.region import Region
 from rollback.train.snapshots.pinned import pin, unpin
 
 

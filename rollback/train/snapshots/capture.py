@@ -18,11 +18,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollback.checkpoints.frozen import METADATA as METADATA_FROZEN
-from rollback.checkpoints.frozen import write_digests
-from rollback.checkpoints.layout import Kind, Layout, TensorEntry
-from rollback.checkpoints.parts import METADATA, Part, write_parts
-from rollback.checkpoints.region import Region, copy
+from rollback.checkpoints.format.frozen import METADATA as METADATA_FROZEN
+from rollback.checkpoints.format.frozen import write_digests
+from rollback.checkpoints.format.layout import Kind, Layout, TensorEntry
+from rollback.checkpoints.format.parts import METADATA, Part, write_parts
+from rollback.system.region import Region, copy
 from rollback.train.comm.ranks import Ranks
 from rollback.train.sharded import holders_of, version_of
 from rollback.train.snapshots import drift

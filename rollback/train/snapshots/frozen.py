@@ -15,10 +15,10 @@ import torch
 import xxhash
 from torch import Tensor
 
-from rollback.checkpoints import frozen
-from rollback.checkpoints.frozen import digest_of
-from rollback.checkpoints.manifest import FrozenRecord
-from rollback.checkpoints.shard import ShardPiece, ShardReader
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.frozen import digest_of
+from rollback.checkpoints.format.manifest import FrozenRecord
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader
 from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks

@@ -7,8 +7,8 @@ from enum import Enum
 
 from torch import Tensor
 
-from rollback.checkpoints.manifest import Manifest, ShardRecord
-from rollback.checkpoints.shard import Written
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import Written
 from rollback.facts.training import Tier
 from rollback.train.snapshots.capture import Capture
 from rollback.train.state.nonfinite import NonFiniteKind

@@ -10,7 +10,7 @@ from functools import partial
 from typing import Any
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import of_present_timeline
 from rollback.facts.training import (
     BecameGood,
@@ -26,15 +26,15 @@ from rollback.facts.training import (
 )
 from rollback.policy import PolicyCheckpoint
 from rollback.rundir.paths import MANIFEST, RunPaths
+from rollback.train.catalogue.catalogue import Catalogue, CheckpointPlace
+from rollback.train.catalogue.host_copies import HostCopies
+from rollback.train.catalogue.remote import RemoteRing
 from rollback.train.comm.pulse import Beat
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder, say, say_if_it_fails
 from rollback.train.events import RollbackApplied
-from rollback.train.snapshots.catalogue import Catalogue, CheckpointPlace
-from rollback.train.snapshots.host_copies import HostCopies
 from rollback.train.snapshots.in_flight import Landing, SnapshotInFlight
 from rollback.train.snapshots.pipeline import Snapshots
-from rollback.train.snapshots.remote import RemoteRing
 from rollback.train.updates.advice import REPLICAS_DIFFER
 
 

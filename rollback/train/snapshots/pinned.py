@@ -2,7 +2,7 @@
 
 import torch
 
-from rollback.checkpoints.region import Region
+from rollback.system.region import Region
 from rollback.train.comm.recorder import say
 
 

@@ -12,15 +12,15 @@ import torch
 from torch import Tensor
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.direct import write_direct
-from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import header_space_for, lay_out
-from rollback.checkpoints.manifest import Manifest
-from rollback.checkpoints.region import OFFSET, Region
-from rollback.checkpoints.shard import Written
+from rollback.checkpoints.format.direct import write_direct
+from rollback.checkpoints.format.hashing import hash_of
+from rollback.checkpoints.format.layout import header_space_for, lay_out
+from rollback.checkpoints.format.manifest import Manifest
+from rollback.checkpoints.format.shard import Written
 from rollback.errors import RollbackError
 from rollback.facts.training import Tier
 from rollback.rundir.paths import CheckpointName, RunPaths, shard_name
+from rollback.system.region import OFFSET, Region
 from rollback.train.comm.pulse import Beat, Signs
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import say_if_it_fails

@@ -6,7 +6,7 @@ from collections import deque
 
 import torch
 
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.config import Settings
 from rollback.errors import RunDirectoryError
 from rollback.facts.training import Paced, Saving

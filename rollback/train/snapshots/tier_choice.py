@@ -7,9 +7,10 @@ from typing import Literal
 
 import torch
 
-from rollback.checkpoints import slots, tiers
-from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.system.cgroups import granted_cores

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from rollback.checkpoints.parts import Part
+from rollback.checkpoints.format.parts import Part
 from rollback.errors import CheckpointDamaged, RunDoesNotFit, UsageError
 from rollback.rundir.identity import JobIdentity
 from rollback.sentinel import Hint, Sentinel, learning_rate_hint

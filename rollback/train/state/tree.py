@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn.parameter import is_lazy
 
-from rollback.checkpoints import contents
-from rollback.checkpoints.layout import DTYPE_NAME
+from rollback.checkpoints.format import contents
+from rollback.checkpoints.format.layout import DTYPE_NAME
 from rollback.errors import UsageError
 from rollback.rundir.records import json_number
 from rollback.train.sharded import is_sharded, local_of

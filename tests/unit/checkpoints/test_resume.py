@@ -4,7 +4,7 @@ import pytest
 
 from checkpoints import manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.resume import candidates, next_seq, of_present_timeline
 from rollback.facts.history import History, fold
 from rollback.facts.training import BecameGood, Committed, Evicted, Fact, Finished, JournalEntry, Restored

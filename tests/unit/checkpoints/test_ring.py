@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from checkpoints import damage, manifest_of, whole, write_checkpoint
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import ShardRecord
-from rollback.checkpoints.shard import ShardPiece, write_shard
+from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import CheckpointName, RunPaths
 

@@ -6,9 +6,10 @@ from pathlib import Path
 import pytest
 
 from checkpoints import manifest_of, write_checkpoint
-from rollback.checkpoints import slots, tiers
-from rollback.checkpoints.manifest import Manifest, ShardRecord
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
 from rollback.checkpoints.tiers import Located
 from rollback.config import ENV_FAST_TIER
 from rollback.errors import CheckpointDamaged

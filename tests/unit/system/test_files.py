@@ -13,7 +13,8 @@ import psutil
 import pytest
 
 from checkpoints import write_checkpoint
-from rollback.checkpoints import ring, slots, tiers
+from rollback.checkpoints import ring, tiers
+from rollback.checkpoints.fast_tier import slots
 from rollback.config import ENV_RUN, ENV_SUPERVISOR
 from rollback.errors import RollbackError, RunDirectoryError
 from rollback.facts.training import Finished

@@ -13,8 +13,8 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from toy import Toy, facts, train, weights
 
 import rollback
+from rollback.checkpoints.format.parts import Box, Part
 from rollback.checkpoints.outside.fitting import hash_file, open_outside
-from rollback.checkpoints.parts import Box, Part
 from rollback.errors import UsageError
 from rollback.facts.training import Advice, Attached
 from rollback.inspect.ring.export import export

@@ -25,10 +25,10 @@ from torch.distributed.tensor import Placement, Replicate, Shard, distribute_ten
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from rollback.checkpoints.layout import header_space_for, lay_out
-from rollback.checkpoints.parts import Box, Part, cover
-from rollback.checkpoints.region import Region
+from rollback.checkpoints.format.layout import header_space_for, lay_out
+from rollback.checkpoints.format.parts import Box, Part, cover
 from rollback.sentinel import Sentinel
+from rollback.system.region import Region
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.sharded import copies_of, holders_of, is_sharded, local_of, part_of

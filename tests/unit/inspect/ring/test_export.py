@@ -13,10 +13,10 @@ from safetensors import safe_open
 
 from checkpoints import manifest_of
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import ShardRecord
+from rollback.checkpoints.format.manifest import ShardRecord
+from rollback.checkpoints.format.parts import METADATA, Box, Part, write_parts
+from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.checkpoints.outside.fitting import open_outside
-from rollback.checkpoints.parts import METADATA, Box, Part, write_parts
-from rollback.checkpoints.shard import ShardPiece, write_shard
 from rollback.errors import OutputNotWritten, UsageError
 from rollback.inspect.ring import export as room
 from rollback.inspect.ring.export import export

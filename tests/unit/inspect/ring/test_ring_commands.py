@@ -14,10 +14,11 @@ from typer.testing import CliRunner, Result
 
 from checkpoints import damage, manifest_of
 from recorded_run import incident, rollback_plan
-from rollback.checkpoints import pins, ring, slots, tiers
-from rollback.checkpoints.manifest import ShardRecord, read_manifest
-from rollback.checkpoints.shard import ShardPiece, write_shard
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import pins, ring, tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.manifest import ShardRecord, read_manifest
+from rollback.checkpoints.format.shard import ShardPiece, write_shard
 from rollback.cli import app
 from rollback.errors import (
     ExitCode,

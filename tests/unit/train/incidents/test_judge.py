@@ -13,6 +13,7 @@ from rollback.facts.training import Advice, BecameGood, CheckpointLost, Fact, In
 from rollback.rundir.journal.journal import read_journal
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Hint, Sentinel
+from rollback.train.catalogue.catalogue import Catalogue
 from rollback.train.comm.pulse import Pulse
 from rollback.train.comm.ranks import Ranks
 from rollback.train.comm.recorder import Recorder
@@ -20,7 +21,6 @@ from rollback.train.incidents.decisions import Decision, Halt, Rewind, StepMark
 from rollback.train.incidents.evidence import IncidentEvidence
 from rollback.train.incidents.judge import Judge
 from rollback.train.run import AttachedRun
-from rollback.train.snapshots.catalogue import Catalogue
 from rollback.train.snapshots.manager import CheckpointManager
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.nonfinite import FiniteCheck

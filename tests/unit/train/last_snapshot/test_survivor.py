@@ -24,9 +24,9 @@ from torch import nn
 from toy import Toy, facts, require_same, train
 
 import rollback
-from rollback.checkpoints import end_marks
-from rollback.checkpoints.end_marks import EndMark, LastAccount, StepEnd
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.fast_tier import end_marks
+from rollback.checkpoints.fast_tier.end_marks import EndMark, LastAccount, StepEnd
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.facts.training import NoLastSnapshot
 from rollback.sentinel import Kind, Sentinel
 from rollback.train.comm.pulse import FIELDS, beat_of

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rollback.checkpoints.shard import ShardPiece, ShardReader, write_shard
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.train.restore import device_reads
 from rollback.train.restore.device_reads import DeviceRead, read_to_devices
 from rollback.train.snapshots.capture import bytes_of

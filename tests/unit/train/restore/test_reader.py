@@ -7,15 +7,15 @@ import torch
 from torch import nn
 
 from hashing_threads import note_threads
-from rollback.checkpoints import slots
+from rollback.checkpoints.fast_tier import slots
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
+from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.restore import reads
 from rollback.train.restore.restore import restore
 from rollback.train.snapshots.buffers import FastTier
-from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from rollback.checkpoints import slots
+from rollback.checkpoints.fast_tier import slots
 from rollback.train.snapshots.buffers import FastTier
 
 SIZE = 3 << 12

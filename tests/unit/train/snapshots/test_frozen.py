@@ -8,15 +8,15 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from rollback.checkpoints import frozen
-from rollback.checkpoints.manifest import Manifest, read_manifest
+from rollback.checkpoints.format import frozen
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.rundir.paths import RunPaths
 from rollback.sentinel import Sentinel
+from rollback.train.catalogue.catalogue import CheckpointPlace
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.restore.restore import RestoreOutcome, restore
 from rollback.train.snapshots import frozen as module
-from rollback.train.snapshots.catalogue import CheckpointPlace
 from rollback.train.snapshots.in_flight import Landing
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState

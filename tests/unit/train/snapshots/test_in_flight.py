@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of
-from rollback.checkpoints.shard import Written
+from rollback.checkpoints.format.shard import Written
 from rollback.train.snapshots.in_flight import (
     TRANSITIONS,
     Letter,

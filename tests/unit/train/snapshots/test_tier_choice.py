@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from rollback.checkpoints import slots, tiers
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SETTINGS, ENV_SUPERVISOR, Settings
 from rollback.errors import RollbackError
 from rollback.ring.drainer import Drainer, Phase, drainer_for

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.checkpoints import region
-from rollback.checkpoints.region import Region, address_of, copy
+from rollback.system import region
+from rollback.system.region import Region, address_of, copy
 
 PAGE, PIECE = 4096, 1000
 ROOM = 3 * PAGE

@@ -20,12 +20,12 @@ from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from rollback.checkpoints.manifest import Manifest, read_manifest
-from rollback.checkpoints.region import Region
+from rollback.checkpoints.format.manifest import Manifest, read_manifest
 from rollback.errors import CheckpointDamaged, RunDirectoryError, reporting
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, Below, NamedBelow, shard_name
 from rollback.system import files
 from rollback.system.durable import write_file
+from rollback.system.region import Region
 from rollback.system.small_json import read_json
 
 DEFAULT_BASE = Path("/dev/shm")

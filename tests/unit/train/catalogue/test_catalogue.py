@@ -4,9 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.policy import PolicyCheckpoint
-from rollback.train.snapshots.catalogue import Catalogue
+from rollback.train.catalogue.catalogue import Catalogue
 
 PROBATION = 4
 

@@ -15,12 +15,12 @@ from pathlib import Path
 
 import xxhash
 
-from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
-from rollback.checkpoints.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
-from rollback.checkpoints.region import address_of, copy
+from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
+from rollback.checkpoints.format.layout import HEADER_LIMIT, TensorEntry, header_space_for, lay_out, parse_header
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.system import files
 from rollback.system.durable import write_all
+from rollback.system.region import address_of, copy
 
 _CHUNK = 1 << 20  # read ahead of the hash into the processor's cache
 

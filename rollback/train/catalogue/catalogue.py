@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.retention import choose_evictions
 from rollback.facts.training import Tier
 from rollback.policy import PolicyCheckpoint

@@ -12,10 +12,10 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from rollback.checkpoints.frozen import read_digests
-from rollback.checkpoints.layout import ITEM_SIZE, TensorEntry
-from rollback.checkpoints.parts import Box, Part, cover, read_parts, whole
-from rollback.checkpoints.shard import ShardReader
+from rollback.checkpoints.format.frozen import read_digests
+from rollback.checkpoints.format.layout import ITEM_SIZE, TensorEntry
+from rollback.checkpoints.format.parts import Box, Part, cover, read_parts, whole
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.errors import CheckpointDamaged
 from rollback.system.small_json import parse_json
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from checkpoints import RANKS, write_checkpoint
-from rollback.checkpoints import manifest as manifest_module
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format import manifest as manifest_module
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import FORMAT, RunPaths
 

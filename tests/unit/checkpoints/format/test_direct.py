@@ -11,12 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rollback.checkpoints import direct
-from rollback.checkpoints.direct import BLOCK, write_direct
-from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.manifest import ShardRecord
-from rollback.checkpoints.region import Region
+from rollback.checkpoints.format import direct
+from rollback.checkpoints.format.direct import BLOCK, write_direct
+from rollback.checkpoints.format.hashing import hash_of
+from rollback.checkpoints.format.manifest import ShardRecord
 from rollback.ring.in_run import copy_shard
+from rollback.system.region import Region
 
 SIZE = 3 * BLOCK + 17
 

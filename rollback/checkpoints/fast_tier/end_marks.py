@@ -28,8 +28,8 @@ from typing import NamedTuple
 import xxhash
 from pydantic import BaseModel
 
-from rollback.checkpoints import slots
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
 from rollback.system import files
 from rollback.system.durable import write_file
 from rollback.system.small_json import sound_model

@@ -10,13 +10,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from checkpoints import manifest_of, write_checkpoint
-from rollback.checkpoints import slots, tiers
-from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import header_space_for, lay_out
-from rollback.checkpoints.manifest import Manifest, ShardRecord
-from rollback.checkpoints.shard import ShardReader, Written
-from rollback.checkpoints.sizing import LEAST_SLOTS, free_memory, slots_that_fit
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints import tiers
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.sizing import LEAST_SLOTS, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.hashing import hash_of
+from rollback.checkpoints.format.layout import header_space_for, lay_out
+from rollback.checkpoints.format.manifest import Manifest, ShardRecord
+from rollback.checkpoints.format.shard import ShardReader, Written
 from rollback.errors import CheckpointDamaged, RunDirectoryError
 from rollback.rundir.identity import JobIdentity, new_identity, write_identity
 from rollback.rundir.paths import RunPaths, shard_name

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.checkpoints import contents
-from rollback.checkpoints.contents import StoredParts, read_contents
-from rollback.checkpoints.parts import METADATA, Box, Part, cover, read_parts, whole, write_parts
-from rollback.checkpoints.shard import ShardPiece, ShardReader, write_shard
+from rollback.checkpoints.format import contents
+from rollback.checkpoints.format.contents import StoredParts, read_contents
+from rollback.checkpoints.format.parts import METADATA, Box, Part, cover, read_parts, whole, write_parts
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, write_shard
 from rollback.errors import CheckpointDamaged
 
 SHAPES = st.lists(st.integers(1, 7), min_size=1, max_size=3).map(tuple)

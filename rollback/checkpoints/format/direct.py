@@ -9,10 +9,10 @@ import fcntl
 import os
 from pathlib import Path
 
-from rollback.checkpoints.region import address_of
-from rollback.checkpoints.shard import Written, write_hashed
+from rollback.checkpoints.format.shard import Written, write_hashed
 from rollback.system import files
 from rollback.system.durable import write_all
+from rollback.system.region import address_of
 
 BLOCK = 4096
 _CHUNK = 8 << 20  # a multiple of BLOCK; large enough for the disk, small enough to be hashed before it is cold

@@ -7,7 +7,7 @@ from typing import Any
 import xxhash
 from pydantic import BaseModel, Field
 
-from rollback.checkpoints.shard import Written
+from rollback.checkpoints.format.shard import Written
 from rollback.errors import CheckpointDamaged, CheckpointUnreadable, reporting
 from rollback.rundir import seal
 from rollback.rundir.paths import FORMAT, FORMATS, MANIFEST, READS, CheckpointName, shard_name

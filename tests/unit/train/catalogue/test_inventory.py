@@ -14,21 +14,21 @@ from torch import Tensor, nn
 
 from checkpoints import damage
 from hashing_threads import note_threads
-from rollback.checkpoints import slots
-from rollback.checkpoints.shard import ShardReader
-from rollback.checkpoints.slots import SlotPaths
+from rollback.checkpoints.fast_tier import slots
+from rollback.checkpoints.fast_tier.slots import SlotPaths
+from rollback.checkpoints.format.shard import ShardReader
 from rollback.checkpoints.tiers import Located
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import RunPaths, shard_name
 from rollback.sentinel import Sentinel
+from rollback.train.catalogue.catalogue import CheckpointPlace
+from rollback.train.catalogue.inventory import InSlot, common, is_enough
 from rollback.train.comm import ranks as module
 from rollback.train.comm.ranks import Ranks
 from rollback.train.data.cursor import cursor_for
 from rollback.train.restore.restore import RestoreOutcome, restore, verify
 from rollback.train.snapshots import frozen
 from rollback.train.snapshots.buffers import FastTier
-from rollback.train.snapshots.catalogue import CheckpointPlace
-from rollback.train.snapshots.inventory import InSlot, common, is_enough
 from rollback.train.snapshots.pipeline import Snapshots
 from rollback.train.state.state import TrainingState
 

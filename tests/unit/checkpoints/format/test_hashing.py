@@ -8,8 +8,8 @@ import xxhash
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollback.checkpoints import hashing
-from rollback.checkpoints.hashing import ShardHash, hash_of, hash_pieces
+from rollback.checkpoints.format import hashing
+from rollback.checkpoints.format.hashing import ShardHash, hash_of, hash_pieces
 
 _AS_IT_IS = hashing.PIECE
 PIECE = 7

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from rollback.checkpoints.sizing import bytes_of, free_memory, slots_that_fit
+from rollback.checkpoints.fast_tier.sizing import bytes_of, free_memory, slots_that_fit
 from rollback.system import cgroups
 
 GiB = 1 << 30

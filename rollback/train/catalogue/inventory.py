@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rollback.checkpoints import tiers
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.checkpoints.tiers import Located
 from rollback.rundir.paths import RunPaths
 from rollback.train.comm.ranks import Ranks

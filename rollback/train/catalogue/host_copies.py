@@ -8,12 +8,12 @@ place of the last such copy.
 from collections.abc import Callable
 
 from rollback.checkpoints import ring
-from rollback.checkpoints.manifest import read_manifest
+from rollback.checkpoints.format.manifest import read_manifest
 from rollback.errors import RollbackError
 from rollback.rundir.paths import RunPaths
 from rollback.system import files
+from rollback.train.catalogue.remote import CheckpointDownload
 from rollback.train.comm.ranks import Ranks
-from rollback.train.snapshots.remote import CheckpointDownload
 
 
 class HostCopies:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import xxhash
 
-from rollback.checkpoints.manifest import FrozenRecord, read_manifest
-from rollback.checkpoints.shard import ShardPiece, ShardReader, hash_shard, write_shard
+from rollback.checkpoints.format.manifest import FrozenRecord, read_manifest
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, hash_shard, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.rundir.paths import RunPaths
 from rollback.system import files

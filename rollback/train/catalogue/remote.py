@@ -12,7 +12,7 @@ from concurrent.futures import Future, wait
 from dataclasses import asdict
 from typing import Any
 
-from rollback.checkpoints.manifest import Manifest
+from rollback.checkpoints.format.manifest import Manifest
 from rollback.errors import CheckpointDamaged, RollbackError
 from rollback.facts.training import Fetched, Trouble
 from rollback.policy import PolicyCheckpoint

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from rollback.checkpoints.hashing import hash_of
-from rollback.checkpoints.layout import ITEM_SIZE, PADDING, lay_out
-from rollback.checkpoints.shard import ShardPiece, ShardReader, Written, write_shard
+from rollback.checkpoints.format.hashing import hash_of
+from rollback.checkpoints.format.layout import ITEM_SIZE, PADDING, lay_out
+from rollback.checkpoints.format.shard import ShardPiece, ShardReader, Written, write_shard
 from rollback.errors import CheckpointDamaged
 from rollback.system import durable
 

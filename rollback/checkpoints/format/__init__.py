@@ -1,0 +1,1 @@
+"""A checkpoint as bytes: shards with tensors and their hashes, the trees that refer to them, the manifest."""
