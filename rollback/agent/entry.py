@@ -106,7 +106,7 @@ def leave_patience_to(instructions: Instructions, stopping: Sequence[int], *, gi
 
 
 def wait_for_last_snapshot(limit: float) -> None:
-    """Wait, at most so many seconds, while ranks keep what they still hold: see `rollback.checkpoints.fast_tier.end_marks`."""
+    """Wait while ranks keep what they still hold, at most so many seconds. See `checkpoints.fast_tier.end_marks`."""
     deadline = time.monotonic() + limit
     try:
         tier = json.loads(Path(os.environ["ROLLBACK_RUN"], "fast-tier.json").read_text())["directory"]

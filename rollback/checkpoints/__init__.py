@@ -1,2 +1,2 @@
-"""A checkpoint as bytes (`format`), in the memory of a host (`fast_tier`) and in the run directory (`ring`), in files of
-other tools (`outside`); where all lie (`tiers`), which ones stay. What goes to a URL is in `rollback.ring`."""
+"""A checkpoint as bytes (`format`), in a host's memory (`fast_tier`), in the run directory (`ring`), in files of other
+tools (`outside`); in which tiers all lie (`tiers`), and which ones stay. What goes to a URL is in `rollback.ring`."""

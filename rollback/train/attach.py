@@ -26,7 +26,7 @@ from rollback.config import ENV_ATTEMPT, ENV_NO_RUN, ENV_REFUSAL, ENV_RUN, ENV_S
 from rollback.errors import CheckpointDamaged, NoUsableCheckpoint, RollbackError, RunDirectoryError
 from rollback.facts.fact import READ
 from rollback.facts.history import History, copy_of, history_as_json
-from rollback.facts.training import Accepted, Attached, Blamed, Evicted, Quarantined
+from rollback.facts.training import Accepted, Attached, Blamed, Quarantined
 from rollback.rundir.identity import (
     Identity,
     JobIdentity,
@@ -54,6 +54,7 @@ from rollback.train.run import AttachedRun
 from rollback.train.sharded import sharding_of
 from rollback.train.snapshots.capture import share_of
 from rollback.train.start_record import (
+    evict_what_was_cut_off,
     finish_pending_plan,
     leave_out_what_is_new,
     require_a_change,
@@ -315,7 +316,7 @@ def _go_on(paths: RunPaths, found: FoundRun, state: TrainingState, ranks: Ranks,
     ]  # fmt: skip
     if ranks.first:
         cut_off = [m.name for m in sound if m not in held and m.name in found.in_ring]
-        _evict_what_was_cut_off(paths, cut_off, record)
+        evict_what_was_cut_off(paths, cut_off, record)
     seq = next_seq(
         history,
         [*damaged, *found.strays, *(m.name for m in found.at_url), *(manifest.name for manifest in found.manifests)],
@@ -387,15 +388,3 @@ def _quarantine(paths: RunPaths, name: str) -> None:
         ring.quarantine(paths, name)
     except OSError as error:
         say(f"moving checkpoint {name} to quarantine failed ({error}); it stays where it is and is not used")
-
-
-def _evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
-    """Rank 0: evict what a plan discards, where a crash prevented it."""
-    for name in names:
-        try:
-            evicted = ring.evict(paths, name)
-        except OSError as error:
-            say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
-            continue
-        if evicted:
-            record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))

@@ -126,7 +126,7 @@ class Guard(ScriptSide):
         self._last = LastSnapshot(
             run, state, self._checkpoints.snapshots, lambda: self._judge.timeline, lambda: self._judge.sent,
             self._judge.foresee, updates.telltale,
-            lambda: self._step_in_progress.batches >= state.counters.batches_per_step,
+            lambda: self._step_in_progress.batches >= state.counters.batches_per_step and self._batches.may_be_marked(),
         )  # fmt: skip
         heartbeat.before_the_end(weak_hook(self._last.raised))
         rehearsing = needs_rehearsal(model, run.ranks.world_size, self.step)
@@ -154,10 +154,11 @@ class Guard(ScriptSide):
 
         rehearse: makes a batch, for scripts whose code behind the loop over the guard needs what the loop's body sets.
         Where all that is left of an epoch is skipped, the body then runs once with such a batch; on all ranks, and
-        nothing of it counts: all that the guard keeps is put back. Default: the loop is empty in such an epoch.
+        nothing of it counts: all that the guard keeps is put back. So a run may also resume behind an epoch's last
+        batch: in the work between two epochs a death costs no step. Default: the loop is empty in such an epoch.
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
-        self._pass_rehearsal.make = rehearse
+        self._pass_rehearsal.make, self._batches.rehearses = rehearse, rehearse is not None
         return self._passes.epochs(whole_number(count, "guard.epochs got count"), self.finish)
 
     def finish(self, by: str) -> bool:
@@ -169,6 +170,7 @@ class Guard(ScriptSide):
             return False
         left, left_over = self._passes.leave_broken_epoch(), self._step_in_progress.batches
         if kept := self._keep_end(by, left_over=left_over, left=left):
+            self._last.note_change()
             self._end.note_finished()
         return kept
 
@@ -236,10 +238,10 @@ class Guard(ScriptSide):
         between_steps = self._step_in_progress.first_batch is None
         if self._batches.open_epoch():
             self._state.counters.epoch_left, self._step_in_progress.epoch_began = False, True
-        if between_steps and self._batches.stands_before_a_batch():
+        if between_steps and self._batches.may_be_marked():
             self._last.mark_end()
-        rehearsed = self._pass_rehearsal.due and self._batches.rest_is_skipped()
-        if (rehearsed or self._snapshot_due()) and not self._take_snapshot(rehearsed=rehearsed):
+        rehearsed = self._pass_rehearsal.due and self._batches.nothing_is_left()
+        if (rehearsed or (between_steps and self._snapshot_due())) and not self._take_snapshot(rehearsed=rehearsed):
             return NO_BATCH
         if between_steps and self._prober.due:
             return self._prober.begin() if self._all_is_well() else NO_BATCH
@@ -332,8 +334,7 @@ class Guard(ScriptSide):
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        between_steps = self._step_in_progress.first_batch is None
-        due = between_steps and self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
+        due = self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
         return due and self._batches.may_resume_here()
 
     def _take_snapshot(self, *, rehearsed: bool = False) -> bool:

@@ -3,7 +3,7 @@
 import os
 from collections.abc import Iterable, Sequence
 
-from rollback.checkpoints import tiers
+from rollback.checkpoints import ring, tiers
 from rollback.checkpoints.fast_tier import end_marks
 from rollback.checkpoints.format.manifest import Manifest
 from rollback.config import ENV_SUPERVISOR, Settings
@@ -13,6 +13,7 @@ from rollback.facts.training import (
     THE_SUPERVISOR,
     Blamed,
     Committed,
+    Evicted,
     LastSnapshotMade,
     Restored,
     SampleQuarantine,
@@ -21,7 +22,7 @@ from rollback.facts.training import (
 )
 from rollback.rundir.paths import RunPaths
 from rollback.rundir.requests import names, sound_requests
-from rollback.train.comm.recorder import Recorder
+from rollback.train.comm.recorder import Recorder, say
 
 
 def require_a_change(paths: RunPaths, settings: Settings, history: History) -> None:
@@ -152,3 +153,15 @@ def where_it_goes_on(history: History, chosen: Manifest) -> str:
     by = f", by {end.by}" if end.by else ""
     lost = f"; {end.left_over} batches behind its last update do not count if it goes on" if end.left_over else ""
     return f"the run is complete: it ended at step {end.step}{by} (final state: {end.checkpoint}){lost}"
+
+
+def evict_what_was_cut_off(paths: RunPaths, names: list[str], record: Recorder) -> None:
+    """Rank 0: evict what a plan discards, where a crash prevented it."""
+    for name in names:
+        try:
+            evicted = ring.evict(paths, name)
+        except OSError as error:
+            say(f"evicting checkpoint {name} failed ({error}); it stays where it is and is not used")
+            continue
+        if evicted:
+            record.note(Evicted(checkpoint=name, reason="beyond where the run goes on"))

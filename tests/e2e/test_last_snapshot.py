@@ -26,6 +26,8 @@ LIMIT = 200.0
 STEPS = 30
 TOY = Toy(samples=8 * STEPS, sampler="distributed", augment=True, patient=False, settings={"snapshot_every": 50})
 KILL = 21
+EPOCH = 10
+EPOCHS = TOY.but(samples=8 * EPOCH, epochs=3, loop="rehearsed epochs", between=True)
 
 
 class Launched:
@@ -114,6 +116,33 @@ def test_a_rank_that_dies_in_its_update_costs_no_step(tmp_path: Path, undisturbe
     launched.require(undisturbed)
     rows = [json.loads(line) for line in RunPaths(launched.run).metrics.read_text().splitlines()]
     assert [row["step"] for row in rows] == list(range(STEPS))
+
+
+@pytest.fixture(scope="module")
+def undisturbed_epochs(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    launched = Launched(tmp_path_factory.mktemp("epochs"), EPOCHS)
+    launched.finish()
+    return launched
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.5])
+def test_a_rank_that_dies_in_an_evaluation_between_two_epochs_costs_no_step(
+    tmp_path: Path, undisturbed_epochs: Launched, seconds: float
+) -> None:
+    """Also where the other one has begun the next epoch meanwhile, and waits for it."""
+    launched = Launched(tmp_path, EPOCHS, evaluates=[1, 2, seconds])
+    launched.finish()
+    assert launched.resumed_at == [2 * EPOCH], launched.outcomes
+    launched.require(undisturbed_epochs)
+
+
+def test_a_rank_that_dies_in_the_update_of_an_epoch_s_last_step_costs_no_step(
+    tmp_path: Path, undisturbed_epochs: Launched
+) -> None:
+    launched = Launched(tmp_path, EPOCHS, ends=[1, 2 * EPOCH - 1, "update"])
+    launched.finish()
+    assert launched.resumed_at == [2 * EPOCH], launched.outcomes
+    launched.require(undisturbed_epochs)
 
 
 @pytest.mark.soak

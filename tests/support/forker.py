@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from asking import asking, hand_in
-from toy import Toy, _Loop, train
+from toy import Loop, Toy, train
 
 from rollback.facts.training import Fact
 from rollback.train.comm.recorder import Recorder
@@ -96,7 +96,7 @@ def die(when: str, kind: str, count: int) -> None:
 
 def be_told_in(what: str, count: int, number: int) -> None:
     """Send this process a signal in the midst of the `count`-th evaluation, or while that shard is written."""
-    owner, name = {"evaluation": (_Loop, "evaluate"), "save": (pipeline, "write_direct")}[what]
+    owner, name = {"evaluation": (Loop, "evaluate"), "save": (pipeline, "write_direct")}[what]
     original, seen = getattr(owner, name), itertools.count(1)
 
     def in_the_midst(*arguments: Any, **more: Any) -> Any:

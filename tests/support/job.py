@@ -13,25 +13,28 @@ memory]`: there that rank raises, leaves by os._exit, is killed within its updat
 or asks it for too much memory, in the first attempt), `faulty_host` (`[host, batch]`: the rank that runs on that host
 is killed there, in every attempt), `holds` (`[batch, file]`, or several in a row: all ranks wait there until the file
 exists), `lags` (`[rank, batch]`: there that rank begins its update only when another rank has died and this has been
-noticed), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json` beside it: `portrait`,
-or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
+noticed), `evaluates` (`[rank, n, seconds]`: so long behind its n-th evaluation that rank is killed, with 0 where it
+begins, in the first attempt), `slow` (seconds that each batch takes at least). Each rank writes `<name>-<rank>.json`
+beside it: `portrait`, or else `exit` or `error`. Consumed samples are logged to `<name>-<rank>.log`, over all attempts.
 """
 
 import contextlib
 import errno
+import itertools
 import os
 import signal
 import socket
 import subprocess
 import time
-from functools import partial
+from collections.abc import Iterator
+from functools import partial, partialmethod
 from pathlib import Path
 from typing import Any
 
 import torch
 from asking import asking, hand_in
 from scenarios import perform_all
-from toy import Hook, Toy, told_from_the_start, train
+from toy import Hook, Loop, Toy, told_from_the_start, train
 from unreadable import unreadable
 
 import rollback
@@ -50,6 +53,9 @@ def perform(scenario: dict[str, Any], rank: int, folder: Path) -> dict[str, Any]
     reader, *what = scenario.get("unreadable", [None])
     if scenario.get("dies_in_restore", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
         vars(restore)["_load"] = partial(die, vars(restore)["_load"], scenario["dies_in_restore"][1])
+    if scenario.get("evaluates", [None])[0] == rank and os.environ.get("ROLLBACK_ATTEMPT") == "1":
+        evaluating = partialmethod(evaluate, Loop.evaluate, itertools.count(1), *scenario["evaluates"][1:])
+        Loop.evaluate = evaluating  # type: ignore[method-assign, assignment]
     try:
         log = folder / f"{scenario['name']}-{rank}.log"
         with unreadable(*what) if reader == rank else contextlib.nullcontext():
@@ -101,6 +107,15 @@ def die(load: Any, moment: str, *given: Any) -> None:
     if moment == "after":
         load(*given)
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def evaluate(loop: Loop, really: Any, count: Iterator[int], at: int, seconds: float) -> None:
+    ends = next(count) == at
+    if seconds or not ends:
+        really(loop)  # needs all ranks: buffers are broadcast in it
+    if ends:
+        time.sleep(seconds)
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end(guard: rollback.Guard | None, how: str, device: str) -> None:

@@ -43,7 +43,7 @@ class Toy:
     samples: int = 400
     epochs: int = 1
     loop: str = "range"
-    """`range`; `epochs`: guard.epochs()."""
+    """`range`; `epochs`: guard.epochs(); `rehearsed epochs`: that, with a batch for a pass that has none left."""
     loader: str = "map"
     """`map`, `drawn` (callable), `iterator`, `stateful`, `list`."""
     sampler: str = "random"
@@ -182,7 +182,7 @@ def train(toy: Toy, run: Path | None = None, *, hook: Hook | None = None, log: P
             scaler=parts.scaler, max_steps=toy.max_steps, run=run, **settings,
         )  # fmt: skip
     seed(100 + (0 if toy.sharding == "tensor parallel" else rank))
-    trained = _Loop(toy, parts, guard, rank, hook, log)
+    trained = Loop(toy, parts, guard, rank, hook, log)
     try:
         trained.run()
     finally:
@@ -332,7 +332,7 @@ def _slice(data: Samples, start: int) -> tuple[Tensor, Tensor, Tensor]:
     return data.x[start : start + 4], data.y[start : start + 4], torch.arange(start, start + 4)
 
 
-class _Loop:
+class Loop:
     """What a tidy script does, with and without a guard."""
 
     def __init__(
@@ -345,18 +345,21 @@ class _Loop:
         self.steps = 0
         self.micro = 0
         self.under_way = False
+        self.rehearsed: Any = None
         self.come_by: set[int] = set()
 
     def run(self) -> None:
         toy, parts = self.toy, self.parts
-        if toy.loop == "epochs" and self.guard is not None:
-            epochs: Iterable[int] = self.guard.epochs(toy.epochs)
+        if toy.loop != "range" and self.guard is not None:
+            rehearse = self.rehearsal if toy.loop == "rehearsed epochs" else None
+            epochs: Iterable[int] = self.guard.epochs(toy.epochs, rehearse=rehearse)
         else:
             epochs = range(toy.epochs)
         for epoch in epochs:
             if parts.sampler is not None:
                 parts.sampler.set_epoch(epoch)
             self.micro = 0 if toy.by_epoch else self.micro
+            taken = 0
             with parts.model.join() if toy.join else contextlib.nullcontext():  # type: ignore[operator]
                 for taken, (x, y, ids) in enumerate(self.batches(), 1):
                     self.train_on(x, y, ids)
@@ -364,6 +367,7 @@ class _Loop:
                         break
             if toy.by_epoch and self.under_way:
                 self.update()
+            assert taken or toy.loop != "rehearsed epochs", "what the body sets is not set"
             if toy.between:
                 self.evaluate()
                 parts.scheduler.step()
@@ -383,13 +387,19 @@ class _Loop:
             self.position += 1
             yield batch
 
+    def rehearsal(self) -> Any:
+        self.rehearsed = next(iter(self.parts.loader))
+        return self.rehearsed
+
     def train_on(self, x: Tensor, y: Tensor, ids: Tensor) -> None:
         toy, parts, position = self.toy, self.parts, self.position
-        if self.hook is not None:
+        counts = self.rehearsed is None or x is not self.rehearsed[0]
+        if self.hook is not None and counts:
             self.hook(self.guard, position)
         if {*ids.tolist()} & {*toy.breaking}:
             raise ArithmeticError(f"the step at batch {position} broke")
-        self.note(ids.tolist())
+        if counts:
+            self.note(ids.tolist())
         x, y = (each.to(toy.device, non_blocking=toy.pinned) for each in (x, y))
         y = self.spoil(y, position)
         if position in toy.nan_input and toy.nan_rank in (None, self.rank):

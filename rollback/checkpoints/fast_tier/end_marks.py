@@ -36,12 +36,12 @@ from rollback.system.small_json import sound_model
 
 MOST = 256 << 10
 """Bytes that a mark may have: copying more would be felt at every step."""
-_NUMBERS = struct.Struct("<9Q")  # lengths: of what stays and of the rest; a StepEnd; when it was written; patience
-_HEAD = struct.Struct("<10Q")  # a checksum, and these numbers
+_NUMBERS = struct.Struct("<10Q")  # lengths: of what stays and of the rest; a StepEnd; when it was written; patience
+_HEAD = struct.Struct("<11Q")  # a checksum, and these numbers
 _NO_HEAD = bytes(_HEAD.size)
 _PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
 _EARLY = 2  # behind both halves
-_STATUS = struct.Struct("<7Q")  # checksum, digest, the five numbers
+_STATUS = struct.Struct("<8Q")  # checksum, digest, a StepEnd
 _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
 _SIZE = 4096 + 3 * _PART
@@ -64,6 +64,9 @@ class StepEnd(NamedTuple):
     step: int
     """Completed updates."""
     batch: int
+    epoch: int
+    """The epoch that is open: behind an epoch's last step there is a mark before the work between two epochs, and one
+    behind it."""
     timeline: int
 
 
@@ -188,7 +191,7 @@ class EndMark:
 
     def tell_digest(self, end: StepEnd, digest: int) -> None:
         """Tell the others the digest of this rank's parameters at that moment."""
-        numbers = struct.pack("<6Q", digest, *end)
+        numbers = struct.pack("<7Q", digest, *end)
         self._map[: _STATUS.size] = struct.pack("<Q", _seed(numbers)) + numbers
 
     def tell_stopped(self, why: str) -> None:

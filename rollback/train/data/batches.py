@@ -26,6 +26,8 @@ class Batches:
         self._cursor = cursor
         self.skips = skips
         skips.announce(cursor)
+        self.rehearses = False
+        """Whether a pass that has no batch left is given one that does not count: then a run may resume there."""
         # Batches of other ranks, or of other data, cannot be compared.
         afresh = run.settings.accept_data_change or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
@@ -69,25 +71,32 @@ class Batches:
     def may_resume_here(self) -> bool:
         """Collective: whether a run may resume here.
 
-        It may not after an epoch's last batch: a resumed pass would be empty, and code after the loop expects a batch.
+        It may not after an epoch's last batch, unless the script rehearses such a pass: a resumed pass would be empty,
+        and code after the loop expects a batch.
 
         Ranks that find this out by reading agree on it: a rank whose data end earlier must not leave the others alone
         with a snapshot.
         """
         if not self._cursor.opened:
             return False
+        if self.rehearses and not self._cursor.reads_ahead:
+            return True
         more = not self._cursor.at_end
         if self._cursor.ahead is not None:
             self._check(self._cursor.batch, self._cursor.ahead)
         return self._ranks.all_of(more) if self._cursor.reads_ahead else more
 
-    def stands_before_a_batch(self) -> bool:
+    def may_be_marked(self) -> bool:
         """Whether a run may resume here. False also where a batch would have to be read to know."""
-        return self._cursor.opened and not self._cursor.reads_ahead and not self._cursor.at_end
-
-    def rest_is_skipped(self) -> bool:
-        """Collective: whether all that is left of the open epoch is on the skip list. False where it has no length."""
         cursor = self._cursor
+        return cursor.opened and not cursor.reads_ahead and (self.rehearses or not cursor.at_end)
+
+    def nothing_is_left(self) -> bool:
+        """Collective: whether the script gets no batch of the open epoch any more, since a run has resumed behind its
+        last one, or since all that is left is on the skip list. False where it has no length."""
+        cursor = self._cursor
+        if cursor.offset and not cursor.reads_ahead and cursor.at_end:
+            return True
         window = next((window for window in self.skips.windows if cursor.batch in window), None)
         if window is None:  # on all ranks alike
             return False

@@ -64,7 +64,8 @@ class LastSnapshot:
 
     sent: what this rank has told the others of the last step. foresee: judges that step ahead by what the ranks that
     came to its end have told, from any thread; raises NotProved. telltale: a parameter by which a backward is noticed.
-    last_batch: whether the batch in hand is probably its update's last one. Making one is collective; nothing else is.
+    markable: whether the batch in hand is probably its update's last one, and a run may resume behind it. Making one is
+    collective; nothing else is.
     """
 
     def __init__(
@@ -76,13 +77,14 @@ class LastSnapshot:
         sent: Callable[[], bytes],
         foresee: Callable[[Sequence[bytes]], Foreseen],
         telltale: torch.nn.Parameter | None,
-        last_batch: Callable[[], bool],
+        markable: Callable[[], bool],
     ) -> None:
         self._run, self._state, self._snapshots = run, state, snapshots
-        self._timeline, self._sent, self._foresee, self._last_batch = timeline, sent, foresee, last_batch
+        self._timeline, self._sent, self._foresee, self._markable = timeline, sent, foresee, markable
         self._small_state = SmallStateReader(state)
         self._changes = self._returns = 0
-        self._standing: _Standing | None = None
+        self._standings: tuple[_Standing, ...] = ()
+        """Newest first: more than one behind an epoch's last step, before and behind the work between two epochs."""
         self._parameters = list(state.model.parameters())
         self._mark: EndMark | None = None
         self._early: EarlyMarks | None = None
@@ -115,20 +117,18 @@ class LastSnapshot:
         end = self._end_of(self._state.counters.step)
         standing = _Standing(end, self._changes, self._versions(), self._small_state.shared())
         self._mark.write(end, body, local.stays)
-        self._standing = standing
+        before = self._standings[:1] if self._stands and self._standings[0].end != end else ()
+        self._standings = standing, *before
         if self._early is not None:
             self._early.at_end(end, local)
 
     def _end_of(self, step: int) -> StepEnd:
-        return StepEnd(self._run.attempt, self._returns, step, self._state.cursor.batch, self._timeline())
+        cursor = self._state.cursor
+        return StepEnd(self._run.attempt, self._returns, step, cursor.batch, cursor.epoch, self._timeline())
 
     def _coming(self) -> StepEnd | None:
-        """The end of the step in progress, if its last backward is under way and a run may resume there.
-
-        Behind an epoch's last batch none may: the mark of that name is left behind the work between two epochs.
-        """
-        cursor = self._state.cursor
-        if self._over or not self._last_batch() or not cursor.opened or cursor.reads_ahead or cursor.at_end:
+        """The end of the step in progress, if its last backward is under way and a run may resume there."""
+        if self._over or not self._markable():
             return None
         return self._end_of(self._state.counters.step + 1)
 
@@ -145,6 +145,11 @@ class LastSnapshot:
     def _before_update(self, optimizer: torch.optim.Optimizer) -> None:
         self._changes += 1
 
+    @property
+    def _stands(self) -> bool:
+        """Whether nothing has begun to change since this rank's newest mark."""
+        return bool(self._standings) and self._standings[0].changes == self._changes
+
     def _versions(self) -> int:
         """Changes with every write to a parameter in place, as torch counts."""
         return sum(map(_version, self._parameters))
@@ -153,8 +158,7 @@ class LastSnapshot:
 
     def raised(self, reason: str) -> None:
         """As `keep`, on a rank that an exception ends. In its update, it will not come to the step's end."""
-        standing = self._standing
-        if self._early is not None and not self._over and not (standing and standing.changes == self._changes):
+        if self._early is not None and not self._over and not self._stands:
             self._early.stop()
         self.keep(reason)
 
@@ -247,14 +251,15 @@ class LastSnapshot:
         the others; and what each alone knew. Where another rank is further, this one will be there in a moment."""
         why = "this rank has not come to the end of a step"
         while True:
-            over, standing = time.monotonic() > deadline, self._standing
-            if standing is not None and standing.changes == self._changes:
+            over, standings = time.monotonic() > deadline, self._standings
+            for standing in standings if self._stands else ():
                 end = standing.end
                 ended, missing = self._peers.marks_of(end)
+                dead = (rank for rank in missing if self._peers.is_gone(rank) and self._peers.is_behind(rank, end))
                 early = {
                     rank: split(stand_in(self._paths, rank, end, int(began * 1e9)))
-                    for rank in missing if self._peers.is_gone(rank) and self._peers.is_behind(rank, end)
-                }  # fmt: skip
+                    for rank in (dead if standing is standings[-1] else ())  # it tells of the first of these ends
+                }
                 if early:  # their gradients are in the sums, or this rank would not have come here
                     require_quiet(self._paths, ended, end)
                 missing = [rank for rank in missing if rank not in early]
@@ -263,8 +268,8 @@ class LastSnapshot:
                         own for _, (_, own) in sorted({**ended, **early}.items())
                     ]  # fmt: skip
                 why = f"{_ranks(missing)} had not come to the end of step {end.step}"
-            elif standing is not None:
-                why = f"this rank was in its update behind step {standing.end.step}, or had not ended that step"
+            if standings and not self._stands:
+                why = f"this rank was in its update behind step {standings[0].end.step}, or had not ended that step"
             if over:
                 raise NotProved(why)
             time.sleep(POLL)

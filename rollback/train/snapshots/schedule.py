@@ -53,6 +53,7 @@ class SnapshotSchedule:
         self._tier = tier
         self.wanted = False
         self._taken_at = self._taken_before_end = began_at
+        self._made_for_end = False
         self._measured = False
         self._pace = SnapshotPace(settings.overhead, settings.probation) if settings.snapshot_every == "auto" else None
         self._seconds: deque[float] = deque(maxlen=_REMEMBERED)
@@ -146,12 +147,14 @@ class SnapshotSchedule:
 
     def take_end(self, timeline: int) -> str | None:
         """As `take_now`, for a state that may be the end of training."""
-        self._taken_before_end = self._taken_at
-        return self.take_now(timeline)
+        there, self._taken_before_end = self._kept(), self._taken_at
+        kept = self.take_now(timeline)
+        self._made_for_end = kept != there
+        return kept
 
     def go_on(self, end: str) -> None:
         """Note that training goes on behind what was taken as its end."""
-        if self._taken_before_end != self._taken_at:
+        if self._made_for_end:
             self._taken_at = self._taken_before_end
             self._checkpoints.remove_checkpoint(end, "training went on behind the end of an epoch")
 

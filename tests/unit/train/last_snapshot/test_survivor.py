@@ -40,7 +40,7 @@ from rollback.train.state import tree
 
 TOY = Toy(samples=120, augment=True, patient=False)
 AT = 17
-END, BEFORE = StepEnd(1, 0, 8, 8, 0), StepEnd(1, 0, 7, 7, 0)
+END, BEFORE = StepEnd(1, 0, 8, 8, 0, 0), StepEnd(1, 0, 7, 7, 0, 0)
 
 
 @pytest.fixture
@@ -126,7 +126,7 @@ def test_half_a_mark_is_no_mark(marks: end_marks.EndMarkPaths, place: int) -> No
 
 def test_what_stays_is_written_once_to_each_part_and_read_with_every_mark(marks: end_marks.EndMarkPaths) -> None:
     mark, stays = EndMark(marks, 0), os.urandom(500)
-    ends = [StepEnd(1, 0, step, step, 0) for step in range(6)]
+    ends = [StepEnd(1, 0, step, step, 0, 0) for step in range(6)]
     for end in ends[:2]:
         mark.write(end, b"first", stays)
     written = mark._map[:]
@@ -200,7 +200,7 @@ def test_while_a_mark_is_written_the_one_before_stays(
             seen.append(set(end_marks.read_ends(marks, 0)))
 
     monkeypatch.setattr(mark, "_map", Watched(mark._map))
-    ends = [StepEnd(1, 0, step, step, 0) for step in range(6)]
+    ends = [StepEnd(1, 0, step, step, 0, 0) for step in range(6)]
     for end in ends:
         mark.write(end, os.urandom(100))
     for number, after in enumerate(zip(*[iter(seen)] * 3, strict=True)):
@@ -298,8 +298,7 @@ def as_one_of_two(guard: rollback.Guard, pid: int, *, ended: bool = True) -> End
     """Another rank, with a mark of the same step's end. The guard itself stays alone in the end. ended: else that rank
     has come to the step's end before, and has told early of this one."""
     last = guard._last
-    assert last._standing is not None
-    end = last._standing.end
+    end = last._standings[0].end
     body = end_marks.read_ends(last._paths, 0)[end]
     second = EndMark(last._paths, 1)
     if ended:
@@ -317,7 +316,7 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
         digest = write.digest_of_parameters(guard._state)
-        second.tell_digest(guard._last._standing.end, digest ^ differs)  # type: ignore[union-attr]
+        second.tell_digest(guard._last._standings[0].end, digest ^ differs)
         keep(guard)
         guard._run.ranks.world_size = 1
 
@@ -326,7 +325,7 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     assert (account.checkpoint is None) == differs
 
 
-@pytest.mark.parametrize("end", [{"step": AT - 1}, {"returns": 1}, {"attempt": 2}, {"timeline": 1}])
+@pytest.mark.parametrize("end", [{"step": AT - 1}, {"returns": 1}, {"attempt": 2}, {"timeline": 1}, {"epoch": 1}])
 def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
     tmp_path: Path, memory: Path, other: int, end: dict[str, int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -334,8 +333,7 @@ def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
 
     def act(guard: rollback.Guard) -> None:
         second = as_one_of_two(guard, other)
-        assert guard._last._standing is not None
-        own = guard._last._standing.end
+        own = guard._last._standings[0].end
         body = end_marks.read_ends(guard._last._paths, 0)[own]
         for number in range(2):
             second.write(own._replace(**end, batch=own.batch + number), body)
