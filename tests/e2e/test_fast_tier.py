@@ -20,6 +20,7 @@ from rollback.facts.training import (
     Drifted,
     Dropped,
     Evicted,
+    LeftDurableRing,
     Planned,
     Restored,
     Saving,
@@ -62,7 +63,8 @@ def test_good_checkpoints_and_the_last_one_are_in_the_ring_at_the_end_and_the_me
     newest = facts(run, Committed)[-1].checkpoint
     drained = [fact.checkpoint for fact in facts(run, Drained)]
     assert newest in drained
-    assert sorted(drained) == ring.names(RunPaths(run))
+    left = {fact.checkpoint for fact in facts(run, LeftDurableRing)}  # one more than it has room for, on a slow disk
+    assert sorted({*drained} - left) == ring.names(RunPaths(run))
     assert {fact.tier for fact in facts(run, Committed)} == {"fast"}, facts(run)
     assert {fact.tier for fact in facts(run, Evicted)} == {"fast"}, facts(run)
     assert tiers.fast_tier_of(RunPaths(run)) is None
