@@ -238,7 +238,7 @@ class Attempts:
                 self._ledger.note(ended)
                 self._say(ended.in_words())
                 running.kill(b"h", hopeless=True)
-            elif lookout.trains:
+            elif lookout.trains and self._order.restart_budget:  # else none would ever be started
                 self._host.keep_standby(running.attempt)
             if running.poll() is None or self._nodes.names:
                 time.sleep(_POLL)
