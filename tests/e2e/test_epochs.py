@@ -1,6 +1,7 @@
 """Nested loops: rollbacks over an epoch's start, resumes in a later epoch, loops that are broken off, ends."""
 
 import itertools
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from attempts import Forker
 from selection import soak
 from toy import Toy, consumed, facts, require_same, same_skips_from_the_start, skip_list, train, weights
 
-from rollback.facts.training import Attached, Finished, Incident, Restored
+from rollback.facts.training import Attached, Finished, Incident, Restored, Stopped
 
 EPOCHS = Toy(samples=120, epochs=3)  # 30 batches each
 
@@ -50,6 +51,28 @@ def test_under_epochs_all_that_the_script_does_between_epochs_is_done_again(tmp_
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), f"bad batch {bad}")
 
 
+def test_a_checkpoint_behind_an_epoch_s_last_batch_may_be_gone_back_to_where_its_body_is_rehearsed(
+    tmp_path: Path,
+) -> None:
+    toy = EPOCHS.but(loop="rehearsed epochs", between=True, nan=(43,)).with_settings(rewind=5)
+    ended = train(toy, tmp_path / "run")
+    assert [fact.step for fact in facts(tmp_path / "run", Restored)] == [30]
+    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "an epoch's end")
+
+
+@pytest.mark.parametrize("loop", ["epochs", "rehearsed epochs"])
+def test_a_stop_at_an_epoch_s_last_step_waits_for_the_next_epoch_unless_it_is_rehearsed(
+    tmp_path: Path, forker: Forker, loop: str
+) -> None:
+    toy, log = EPOCHS.but(loop=loop, between=True), tmp_path / "log"
+    assert forker.status(toy, tmp_path / "run", log=str(log), signal=[28, signal.SIGTERM]) == 75
+    (stopped,) = facts(tmp_path / "run", Stopped)
+    assert (stopped.step == stopped.batch == 30) == (loop == "rehearsed epochs")
+    ended = forker.finish(toy, tmp_path / "run", log=log)
+    assert facts(tmp_path / "run", Attached)[-1].step == stopped.step
+    require_same(ended, train(toy), loop)
+
+
 def test_a_rollback_over_two_epochs_starts(tmp_path: Path) -> None:
     toy = EPOCHS.but(loop="epochs", between=True, nan=(70,)).with_settings(rewind=45)
     ended = train(toy, tmp_path / "run")
@@ -67,7 +90,12 @@ def test_a_skip_window_may_lie_across_an_epoch_s_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("killed_at", "loop"),
-    [(47, "range"), (60, "epochs"), *soak(*itertools.product((5, 29, 30, 85), ("range", "epochs")))],
+    [
+        (47, "range"),
+        (60, "epochs"),
+        (60, "rehearsed epochs"),
+        *soak(*itertools.product((5, 29, 30, 85), ("range", "epochs", "rehearsed epochs"))),
+    ],
 )
 def test_a_run_resumed_in_any_epoch_ends_as_if_undisturbed(
     tmp_path: Path, forker: Forker, killed_at: int, loop: str
