@@ -195,7 +195,8 @@ def kill_in_turn(folder: Path, arguments: argparse.Namespace, seed: int, undistu
     outcomes, starts = launched.outcomes(), launched.starts()
     lines = []
     for attempt, (rank, moment, step) in killed.items():
-        start = next(start for later, start in sorted(starts.items()) if later > attempt)
+        # None follows if the training had ended.
+        start = next((start for later, start in sorted(starts.items()) if later > attempt), step)
         told = outcomes.get(attempt)
         why = told.why_not if told else "nobody tried"
         lines.append(
