@@ -60,7 +60,7 @@ def test_a_checkpoint_behind_an_epoch_s_last_batch_may_be_gone_back_to_where_its
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "an epoch's end")
 
 
-@pytest.mark.parametrize("loop", ["epochs", "rehearsed epochs"])
+@pytest.mark.parametrize("loop", ["rehearsed epochs", *soak("epochs")])
 def test_a_stop_at_an_epoch_s_last_step_waits_for_the_next_epoch_unless_it_is_rehearsed(
     tmp_path: Path, forker: Forker, loop: str
 ) -> None:

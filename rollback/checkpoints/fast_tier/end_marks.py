@@ -6,10 +6,11 @@
     TIER/last/lock            held by the one that writes it
     TIER/last/account-00001   what rank 1 made of it, for the supervisor and the next start
 
-A mark has two halves, which are written in turn, and a third part for its *early mark*: what the rank knew of a step's
-end before it gave its gradients to the sum of that step. Each part has a checksum over all of it, its step's end
-included. So a rank that is killed while it writes one half leaves the other, and half a mark is never believed. What
-stays the same over many steps is in each part, and is not copied there again.
+A mark has two halves, which are written in turn, and two further parts for *early marks*, also in turn: what the rank
+knew of a step's end before it gave its gradients to the sum of that step. A rank may be in the next backward already
+when another one asks. Each part has a checksum over all of it, its step's end included. So a rank that is killed while
+it writes one half leaves the other, and half a mark is never believed. What stays the same over many steps is in each
+part, and is not copied there again.
 docs/format.md, "The last snapshot", has the layout. Nothing here knows torch.
 """
 
@@ -40,11 +41,11 @@ _NUMBERS = struct.Struct("<10Q")  # lengths: of what stays and of the rest; a St
 _HEAD = struct.Struct("<11Q")  # a checksum, and these numbers
 _NO_HEAD = bytes(_HEAD.size)
 _PART = (MOST + _HEAD.size + 4095) // 4096 * 4096
-_EARLY = 2  # behind both halves
+_EARLY = 2  # behind both halves, and two as well
 _STATUS = struct.Struct("<8Q")  # checksum, digest, a StepEnd
 _LEFT_AT = 2048  # in the first page
 _STOPPED_AT, _STOPPED_MOST = 2056, 2000
-_SIZE = 4096 + 3 * _PART
+_SIZE = 4096 + 2 * _EARLY * _PART
 _ACCOUNT_LIMIT = 4 << 20
 REASONS = {
     b"h": "the ranks hang", b"g": "the grace is over", b"e": "the attempt is ended",
@@ -152,8 +153,8 @@ class EndMark:
             self._map = mmap.mmap(fd, _SIZE)
         finally:
             os.close(fd)
-        self._half = 0
-        self._stays = [b""] * (_EARLY + 1)  # what each part has of it
+        self._half = self._early = 0
+        self._stays = [b""] * 2 * _EARLY  # what each part has of it
         self._digest = b"", xxhash.xxh3_64_intdigest(b"")
         os.mkfifo(paths.bell(rank), 0o600)
         self.bell = os.open(paths.bell(rank), os.O_RDWR | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -168,11 +169,12 @@ class EndMark:
 
     def write_early(self, end: StepEnd, body: bytes, patience: int, stays: bytes = b"") -> None:
         """Leave what this rank knows of a step's end, if nothing changes it until then. patience: nanoseconds."""
-        self._put(_EARLY, body, stays, end, time.monotonic_ns(), patience)
+        self._early ^= 1
+        self._put(_EARLY + self._early, body, stays, end, time.monotonic_ns(), patience)
 
     def withdraw(self) -> None:
-        """The early mark does not hold: this rank does not come to that step's end as it should."""
-        start = _start(_EARLY)
+        """The newest early mark does not hold: this rank does not come to that step's end as it should."""
+        start = _start(_EARLY + self._early)
         self._map[start : start + _HEAD.size] = _NO_HEAD
 
     def _put(self, part: int, body: bytes, stays: bytes, end: StepEnd, at: int = 0, patience: int = 0) -> None:
@@ -243,9 +245,10 @@ def read_ends(paths: EndMarkPaths, rank: int) -> dict[StepEnd, bytes]:
     return {part.end: part.body for half in range(_EARLY) if (part := _read_part(paths, rank, half)) is not None}
 
 
-def read_early(paths: EndMarkPaths, rank: int) -> EarlyMark | None:
-    """The early mark of a rank, if it is whole."""
-    return _read_part(paths, rank, _EARLY)
+def read_early(paths: EndMarkPaths, rank: int) -> dict[StepEnd, EarlyMark]:
+    """The whole early marks of a rank, by the ends of their steps."""
+    found = (_read_part(paths, rank, part) for part in range(_EARLY, 2 * _EARLY))
+    return {early.end: early for early in found if early is not None}
 
 
 def _read_part(paths: EndMarkPaths, rank: int, part: int) -> EarlyMark | None:

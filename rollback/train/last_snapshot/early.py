@@ -71,8 +71,8 @@ def stand_in(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
 
     Raises NotProved.
     """
-    early = end_marks.read_early(paths, rank)
-    if early is None or early.end != end or end_marks.has_left(paths, rank):
+    early = end_marks.read_early(paths, rank).get(end)
+    if early is None or end_marks.has_left(paths, rank):
         raise NotProved(f"rank {rank} had not come to the end of step {end.step}, and the others had")
     if now > early.at + early.patience:
         seconds = (now - early.at) / 1e9
@@ -83,9 +83,8 @@ def stand_in(paths: EndMarkPaths, rank: int, end: StepEnd, now: int) -> bytes:
 def require_quiet(paths: EndMarkPaths, ranks: Iterable[int], end: StepEnd) -> None:
     """Raise NotProved unless these ranks, which have come to that step's end, have told it early as it was."""
     for rank in ranks:
-        early, body = end_marks.read_early(paths, rank), end_marks.read_ends(paths, rank).get(end)
-        told = early is not None and early.end == end and body is not None
-        if not (told and same_but_for_next(split(early.body)[1], split(body)[1])):  # type: ignore[union-attr, arg-type]
+        early, body = end_marks.read_early(paths, rank).get(end), end_marks.read_ends(paths, rank).get(end)
+        if early is None or body is None or not same_but_for_next(split(early.body)[1], split(body)[1]):
             raise NotProved(f"behind the backward of step {end.step} rank {rank} changed what only it knows")
 
 
