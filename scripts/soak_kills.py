@@ -303,7 +303,7 @@ def run_job(folder: Path) -> None:
     random.seed(rank)
     np.random.seed(rank)
     seen = os.open(folder / f"seen-{rank}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    for epoch in guard.epochs(EPOCHS, rehearse=lambda: next(iter(loader))):
+    for epoch in guard.epochs(EPOCHS, rehearse=lambda: next(iter(loader)), resume_between=True):
         sampler.set_epoch(epoch)
         for x, y, ids in guard:
             step = guard.step

@@ -113,6 +113,10 @@ class TrainingEnd:
             return ExitCode.RESUMABLE
         return ExitCode.IO if lost else ExitCode.FAILED
 
+    def complete(self) -> None:
+        for act in self.on_complete:
+            act()
+
     def close(self, *, changed: bool, judge: Callable[[], object] | None) -> None:
         """The script seems to be complete. Not collective.
 

@@ -146,7 +146,9 @@ class Guard(ScriptSide):
 
     # What the script uses ------------------------------------------------------------------------------------------
 
-    def epochs(self, count: int, *, rehearse: Callable[[], Any] | None = None) -> Iterator[int]:
+    def epochs(
+        self, count: int, *, rehearse: Callable[[], Any] | None = None, resume_between: bool = False
+    ) -> Iterator[int]:
         """The epochs from the run's position up to `count`: `for epoch in guard.epochs(10): for batch in guard: ...`
 
         All ranks alike. Like `range(count)`, except that a resumed run begins at its epoch and that a rollback over an
@@ -154,11 +156,12 @@ class Guard(ScriptSide):
 
         rehearse: makes a batch, for scripts whose code behind the loop over the guard needs what the loop's body sets.
         Where all that is left of an epoch is skipped, the body then runs once with such a batch; on all ranks, and
-        nothing of it counts: all that the guard keeps is put back. So a run may also resume behind an epoch's last
-        batch: in the work between two epochs a death costs no step. Default: the loop is empty in such an epoch.
+        nothing of it counts: all that the guard keeps is put back. Default: the loop is empty in such an epoch.
+        resume_between: the code behind that loop uses no value that the loop's body sets, but for those of `keep`. So a
+        run may also resume behind an epoch's last batch, and do that code again: a death there costs no step.
         Raises UsageError where `count` is not a whole number, and where a body did not iterate over the guard.
         """
-        self._pass_rehearsal.make, self._batches.rehearses = rehearse, rehearse is not None
+        self._pass_rehearsal.make, self._batches.resumes_between = rehearse, resume_between
         return self._passes.epochs(whole_number(count, "guard.epochs got count"), self.finish)
 
     def finish(self, by: str) -> bool:
@@ -318,7 +321,7 @@ class Guard(ScriptSide):
                 return True
             case Attend():
                 return self._attend()
-            case Halt() if self._batches.may_resume_here() or not decision.save:
+            case Halt() if self._batches.may_resume_here(between=True) or not decision.save:
                 self._halt(decision)
             case _:  # a stop where no checkpoint may be taken: the next beat says it again
                 pass
@@ -327,15 +330,14 @@ class Guard(ScriptSide):
     def _attend(self) -> bool:
         """Carry out the requests of operators. True: training is at another position now."""
         moved = False
-        while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here()):
+        while decision := self._requests.carry_out(self.step, may_stop=self._batches.may_resume_here(between=True)):
             moved |= self._act(decision)
         return moved
 
     # Snapshots -----------------------------------------------------------------------------------------------------
 
     def _snapshot_due(self) -> bool:
-        due = self._judge.calm and self._checkpoints.schedule.due(self._judge.beat)
-        return due and self._batches.may_resume_here()
+        return self._judge.calm and self._checkpoints.schedule.due(self._judge.beat) and self._batches.may_resume_here()
 
     def _take_snapshot(self, *, rehearsed: bool = False) -> bool:
         """Take a snapshot at this step's end. False: a rollback came first.
@@ -355,6 +357,7 @@ class Guard(ScriptSide):
         """Collective: put back all that a batch has changed that does not count, if that was the last one."""
         self._prober.drop()
         if self._pass_rehearsal.end():
+            self._rewinder.rehearsing &= not self._step_in_progress.update_made  # else DDP's buckets are cut now
             self._rewinder.restore_again(RollbackCause.EPOCH_START, self._pass_rehearsal.source)
 
     # Ends ----------------------------------------------------------------------------------------------------------
@@ -365,13 +368,11 @@ class Guard(ScriptSide):
         if not self._keep_end(by, left_over=self._step_in_progress.batches):
             return False
         self._passes.end(final=final)
+        self._step_in_progress.heartbeat.turn_to("training")
         if final:
             self._requests.stop.withdraw()  # nobody reads the flag any more: SIGTERM gets its old meaning
             self._end.note_finished()
-        self._step_in_progress.heartbeat.turn_to("training")
-        if final:
-            for act in self._end.on_complete:
-                act()
+            self._end.complete()
         return True
 
     def _keep_end(self, by: str, *, left_over: int, left: bool = False) -> bool:
@@ -394,7 +395,6 @@ class Guard(ScriptSide):
     def _rewind(self, decision: Rewind) -> None:
         """Carry out a plan, which is in the journal."""
         self._step_in_progress.show("rewinding")
-        halt = self._rewinder.carry_out(decision)
-        if halt is not None:
+        if (halt := self._rewinder.carry_out(decision)) is not None:
             self._act(halt)
             raise AssertionError("a rollback without a checkpoint halts the run")

@@ -51,17 +51,8 @@ def test_under_epochs_all_that_the_script_does_between_epochs_is_done_again(tmp_
     require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), f"bad batch {bad}")
 
 
-def test_a_checkpoint_behind_an_epoch_s_last_batch_may_be_gone_back_to_where_its_body_is_rehearsed(
-    tmp_path: Path,
-) -> None:
-    toy = EPOCHS.but(loop="rehearsed epochs", between=True, nan=(43,)).with_settings(rewind=5)
-    ended = train(toy, tmp_path / "run")
-    assert [fact.step for fact in facts(tmp_path / "run", Restored)] == [30]
-    require_same(ended, same_skips_from_the_start(toy, tmp_path / "run", tmp_path / "fresh"), "an epoch's end")
-
-
 @pytest.mark.parametrize("loop", ["rehearsed epochs", *soak("epochs")])
-def test_a_stop_at_an_epoch_s_last_step_waits_for_the_next_epoch_unless_it_is_rehearsed(
+def test_a_stop_at_an_epoch_s_last_step_waits_for_the_next_epoch_unless_the_script_resumes_between(
     tmp_path: Path, forker: Forker, loop: str
 ) -> None:
     toy, log = EPOCHS.but(loop=loop, between=True), tmp_path / "log"
@@ -71,6 +62,14 @@ def test_a_stop_at_an_epoch_s_last_step_waits_for_the_next_epoch_unless_it_is_re
     ended = forker.finish(toy, tmp_path / "run", log=log)
     assert facts(tmp_path / "run", Attached)[-1].step == stopped.step
     require_same(ended, train(toy), loop)
+
+
+def test_what_a_stop_between_two_epochs_has_left_may_be_gone_back_to(tmp_path: Path, forker: Forker) -> None:
+    toy, run = EPOCHS.but(loop="rehearsed epochs", between=True, nan=(43,)).with_settings(rewind=5), tmp_path / "run"
+    assert forker.status(toy, run, log=str(tmp_path / "log"), signal=[28, signal.SIGTERM]) == 75
+    ended = forker.finish(toy, run, log=tmp_path / "log")
+    assert [fact.step for fact in facts(run, Restored)] == [30]
+    require_same(ended, same_skips_from_the_start(toy, run, tmp_path / "fresh"), "an epoch's end")
 
 
 def test_a_rollback_over_two_epochs_starts(tmp_path: Path) -> None:

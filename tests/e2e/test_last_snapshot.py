@@ -136,6 +136,18 @@ def test_a_rank_that_dies_in_an_evaluation_between_two_epochs_costs_no_step(
     launched.require(undisturbed_epochs)
 
 
+@pytest.mark.soak
+def test_four_ranks_go_on_between_two_epochs(tmp_path: Path) -> None:
+    """Their first step is rehearsed, for DDP's buckets."""
+    toy = EPOCHS.but(samples=16 * EPOCH)
+    undisturbed = Launched(tmp_path / "undisturbed", toy, 4)
+    launched = Launched(tmp_path / "run", toy, 4, evaluates=[3, 2, 0.5])
+    for each in (undisturbed, launched):
+        each.finish()
+    assert launched.resumed_at == [2 * EPOCH], launched.outcomes
+    launched.require(undisturbed)
+
+
 def test_a_rank_that_dies_in_the_update_of_an_epoch_s_last_step_costs_no_step(
     tmp_path: Path, undisturbed_epochs: Launched
 ) -> None:

@@ -43,7 +43,8 @@ class Toy:
     samples: int = 400
     epochs: int = 1
     loop: str = "range"
-    """`range`; `epochs`: guard.epochs(); `rehearsed epochs`: that, with a batch for a pass that has none left."""
+    """`range`; `epochs`: guard.epochs(); `rehearsed epochs`: that, with a batch for a pass that has none left, and
+    with resumes between two epochs."""
     loader: str = "map"
     """`map`, `drawn` (callable), `iterator`, `stateful`, `list`."""
     sampler: str = "random"
@@ -351,8 +352,9 @@ class Loop:
     def run(self) -> None:
         toy, parts = self.toy, self.parts
         if toy.loop != "range" and self.guard is not None:
-            rehearse = self.rehearsal if toy.loop == "rehearsed epochs" else None
-            epochs: Iterable[int] = self.guard.epochs(toy.epochs, rehearse=rehearse)
+            between = toy.loop == "rehearsed epochs"
+            rehearse = self.rehearsal if between else None
+            epochs: Iterable[int] = self.guard.epochs(toy.epochs, rehearse=rehearse, resume_between=between)
         else:
             epochs = range(toy.epochs)
         for epoch in epochs:

@@ -26,8 +26,8 @@ class Batches:
         self._cursor = cursor
         self.skips = skips
         skips.announce(cursor)
-        self.rehearses = False
-        """Whether a pass that has no batch left is given one that does not count: then a run may resume there."""
+        self.resumes_between = False
+        """Whether a run may resume behind an epoch's last batch: the script says so."""
         # Batches of other ranks, or of other data, cannot be compared.
         afresh = run.settings.accept_data_change or run.ranks_before is not None
         self._log = DrawLog(run.paths.draws(run.ranks.rank), afresh=afresh)
@@ -68,18 +68,18 @@ class Batches:
         """As the cursor's witness: raise RunDoesNotFit where the batch was another one."""
         self._log.compare(batch, data, self.skips.digest_before(batch))
 
-    def may_resume_here(self) -> bool:
+    def may_resume_here(self, *, between: bool = False) -> bool:
         """Collective: whether a run may resume here.
 
-        It may not after an epoch's last batch, unless the script rehearses such a pass: a resumed pass would be empty,
-        and code after the loop expects a batch.
+        It may not after an epoch's last batch: a resumed pass would be empty, and code after the loop expects a batch.
+        between: it may, where the script says so.
 
         Ranks that find this out by reading agree on it: a rank whose data end earlier must not leave the others alone
         with a snapshot.
         """
         if not self._cursor.opened:
             return False
-        if self.rehearses and not self._cursor.reads_ahead:
+        if between and self.resumes_between and not self._cursor.reads_ahead:
             return True
         more = not self._cursor.at_end
         if self._cursor.ahead is not None:
@@ -89,7 +89,7 @@ class Batches:
     def may_be_marked(self) -> bool:
         """Whether a run may resume here. False also where a batch would have to be read to know."""
         cursor = self._cursor
-        return cursor.opened and not cursor.reads_ahead and (self.rehearses or not cursor.at_end)
+        return cursor.opened and not cursor.reads_ahead and (self.resumes_between or not cursor.at_end)
 
     def nothing_is_left(self) -> bool:
         """Collective: whether the script gets no batch of the open epoch any more, since a run has resumed behind its

@@ -8,10 +8,10 @@ A *pass* is one `for batch in guard`. Pass p covers epoch p. Two things change t
   the start of its own epoch again, and repeats the learning-rate steps that the script made there. Other work between
   epochs is not repeated; scripts with such work need `guard.epochs()`.
 
-A run resumes after the last batch of an epoch only if the script rehearses a pass without one (see `PassRehearsal`). So
-every resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run that
-goes on: its last pass begins again and ends at once, so that the script does its work after the pass, and the next pass
-begins.
+A run resumes after the last batch of an epoch only if the script says that it may (`Guard.epochs`, resume_between).
+Every other resumed pass has at least one batch, and the code after its loop works. The one exception is a complete run
+that goes on: its last pass begins again and ends at once, so that the script does its work after the pass, and the next
+pass begins.
 """
 
 from collections.abc import Callable, Iterable, Iterator

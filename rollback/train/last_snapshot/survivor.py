@@ -28,7 +28,7 @@ from rollback.train.events import RollbackApplied
 from rollback.train.last_snapshot.early import EarlyMarks, mark_body, require_quiet, split, stand_in
 from rollback.train.last_snapshot.peers import POLL, Peers
 from rollback.train.last_snapshot.small_state import SharedState, SmallStateReader
-from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_parameters
+from rollback.train.last_snapshot.write import LastWrite, NotProved, digest_of_large_state, digest_of_parameters
 from rollback.train.run import AttachedRun
 from rollback.train.sharded import is_sharded
 from rollback.train.snapshots.pipeline import Snapshots
@@ -57,6 +57,9 @@ class _Standing(NamedTuple):
     changes: int
     versions: int
     small: SharedState
+    digest: int | None
+    """Of the parameters and the optimizer's tensors, behind an epoch's last step: in the work between two epochs a
+    script may exchange weights, by writes that torch does not count. None: not needed."""
 
 
 class LastSnapshot:
@@ -115,7 +118,8 @@ class LastSnapshot:
             self._stop(f"{size >> 10} KiB of buffers and other small state would be copied at every step")
             return
         end = self._end_of(self._state.counters.step)
-        standing = _Standing(end, self._changes, self._versions(), self._small_state.shared())
+        digest = digest_of_large_state(self._state) if self._state.cursor.at_end else None
+        standing = _Standing(end, self._changes, self._versions(), self._small_state.shared(), digest)
         self._mark.write(end, body, local.stays)
         before = self._standings[:1] if self._stands and self._standings[0].end != end else ()
         self._standings = standing, *before
@@ -222,6 +226,8 @@ class LastSnapshot:
             self._require_unchanged(standing)
 
         told = time.monotonic()
+        if standing.digest not in (None, digest_of_large_state(self._state)):
+            raise NotProved(f"weights or optimizer are not those of step {standing.end.step} any more")
         digest = digest_of_parameters(self._state)
         require()
         assert self._mark is not None
@@ -252,7 +258,8 @@ class LastSnapshot:
         why = "this rank has not come to the end of a step"
         while True:
             over, standings = time.monotonic() > deadline, self._standings
-            for standing in standings if self._stands else ():
+            stands = bool(standings) and standings[0].changes == self._changes
+            for standing in standings if stands else ():
                 end = standing.end
                 ended, missing = self._peers.marks_of(end)
                 dead = (rank for rank in missing if self._peers.is_gone(rank) and self._peers.is_behind(rank, end))
@@ -268,7 +275,7 @@ class LastSnapshot:
                         own for _, (_, own) in sorted({**ended, **early}.items())
                     ]  # fmt: skip
                 why = f"{_ranks(missing)} had not come to the end of step {end.step}"
-            if standings and not self._stands:
+            if standings and not stands:
                 why = f"this rank was in its update behind step {standings[0].end.step}, or had not ended that step"
             if over:
                 raise NotProved(why)

@@ -39,9 +39,14 @@ class NotProved(Exception):
 
 def digest_of_parameters(state: TrainingState) -> int:
     """Of all bits of this rank's parameters, where they lie."""
+    return digest_of_large_state(state, PARAMETERS)
+
+
+def digest_of_large_state(state: TrainingState, only: str = "") -> int:
+    """Of all bits of this rank's parameters and of the optimizer's tensors. only: what names begin with."""
     together = xxhash.xxh3_64()
     for name, item in sorted(large_state(state)[1].items()):
-        if name.startswith(PARAMETERS):
+        if name.startswith(only):
             together.update(xxhash.xxh3_64_digest(bytes_of(as_it_is_stored(item))))
     return together.intdigest()
 

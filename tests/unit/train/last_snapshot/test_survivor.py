@@ -329,6 +329,27 @@ def test_parameters_that_differ_are_not_kept(tmp_path: Path, memory: Path, other
     assert (account.checkpoint is None) == differs
 
 
+@pytest.mark.parametrize("differs", [False, True])
+def test_weights_that_were_exchanged_between_two_epochs_are_not_kept(
+    tmp_path: Path, memory: Path, other: int, differs: bool
+) -> None:
+    """torch does not count such writes."""
+
+    def act(guard: rollback.Guard) -> None:
+        as_one_of_two(guard, other)
+        last = guard._last
+        last._standings = (last._standings[0]._replace(digest=write.digest_of_large_state(guard._state)),)
+        if differs:
+            next(guard._state.model.parameters()).data.add_(0.0).mul_(1.5)
+        os.kill(other, 9)
+        keep(guard)
+        guard._run.ranks.world_size = 1
+
+    (account,) = kept(tmp_path / "run", memory, act)
+    assert ("are not those of step 17 any more" in (account.why_not or "")) == differs
+    assert (account.checkpoint is None) == differs
+
+
 @pytest.mark.parametrize("end", [{"step": AT - 1}, {"returns": 1}, {"attempt": 2}, {"timeline": 1}, {"epoch": 1}])
 def test_a_mark_of_another_step_or_of_an_earlier_return_does_not_count(
     tmp_path: Path, memory: Path, other: int, end: dict[str, int], monkeypatch: pytest.MonkeyPatch
