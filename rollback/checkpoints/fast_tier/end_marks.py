@@ -154,6 +154,7 @@ class EndMark:
         finally:
             os.close(fd)
         self._half = self._early = 0
+        self._early_end: StepEnd | None = None
         self._stays = [b""] * 2 * _EARLY  # what each part has of it
         self._digest = b"", xxhash.xxh3_64_intdigest(b"")
         os.mkfifo(paths.bell(rank), 0o600)
@@ -169,7 +170,8 @@ class EndMark:
 
     def write_early(self, end: StepEnd, body: bytes, patience: int, stays: bytes = b"") -> None:
         """Leave what this rank knows of a step's end, if nothing changes it until then. patience: nanoseconds."""
-        self._early ^= 1
+        self._early ^= end != self._early_end  # a step with two backwards has told of its end before
+        self._early_end = end
         self._put(_EARLY + self._early, body, stays, end, time.monotonic_ns(), patience)
 
     def withdraw(self) -> None:

@@ -128,6 +128,19 @@ def test_half_a_mark_is_no_mark(marks: end_marks.EndMarkPaths, place: int) -> No
     assert set(end_marks.read_ends(marks, 0)) == {BEFORE}
 
 
+def test_the_newest_early_mark_of_a_step_counts_and_that_of_the_step_before_stays(
+    marks: end_marks.EndMarkPaths,
+) -> None:
+    """A step may have several backwards, and draw between them."""
+    mark = EndMark(marks, 0)
+    mark.write_early(BEFORE, b"before", 1)
+    for told in (b"first", b"second", b"third"):
+        mark.write_early(END, told, 1)
+        assert {end: early.body for end, early in end_marks.read_early(marks, 0).items()} == {
+            BEFORE: b"before", END: told
+        }  # fmt: skip
+
+
 def test_what_stays_is_written_once_to_each_part_and_read_with_every_mark(marks: end_marks.EndMarkPaths) -> None:
     mark, stays = EndMark(marks, 0), os.urandom(500)
     ends = [StepEnd(1, 0, step, step, 0, 0) for step in range(6)]
