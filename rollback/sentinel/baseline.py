@@ -38,19 +38,19 @@ class RollingWindow:
         self._arrived.append(value)
         insort(self._ordered, value)
 
-    def quantile(self, fraction: float) -> float:
-        """The value below which `fraction` of the window lies; no interpolation."""
-        return self._ordered[int(fraction * len(self._ordered))]
+    def quantiles(self, *fractions: float) -> list[float]:
+        """For each fraction, the value below which that share of the window lies; no interpolation."""
+        ordered, count = self._ordered, len(self._ordered)
+        return [ordered[int(fraction * count)] for fraction in fractions]
+
+    def range(self) -> float:
+        """The largest value minus the smallest."""
+        return self._ordered[-1] - self._ordered[0]
 
     def median(self) -> float:
         """The median; for an even number of values, the mean of the middle two."""
         half, odd = divmod(len(self._ordered), 2)
         return self._ordered[half] if odd else (self._ordered[half - 1] + self._ordered[half]) / 2
-
-    def spread_of_ties(self) -> float:
-        """The whole range where a quarter of the values are one and the same, else 0."""
-        low, middle, high = self.quantile(0.25), self.quantile(0.5), self.quantile(0.75)
-        return self._ordered[-1] - self._ordered[0] if middle in (low, high) else 0.0
 
     def values(self) -> tuple[float, ...]:
         """Oldest first."""
@@ -111,13 +111,11 @@ class Baseline:
 
     def noise(self) -> float:
         """Standard deviation that normal noise of this spread would have; only once `ready`."""
-        middle = _IQR_TO_SIGMA * (self._noise.quantile(0.75) - self._noise.quantile(0.25))
+        low, median, high, tail = self._noise.quantiles(0.25, 0.5, 0.75, _TAIL)
+        ties = self._noise.range() if median in (low, high) else 0.0
         rounded = self._finest / 2 if self._finest < math.inf else 0.0
-        middle = max(middle, rounded, self._noise.spread_of_ties() / _RANGE_IN_NOISE, self._noise_before or 0.0)
-        if not self._tail_aware:
-            return middle
-        tail = (self._noise.quantile(_TAIL) - self._noise.quantile(0.5)) / _TAIL_TO_SIGMA
-        return max(middle, tail)
+        middle = max(_IQR_TO_SIGMA * (high - low), rounded, ties / _RANGE_IN_NOISE, self._noise_before or 0.0)
+        return max(middle, (tail - median) / _TAIL_TO_SIGMA) if self._tail_aware else middle
 
     def recent(self) -> tuple[float, ...]:
         """The accepted values whose median is the level, oldest first."""

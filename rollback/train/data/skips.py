@@ -30,6 +30,8 @@ class SkipList:
 
     def digest_before(self, batch: int) -> int:
         """A hash of what was skipped and left out before a batch; 0: nothing."""
+        if not (self.windows or self.quarantine):
+            return 0
         skipped = [(window.first, window.last) for window in self.windows if window.first < batch]
         left_out = [(fact.batch, fact.samples) for fact in self.quarantine if fact.batch <= batch]
         return xxhash.xxh3_64_intdigest(repr((skipped, left_out)).encode()) if skipped or left_out else 0

@@ -105,6 +105,7 @@ class IncidentEvidence:
         self._order = {name: place for place, name in enumerate(self._names.values())}
         self._limit = limit
         self._steps: list[_Step] = []
+        self._held = 0  # bytes of their batches
         self._in_progress = _Step()
         self._suspected: int | None = None
         self._failed = False
@@ -134,6 +135,7 @@ class IncidentEvidence:
         ended, self._in_progress = self._in_progress, _Step()
         ended.step, ended.losses, ended.gradients = step, losses, gradients
         self._steps.append(ended)
+        self._held += ended.nbytes
         self._trim()
 
     def suspect(self, onset: int | None) -> None:
@@ -145,6 +147,7 @@ class IncidentEvidence:
         if event.cause is RollbackCause.PROBE:
             return
         self._steps = [step for step in self._steps if step.step < event.step]
+        self._held = sum(step.nbytes for step in self._steps)
         self._in_progress = _Step()
         self._suspected = None
 
@@ -165,18 +168,21 @@ class IncidentEvidence:
             self._failed = True
 
     def _trim(self) -> None:
-        held = sum([step.nbytes for step in self._steps])
-        for step in self._steps[:-1]:
-            if held <= self._limit:
-                break
-            if step.parts and step.step != self._suspected:
-                held -= step.nbytes
-                step.let_go("later batches needed the room")
-        if held > self._limit:
-            self._steps[-1].let_go("no room beside the batches of the suspected step")
+        if self._held > self._limit:
+            for step in self._steps[:-1]:
+                if step.parts and step.step != self._suspected:
+                    self._let_go(step, "later batches needed the room")
+                if self._held <= self._limit:
+                    break
+            else:
+                self._let_go(self._steps[-1], "no room beside the batches of the suspected step")
         while len(self._steps) > _STEPS:
             place = 1 if self._steps[0].step == self._suspected else 0
-            del self._steps[place]
+            self._held -= self._steps.pop(place).nbytes
+
+    def _let_go(self, step: _Step, why: str) -> None:
+        self._held -= step.nbytes
+        step.let_go(why)
 
     # Writing down --------------------------------------------------------------------------------------------------
 

@@ -280,7 +280,7 @@ class Judge:
         if beat.announced and mark.first_batch not in self._phases:
             self._phases.add(mark.first_batch)
             self._record.note(PhaseAnnounced(step=mark.step, batch=mark.first_batch, phase=mark.phase))
-        begins = any(self._next_batch <= batch <= mark.last_batch for batch in self._phases)
+        begins = bool(self._phases) and any(self._next_batch <= batch <= mark.last_batch for batch in self._phases)
         self._next_batch = mark.last_batch + 1
         return begins
 

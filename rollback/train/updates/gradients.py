@@ -62,6 +62,7 @@ class Gradients:
         self._places = {id(p): place for place, p in enumerate(model.parameters() if model is not None else ())}
         self._given: list[nn.Parameter] = []
         self._ordered: list[nn.Parameter] = []
+        self._any_sharded = False
         self.telltale = choose_telltale(self._parameters())
         self._queued = False
         self._awaited = True
@@ -89,7 +90,7 @@ class Gradients:
     def look(self) -> tuple[list[nn.Parameter], list[Tensor]]:
         """Check whether the gradients are as backward left them. Call it before they are used; `before_step` does."""
         parameters, gradients = _with_gradients(self._parameters())
-        self._found = _marks_of(parameters, gradients)
+        self._found = self._marks_of(parameters, gradients)
         self.written = None if self.seen is None else self._found != self._marks
         if self.seen is not None and self.seen.squares is not None and not self.written:
             self.written = None  # torch counts no write to many sharded tensors at once, as clipping does
@@ -101,7 +102,7 @@ class Gradients:
         if seen is None or self.scale is not None or not seen.each.is_cpu or seen.each.dtype is not torch.float32:
             return None
         parameters, own = _with_gradients(seen.parameters)
-        if {*map(_dtype, own)} != {torch.float32} or _marks_of(parameters, own) != self._marks:
+        if {*map(_dtype, own)} != {torch.float32} or self._marks_of(parameters, own) != self._marks:
             return None
         if len(gradients) == len(own) and all(map(operator.is_, gradients, own)):
             return seen.total.clone()
@@ -127,7 +128,7 @@ class Gradients:
         if self.written is False and self.scale is None:
             return seen._replace(kept=1.0)
         assert telltale.grad is not None
-        place = _position(telltale, parameters)
+        place = [*map(id, parameters)].index(id(telltale))
         after = torch.linalg.vector_norm(_dense(telltale.grad), dtype=seen.each.dtype)
         if scale is not None:
             after = after / scale.to(after.device)
@@ -162,11 +163,11 @@ class Gradients:
     def _after_averaging(self) -> None:
         self._queued = False
         parameters, gradients = _with_gradients(self._parameters())
-        if not any(parameter is self.telltale for parameter in parameters):
+        if self.telltale is None or self.telltale.grad is None:
             return  # FSDP2 holds back what is not summed yet
         each, total = _measure(gradients, self.scale)
         self.seen = GradientNorms(parameters, each, total, None, self._own, self._squares(parameters, each))
-        self._marks = _marks_of(parameters, gradients)
+        self._marks = self._marks_of(parameters, gradients)
 
     def _only_scaled(self, gradients: list[Tensor]) -> bool:
         """Whether these are backward's gradients, unchanged or each written to equally often."""
@@ -177,9 +178,16 @@ class Gradients:
         (addresses, versions), (addresses_then, versions_then) = self._found, self._marks
         return addresses == addresses_then and len(set(map(operator.sub, versions, versions_then))) == 1
 
+    def _marks_of(self, parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
+        if not self._any_sharded:
+            return [*map(Tensor.data_ptr, gradients)], [*map(_version, gradients)]
+        pairs = zip(parameters, gradients, strict=True)
+        marks = [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
+        return [address for address, _ in marks], [version for _, version in marks]
+
     def _squares(self, parameters: list[nn.Parameter], each: Tensor) -> Tensor | None:
         """What this rank adds to the square of the norm over all ranks' parts; None where nothing is sharded."""
-        if not _any_sharded(parameters):
+        if not self._any_sharded:
             return None
         ranks = torch.distributed.get_world_size()
         weights = [ranks / copies_of(parameter, ranks) for parameter in parameters]
@@ -192,6 +200,7 @@ class Gradients:
         if len(given) != len(self._given) or not all(map(operator.is_, given, self._given)):
             self._given = given
             self._ordered = sorted(given, key=lambda p: self._places.get(id(p), len(self._places)))
+            self._any_sharded = any(map(is_sharded, given))
         return self._ordered
 
 
@@ -207,25 +216,9 @@ def _with_gradients(parameters: list[nn.Parameter]) -> tuple[list[nn.Parameter],
     return parameters, gradients
 
 
-def _position(parameter: nn.Parameter, parameters: list[nn.Parameter]) -> int:
-    return next(place for place, other in enumerate(parameters) if other is parameter)
-
-
-def _marks_of(parameters: list[nn.Parameter], gradients: list[Tensor]) -> _Marks:
-    if not _any_sharded(parameters):
-        return [*map(Tensor.data_ptr, gradients)], [*map(_version, gradients)]
-    pairs = zip(parameters, gradients, strict=True)
-    marks = [mark_of(parameter.grad if is_sharded(parameter.grad) else own) for parameter, own in pairs]  # type: ignore[arg-type]
-    return [address for address, _ in marks], [version for _, version in marks]
-
-
 def mark_of(gradient: Tensor) -> tuple[int, int]:
     """A value that changes when a gradient is replaced or written to."""
     return local_of(gradient).data_ptr(), version_of(gradient)
-
-
-def _any_sharded(parameters: Sequence[Tensor]) -> bool:
-    return not _PLAIN.issuperset(map(type, parameters)) and any(map(is_sharded, parameters))
 
 
 def _scaled_on_host(seen: GradientNorms, before: float, after: float) -> GradientNorms:

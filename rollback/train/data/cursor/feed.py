@@ -1,11 +1,29 @@
 """The batch sampler that the clone of a map-style loader gets in place of the user's."""
 
 from collections import deque
+from functools import cached_property
 from typing import Any
 
+from rollback.train.data.cursor.digest import digest_of_indices
 from rollback.train.data.cursor.order import BatchOrder
 from rollback.train.data.cursor.quarantine import Neighbours
 from rollback.train.data.cursor.workers import Keyed
+
+
+class DrawnIndices:
+    """What the sampler gave for one batch. Its digest is asked for more than once in a step."""
+
+    def __init__(self, indices: Any) -> None:
+        self.indices = indices
+
+    @cached_property
+    def digest(self) -> int | None:
+        return digest_of_indices(self.indices)
+
+    @property
+    def hex_digest(self) -> str | None:
+        """For JSON."""
+        return None if self.digest is None else f"{self.digest:016x}"
 
 
 class Feed:
@@ -23,17 +41,17 @@ class Feed:
         self._order: BatchOrder | None = None
         self._key: str | None = None
         self._batch = self._offset = 0
-        self._pending: deque[Any] = deque()
+        self._pending: deque[DrawnIndices] = deque()
         self.reading = 0
         self.planned: list[range] = []
         self.neighbours = Neighbours([], 0)
-        self.last: Any = None
-        """The indices of the batch before the position, as the sampler gave them."""
+        self.last: DrawnIndices | None = None
+        """Of the batch before the position."""
         self._repeat = False
 
     def begin(self, order: BatchOrder, last: Any, *, batch: int, offset: int, key: str | None) -> None:
         """Goes to a position. `key` names the epoch's random states in workers; None without workers."""
-        self._order, self.last = order, last
+        self._order, self.last = order, None if last is None else DrawnIndices(last)
         self._batch, self._offset, self._key = batch, offset, key
         self._pending.clear()
         self.reading = 0
@@ -49,7 +67,8 @@ class Feed:
     def __next__(self) -> Any:
         if self._repeat:
             self._repeat = False
-            return self._keyed(self.neighbours.instead(self.last, self._batch - 1), -1)
+            assert self.last is not None
+            return self._keyed(self.neighbours.instead(self.last.indices, self._batch - 1), -1)
         while True:
             ahead = self.reading
             indices = self.peek(ahead)
@@ -62,13 +81,13 @@ class Feed:
 
     def peek(self, ahead: int = 0) -> Any:
         """Indices of the batch `ahead` batches behind the position. StopIteration if the epoch ends before."""
-        return self.neighbours.instead(self.drawn(ahead), self._batch + ahead)
+        return self.neighbours.instead(self.drawn(ahead).indices, self._batch + ahead)
 
-    def drawn(self, ahead: int = 0) -> Any:
+    def drawn(self, ahead: int = 0) -> DrawnIndices:
         """As `peek`, but as the sampler gave them: samples that are left out have not been replaced."""
         assert self._order is not None
         if ahead == len(self._pending):
-            self._pending.append(self._order.take())
+            self._pending.append(DrawnIndices(self._order.take()))
         return self._pending[ahead]
 
     def pop(self) -> Any:
@@ -82,12 +101,13 @@ class Feed:
 
     def is_over(self) -> bool:
         """Whether the epoch has no batch at the position."""
-        try:
-            self.peek()
-        except StopIteration:
-            return True
+        if not self._pending:
+            try:
+                self.drawn()
+            except StopIteration:
+                return True
         return False
 
     def is_planned(self, ahead: int = 0) -> bool:
         """Whether the batch `ahead` batches behind the position is planned to be skipped."""
-        return any(self._batch + ahead in window for window in self.planned)
+        return bool(self.planned) and any(self._batch + ahead in window for window in self.planned)

@@ -92,10 +92,8 @@ def _has_data_only(items: list[Any] | tuple[Any, ...], depth: int = 0) -> bool:
 
 def _attributes(thing: Any) -> list[Any]:
     if isinstance(thing, (list, tuple)):
-        held = list(thing[:_MOST])
-    else:
-        held = [value for _, value in sorted(vars(thing).items())]
-    return [value for value in held if _is_generator(value) or _may_hold(value)]
+        return list(thing[:_MOST])
+    return [value for _, value in sorted(vars(thing).items())]
 
 
 def _is_generator(thing: Any) -> bool:

@@ -72,7 +72,7 @@ class MapStyleCursor(Cursor):
         return self._indices
 
     def order_digest(self) -> int | None:
-        return digest_of_indices(self._feed.last)
+        return self._feed.last.digest if self._feed.last is not None else None
 
     @property
     def at_end(self) -> bool:
@@ -158,13 +158,13 @@ class MapStyleCursor(Cursor):
         if not self.opened or self._unfit is not None:
             return None
         try:
-            return hex_digest_of(self._feed.drawn())
+            return self._feed.drawn().hex_digest
         except StopIteration:
             return None
 
     def _end_epoch(self) -> None:
         super()._end_epoch()
-        indices = _as_indices(self._feed.last)
+        indices = _as_indices(self._feed.last.indices) if self._feed.last is not None else None
         self._before_epoch = None if indices is None else list(indices)
         self._end_workers_of_epoch()
 
@@ -206,7 +206,7 @@ class MapStyleCursor(Cursor):
             "seeding": self._seeding if self._loader.persistent_workers else None,
             # Between two epochs nothing will draw the order again: the generators are all there is to put back.
             "generators": None if self.opened else self._generators.states(),
-            "last_indices": hex_digest_of(self._feed.last) if self.offset else None,
+            "last_indices": self._feed.last.hex_digest if self.offset and self._feed.last is not None else None,
             "before_epoch": self._before_epoch if self.opened and not self.offset else None,
             "length": length_of(self._loader.dataset),
             "share": share_of(self._index_sampler),
@@ -366,6 +366,6 @@ def _as_indices(batch: Any) -> Indices:
     """What a sampler gave for one batch, as plain integers; None if it is anything else."""
     entries = batch if isinstance(batch, (list, tuple)) else [batch]
     try:
-        return tuple(operator.index(entry) for entry in entries)
+        return tuple(map(operator.index, entries))
     except TypeError:
         return None
